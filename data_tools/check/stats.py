@@ -22,6 +22,7 @@ from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
@@ -57,6 +58,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "fingerprint": dataset.fingerprint,
         "num_classes": dataset.num_classes,
         "pixels": dataset.pixels.to_dict(),
+        "left_out": dataset.left_out,
         "splits": {split: _summary(of_split, dataset) for split, of_split in counts.items()},
     }
     shards = dataset.shards()
@@ -78,7 +80,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
     }
     write_files(out, contents, mark=STATS)
     _print_report(stats, out)
-    for note in copy_notes(dataset, copies_found):
+    for note in (*describe_left_out(dataset.left_out), *copy_notes(dataset, copies_found)):
         print(note)
     if config.mlflow:
         assert isinstance(out, Path), "refused above"

@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
 from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
-from data_tools.sharding.kinds import describe_left_out
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
@@ -33,6 +32,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES, SAMPLES_FILE, Dataset, Shard, open_dataset
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet

@@ -14,14 +14,13 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from data_tools.sharding.kinds import left_out
 from data_tools.sources.layouts.archive import Member, tar_members
 from data_tools.sources.layouts.webdataset import NO_LABEL, TarSample, samples_of, split_name
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import Shard
-from pipeline.data.loading.decode import DecodeError, inspect
+from pipeline.data.loading.decode import DecodeError, inspect, left_out
 from pipeline.data.storage.bucket import fetched, locate, to_path
 from pipeline.data.storage.content import content_hash
 
@@ -81,7 +80,7 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a job. decoded: number of decoded images. left_out: of these, by `kinds.left_out`. findings: schema FINDINGS."""
+    """The result of a job. decoded: number of decoded images. left_out: of these, by `decode.left_out`. findings: schema FINDINGS."""
 
     bytes: int
     decoded: int
@@ -237,14 +236,14 @@ def _check_rows(
         if job.decode is None or key in job.decode:
             decoded += 1
             try:
-                is_now = inspect(data, decode_all=True, pixels=job.pixels)
-                unread.update(left_out(data, job.pixels))
+                header = inspect(data, decode_all=True, pixels=job.pixels)
+                unread.update(left_out(header, job.pixels))
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue
-            if is_now != tuple(properties):
+            if header[:3] != tuple(properties):
                 said = "{} {} x {}"
-                findings.add("properties", f"{said.format(*is_now)}, not {said.format(*properties)}", row, key)
+                findings.add("properties", f"{said.format(*header)}, not {said.format(*properties)}", row, key)
     return decoded, unread
 
 

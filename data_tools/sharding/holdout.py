@@ -1,10 +1,7 @@
 """Moves held-out samples from 'train' to 'val', whole groups if there are some; hashes of keys for random choices."""
 
-import contextlib
 import hashlib
 import itertools
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -41,34 +38,21 @@ def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(find(some), pa.large_string()) for some in keys], pa.large_string())
 
 
-def describe_classes_of_groups(listing: Listing, pattern: str) -> list[str]:
-    """A line to print about groups that have images of several classes, with a pattern of which none has, if one is derived."""
+def describe_classes_of_groups(listing: Listing) -> list[str]:
+    """A line to print about groups that have images of several classes."""
     images, labels = listing.label_pairs()
     if not listing.has_groups or (np.diff(images) == 0).any():
         return []
     groups = listing.table["group"].combine_chunks().dictionary_encode()
     pairs = groups.indices.to_numpy().astype(np.int64)[images] * len(listing.classes) + labels
-    distinct, pairs = np.unique(pairs, return_inverse=True)
-    of_pairs, counts = np.unique(distinct // len(listing.classes), return_counts=True)
+    of_pairs, counts = np.unique(np.unique(pairs) // len(listing.classes), return_counts=True)
     if not (several := of_pairs[counts > 1]).size:
         return []
     group = groups.dictionary[int(several[0])].as_py()
-    line = (
+    return [
         f"note: {len(several):,} of {counted(len(of_pairs), 'group')} have images of several classes, such as {printable(group)!r}. That is right for "
-        "a patient, but not where names begin anew in each class"
-    )
-    for candidate in _with_folder(pattern) if pattern else ():
-        with contextlib.suppress(UserError, re.error):
-            found = _find(listing, candidate).combine_chunks().dictionary_encode().indices.to_numpy()[images]
-            if len(np.unique(pairs * len(images) + found)) == len(distinct) == len(np.unique(found)):
-                return [f"{line}: then use group_pattern={shlex.quote(candidate)}"]
-    return [f"{line}: then let the group begin with the class"]
-
-
-def _with_folder(pattern: str) -> list[str]:
-    """Patterns that may find the class folder and the group that `pattern` finds."""
-    inner = pattern.removeprefix("^").removeprefix("[^/]+/")
-    return [f"^([^/]+/{inner.removeprefix('(')}", f"^([^/]+/(?:{inner}))", f"^([^/]+/.*?(?:{inner}))"]
+        "a patient, but not where names begin anew in each class: then let the group begin with the class, as group_pattern='^([^/]+/.*?seq[0-9]+)'"
+    ]
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:

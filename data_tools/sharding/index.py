@@ -26,7 +26,7 @@ from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
-from data_tools.sharding.kinds import describe_left_out, left_out, pixels_of
+from data_tools.sharding.kinds import pixels_of
 from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import load_part, write_part
@@ -54,8 +54,8 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
-from pipeline.data.images.stored import StoredImage
-from pipeline.data.loading.decode import check_end, inspect, stored_image
+from pipeline.data.images.stored import StoredImage, describe_left_out
+from pipeline.data.loading.decode import check_end, inspect, left_out, stored_image
 from pipeline.data.storage.bucket import (
     AnyPath,
     BucketPath,
@@ -97,7 +97,7 @@ class IndexJob:
 class _IndexPartMetadata:
     """The metadata of a part file. seen: the job, and size and version of the tar. has_labels: whether any sample has some, also a bad one.
 
-    left_out: number of images by `kinds.left_out`. unlabelled: row in the part file, key, where and reason of each sample without labels.
+    left_out: number of images by `decode.left_out`. unlabelled: row in the part file, key, where and reason of each sample without labels.
     """
 
     seen: dict[str, Any]
@@ -269,10 +269,10 @@ def _scan(
                 data = file.read(sample.size)
                 digest.update(data)
                 hashed = sample.offset + sample.size
-                ext, width, height = inspect(data, job.whole, job.pixels)
+                header = inspect(data, job.whole, job.pixels)
                 if not job.whole:
-                    check_end(data, ext)
-                unread.update(left_out(data, job.pixels))
+                    check_end(data, header.ext)
+                unread.update(left_out(header, job.pixels))
             except ValueError as error:
                 skipped.append((*where, str(error)))
                 continue
@@ -284,10 +284,10 @@ def _scan(
                 "key": sample.key,
                 "offset": sample.offset,
                 "size": sample.size,
-                "ext": ext,
+                "ext": header.ext,
                 "labels": sorted(set(sample.labels)),
-                "width": width,
-                "height": height,
+                "width": header.width,
+                "height": header.height,
                 "xxh128": content_hash(data),
             }
             for column, value in row.items():
@@ -379,11 +379,12 @@ def _finish(
             table.append_column("group", pa.array(find(table["key"].to_pylist()), pa.string())) for table in tables
         )
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
-    dataset = write_dataset(out, [shard for _, shard in kept], tables, classes, about, settings, pixels=pixels)
-    groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
     unread = Counter[str]()
     for done in results:
         unread.update(done.left_out)
+    of_kept = [shard for _, shard in kept]
+    dataset = write_dataset(out, of_kept, tables, classes, about, settings, pixels=pixels, left_out=unread)
+    groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
     for line in (*describe_groups(groups), *describe_left_out(unread)):
         print(line)
     if repeated := _num_repeated(kept, not is_labelled):

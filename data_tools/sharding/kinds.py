@@ -6,7 +6,7 @@ Nothing is guessed: a source whose images differ, or whose files have several pa
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage
-from pipeline.data.loading.decode import alpha_and_pages, stored_image
+from pipeline.data.loading.decode import left_out, stored_image
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -33,7 +33,8 @@ _MOST = 0.8
 _MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
-
+# A file made for the shard, its extension, width and height, and `left_out` of its source.
+Encoded = tuple[bytes, str, int, int, set[str]]
 
 # How names of files say which channel of a sample they are.
 _CHANNEL_NAMES = (
@@ -91,9 +92,10 @@ def pixels_of(
     if not joined:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not channels:
-            return RGB8  # Others are bad images, as are all if none could be read.
+            _note_others([kind for kind in kinds if not kind.is_photograph], kinds, examples, "8-bit photographs")
+            return RGB8  # Also if none could be read.
     num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
-    names = tuple(channels) or tuple(joined) or _default_names(num_channels)
+    names = tuple(joined) or tuple(channels) or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
@@ -132,16 +134,30 @@ def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], p
                 f"{counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first or pages=middle (one "
                 "of them, the others are not used)."
             )
+    channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
     counts = Counter[int]()
     for kind, count in kinds.items():
-        counts[kind.channels * (kind.pages if pages == "channels" else 1)] += count
+        counts[channels_of[kind]] += count
     num_channels, count = counts.most_common(1)[0]
     if count < _MOST * counts.total():
         raise UserError(
             f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a folder of their own, "
             "or reduce all to 8-bit RGB: to_rgb8=true"
         )
+    others = [kind for kind in kinds if channels_of[kind] != num_channels]
+    _note_others(others, kinds, examples, counted(num_channels, "channel"))
     return num_channels
+
+
+def _note_others(
+    others: list[_ImageKind], kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], most: str
+) -> None:
+    """Print which images are bad ones, because most are of another kind."""
+    if others:
+        print(
+            f"note: of {kinds.total():,} images tried, {sum(kinds[kind] for kind in others):,} differ from most ({most}) and are bad images, such as "
+            f"{examples[others[0]]}"
+        )
 
 
 def _default_names(count: int) -> tuple[str, ...]:
@@ -163,22 +179,19 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
-    """One sample of all files that are its channels, by `channel_pattern`; the listing itself without one.
+    """One sample of all files that are its channels, by `channel_pattern` or `channel_columns`; the listing itself without either.
 
     A sample without a file for each channel is skipped. Raises UserError for keys that the pattern does not match, two files of one
     channel, and labels that differ within a sample.
     """
-    if not config.channel_pattern:
+    if not (config.channel_pattern or config.channel_columns):
         return listing
-    pattern = re.compile(config.channel_pattern)
     keys = listing.table["key"].to_pylist()
-    matches = [pattern.fullmatch(key) for key in keys]
-    if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
-        raise UserError(
-            f"channel_pattern = {config.channel_pattern} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as {unmatched[0]!r}."
-        )
-    of_files = [(match["sample"], match["channel"]) for match in matches if match]
-    channels = config.channels or sorted({channel for _, channel in of_files})
+    of_files = _by_pattern(keys, config.channel_pattern) if config.channel_pattern else _by_columns(keys, config)
+    found = config.channel_columns or sorted({channel for _, channel in of_files})
+    # As "1:dapi", the channel 1 has the name dapi.
+    names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
+    channels = list(names)
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
         if channel in files.setdefault(sample, {}):
@@ -201,7 +214,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
             parts[sample] = [rows[channel] for channel in channels]
     if not parts:
         raise UserError(
-            f"channel_pattern = {config.channel_pattern}: no sample has all channels {', '.join(channels)}: {skipped[-1][2]}."
+            f"no sample has all channels {', '.join(channels)}: {skipped[-1][2]}. There are: {', '.join(found)}."
         )
     table = listing.table.take(pa.array([rows[0] for rows in parts.values()]))
     for name, column in (
@@ -214,15 +227,32 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
     print(
-        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(channels)}{others}"
+        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(names.values())}{others}"
     )
     return replace(
         listing,
         table=sorted_by_key(table).combine_chunks(),
         skipped=skipped,
-        channels=list(channels),
+        channels=list(names.values()),
         separate=listing.table,
     )
+
+
+def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
+    """(sample, channel) of each file by its key."""
+    pattern = re.compile(text)
+    matches = [pattern.fullmatch(key) for key in keys]
+    if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
+        raise UserError(
+            f"channel_pattern = {text} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as {unmatched[0]!r}."
+        )
+    return [(match["sample"], match["channel"]) for match in matches if match]
+
+
+def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
+    """As `_by_pattern`, of a list with a column for each channel."""
+    parts = (key.rpartition("@") for key in keys)
+    return [(sample, config.channel_columns[int(number)]) for sample, _, number in parts]
 
 
 def channel_hint(listing: Listing) -> str:
@@ -281,8 +311,8 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     return replace(listing, table=sorted_by_key(table).combine_chunks())
 
 
-def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tuple[bytes, str, int, int] | None:
-    """(file, extension, width, height) of an image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
+def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Encoded | None:
+    """An image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
 
     page: the one that is the sample, or -1. Raises DecodeError.
     """
@@ -295,22 +325,24 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tupl
     ):
         return None
     values, missing = stored.page(page if page >= 0 else stored.pages // 2 if config.pages == "middle" else 0)
+    unread = left_out(stored, pixels) - ({"pages"} if page >= 0 else set())
     if config.to_rgb8:
-        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height
-    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height
+        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height, unread
+    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
 
 
-def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
-    """(file, extension, width, height) of an image whose channels are these files, of one size and type. Raises DecodeError."""
-    pages = []
+def joined(files: list[bytes], pixels: Pixels) -> Encoded:
+    """An image whose channels are these files, of one size and type. Raises DecodeError."""
+    pages, unread = [], set[str]()
     for data in files:
         stored = stored_image(data)
         values, missing = stored.page(0)
         pages.append(_with_nodata(values, missing, pixels))
+        unread |= left_out(stored, None)
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
-    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0]
+    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0], unread
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
@@ -343,21 +375,3 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
     low, high = FULL_RANGE[values.dtype.name]
     scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
     return scaled[..., 0] if stored.channels == 1 else np.ascontiguousarray(scaled[..., :3])
-
-
-def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
-    if data.startswith(b"\xff\xd8"):
-        return []
-    alpha, pages = alpha_and_pages(data)
-    uses_pages = not pixels.is_rgb8 and pages > 1 and stored_image(data).channels * pages == pixels.num_channels
-    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages)
-
-
-def describe_left_out(counts: Mapping[str, int]) -> list[str]:
-    """Lines to print about what training does not read."""
-    words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
-    return [
-        f"note: {counted(count, 'image')} with {words[what]}, which training does not read"
-        for what, count in counts.items()
-    ]

@@ -30,7 +30,7 @@ from data_tools.sharding.holdout import (
     hold_out,
     with_groups,
 )
-from data_tools.sharding.kinds import describe_left_out, join_channels, source_pixels, split_pages
+from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
@@ -50,6 +50,7 @@ from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
 from pipeline.data.storage.parquet import open_parquet
@@ -71,6 +72,7 @@ _DECISIVE_IF_SET = (
     "group_pattern",
     "channels",
     "channel_pattern",
+    "channel_columns",
     "pages",
     "to_rgb8",
     "nodata",
@@ -125,7 +127,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = split_pages(join_channels(with_groups(listing, config.group_pattern), config), config)
+        listing = split_pages(with_groups(join_channels(listing, config), config.group_pattern), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
@@ -142,7 +144,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing, config.group_pattern)]
+        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing)]
         for note in [*of_groups, *odd]:
             print(note)
 
@@ -318,7 +320,7 @@ def _finish(
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     rows = {name: plan.order[first:last] for name, (first, last) in zip(plan.names, plan.bounds, strict=True)}
     tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels)
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels, unread)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:

@@ -1,11 +1,16 @@
 """Measures the values of the images of a data set: its range, mean and deviation per channel, for `Pixels`.
 
-Each task counts how often each value occurs in the training images of one shard. Counts are exact for types of up to 16 bits; others
-are counted as float32 in bins of 1/1024 of the value. Percentiles, mean and deviation follow from the sums of the counts.
+Each task counts how often each value occurs in the training images of one shard, and writes the counts to a file, so that a killed job can
+be resumed. Percentiles, mean and deviation follow from their sums, which are the same for any number of tasks. They are exact for types of
+up to 16 bits and for integers up to 2^21; larger integers and floats are rounded to `_FRACTION_BITS` first.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,37 +21,69 @@ from pipeline.architecture.pixels import FULL_RANGE, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset, record_pixels
-from pipeline.data.loading.decode import DecodeError, stored_image
+from pipeline.data.loading.decode import DecodeError, decode, stored_image
+from pipeline.data.storage.atomic import read_bytes, replacing
+from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
+from pipeline.data.storage.content import content_hash
 
 # The share of values below and above the range, with values=percentiles.
 BEYOND = 0.001
-# Bits of a float32, of which its order as an integer keeps the first 18: the sign, the exponent and 9 of the fraction.
-_DROPPED = 14
-_NUM_BINS = 1 << (32 - _DROPPED)
-_SIGN = np.uint32(1 << 31)
+# In the folder of a data set while its values are measured, and after a kill: the counts of each shard.
+FOLDER = ".values"
+# Bits after the leading one, by numpy's kind: float32 and float64 are counted within 1/8192 of the value.
+_FRACTION_BITS = {"f": 12, "i": 20, "u": 20}
+# As many values wait to be merged with others: sorting them one image at a time would take longer.
+_MOST_WAITING = 2**20
 
 
 @dataclass(frozen=True)
 class ValuesJob:
-    """The images of one shard to count. offsets, sizes: of their bytes in the tar."""
+    """The images of one shard to count. offsets, sizes: of their bytes in the tar. part: path of the file with their counts."""
 
     path: str
     pixels: Pixels
     offsets: list[int]
     sizes: list[int]
+    part: str
+
+
+@dataclass
+class ChannelCounts:
+    """How often each value of a channel occurs."""
+
+    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=lambda: [(np.empty(0), np.empty(0, np.int64))])
+    num_waiting: int = 0
+
+    def add(self, values: np.ndarray, counts: np.ndarray) -> None:
+        """values: float64 (n,). counts: int64 (n,), how often each occurs."""
+        self.parts.append((values, counts))
+        self.num_waiting += len(values)
+        if self.num_waiting > _MOST_WAITING:
+            self.total()
+
+    def total(self) -> tuple[np.ndarray, np.ndarray]:
+        """(values, counts) of all that was added, in ascending order."""
+        if len(self.parts) > 1:
+            values, counts = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
+            values, places = np.unique(values, return_inverse=True)
+            self.parts = [(values, np.bincount(places, counts).astype(np.int64))]
+            self.num_waiting = 0
+        return self.parts[0]
 
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """How often values occur. bins, counts: for each channel, int64 (n,), of the bins that are not empty. missing: for each channel, the
-    number of NaN, nodata and padding pixels. images: read; bad: (offset, reason) of those that cannot be."""
+    """The result of a job. counts: of each channel. missing: for each channel, the number of NaN, nodata and padding pixels.
 
-    bins: list[np.ndarray]
-    counts: list[np.ndarray]
+    bad: (offset, reason) of each image that cannot be read. made: False if it was counted by an earlier start.
+    """
+
+    counts: list[ChannelCounts]
     missing: list[int]
-    images: int
     bad: list[tuple[int, str]]
+    made: bool = True
 
 
 def measure_values(
@@ -62,35 +99,44 @@ def measure_values(
     pixels = dataset.pixels
     check_range(pixels, values)
     values = values or ["full" if pixels.type in ("uint8", "int8", "bool") else "percentiles"]
-    jobs = list(_jobs(dataset, split, num_images))
-    totals = [np.zeros(_num_bins(pixels), np.int64) for _ in pixels.channels]
-    missing, images, bad = np.zeros(pixels.num_channels, np.int64), 0, list[tuple[int, str]]()
-    shown = (sum(len(job.offsets) for job in jobs), len(jobs), dataset.path, "measured")
+    parts = dataset.path / FOLDER
+    make_folder(parts)
+    jobs = value_jobs(dataset, split, num_images, parts)
+    counts = [ChannelCounts() for _ in pixels.channels]
+    missing, bad, num_resumed = np.zeros(pixels.num_channels, np.int64), list[tuple[int, str]](), 0
+    images = sum(len(job.offsets) for job in jobs)
+    shown = (images, len(jobs), dataset.path, "measured")
     with tasks_on_cluster(count_values, jobs, num_tasks, *shown) as (tasks, progress):
         for number, found in tasks:
-            for total, bins, counts in zip(totals, found.bins, found.counts, strict=True):
-                total[bins] += counts
+            for total, of_shard in zip(counts, found.counts, strict=True):
+                total.add(*of_shard.total())
             missing += found.missing
-            images, bad = images + found.images, bad + found.bad
-            progress.add(len(jobs[number].offsets), sum(jobs[number].sizes))
-    if len(bad) > BadBudget(max_bad_share).allowed(images + len(bad)):
+            bad += found.bad
+            num_resumed += not found.made
+            progress.add(len(jobs[number].offsets), sum(jobs[number].sizes), found.made)
+    if len(bad) > BadBudget(max_bad_share).allowed(images):
         raise UserError(
             f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and exclude them: python "
             f"launch/verify.py data={dataset.path}"
         )
-    if not all(total.any() for total in totals):
+    totals = [total.total() for total in counts]
+    if not all(len(total) for _, total in totals):
         raise UserError(f"{dataset.path}, split {split!r}: a channel has no values, only NaN or nodata.")
     measured = with_values(pixels, values, totals)
+    resumed = f"; {counted(num_resumed, 'shard')} of {len(jobs):,} counted before" if num_resumed else ""
+    print(f"values of {images:,} of {counted(dataset.info['samples'][split], 'image')} of split {split!r}{resumed}:")
     for number, channel in enumerate(pixels.channels):
         low, high = measured.low[number], measured.high[number]
-        of_bins = bin_values(pixels)
-        beyond = totals[number][(of_bins < low) | (of_bins > high)].sum() / totals[number].sum()
+        there, occur = totals[number]
+        beyond = occur[(there < low) | (there > high)].sum() / occur.sum()
         gone = f", {missing[number]:,} missing" if missing[number] else ""
         print(
             f"  channel {channel}: {low:g} to {high:g} become 0 to 1 (mean {measured.mean[number]:.4f}, deviation "
             f"{measured.std[number]:.4f}); {beyond:.2%} of the values are beyond and clipped{gone}"
         )
-    return record_pixels(dataset, measured)
+    recorded = record_pixels(dataset, measured)
+    remove_tree(parts)
+    return recorded
 
 
 def check_range(pixels: Pixels, values: Sequence[str]) -> None:
@@ -103,115 +149,116 @@ def check_range(pixels: Pixels, values: Sequence[str]) -> None:
         )
 
 
-def _jobs(dataset: Dataset, split: str, num_images: int) -> Iterator[ValuesJob]:
-    """One for each shard with images to count."""
-    shards = [shard for shard in dataset.shards() if shard.split == split]
-    total = sum(shard.samples for shard in shards)
-    step = max(total // num_images, 1) if num_images else 1
+def value_jobs(dataset: Dataset, split: str, num_images: int, parts: AnyPath) -> list[ValuesJob]:
+    """One for each shard with images to count, without those that lists exclude. parts: folder of the files with the counts."""
+    pixels, shards = dataset.pixels, [shard for shard in dataset.shards() if shard.split == split]
     rows = pa.concat_tables(dataset.table(split).read(["offset", "size"]))
-    begin = 0
+    chosen = np.delete(np.arange(len(rows)), excluded_rows(dataset, split, "all")[0])
+    if 0 < num_images < len(chosen):
+        chosen = chosen[np.arange(num_images) * len(chosen) // num_images]
+    jobs, begin = [], 0
     for shard in shards:
-        of_shard = rows.slice(begin, shard.samples).take(pa.array(np.arange(-begin % step, shard.samples, step)))
+        first, last = np.searchsorted(chosen, (begin, begin + shard.samples))
         begin += shard.samples
-        if len(of_shard):
-            yield ValuesJob(
-                str(dataset.shard_path(shard.name)),
-                dataset.pixels,
-                of_shard["offset"].to_pylist(),
-                of_shard["size"].to_pylist(),
-            )
+        if first < last:
+            of_shard = rows.take(pa.array(chosen[first:last]))
+            offsets, sizes = (of_shard[name].to_pylist() for name in ("offset", "size"))
+            # Its file is named by all that the counts depend on.
+            identity = json.dumps([shard.sha256, pixels.channels, pixels.type, pixels.nodata, offsets, sizes])
+            part = parts / f"{content_hash(identity.encode()).hex()}.npz"
+            jobs.append(ValuesJob(str(dataset.shard_path(shard.name)), pixels, offsets, sizes, str(part)))
+    return jobs
 
 
 def count_values(job: ValuesJob) -> ValueCounts:
-    """The task: count the values of the images of a shard. Raises LostError if the storage fails."""
+    """The task: count the values of the images of a shard, unless an earlier start has. Raises LostError if the storage fails."""
+    part = to_path(job.part)
+    if part.exists() and (found := _load(part, job.pixels)):
+        return found
     pixels = job.pixels
-    totals = [np.zeros(_num_bins(pixels), np.int64) for _ in pixels.channels]
+    counts = [ChannelCounts() for _ in pixels.channels]
     missing, bad = [0] * pixels.num_channels, list[tuple[int, str]]()
     with Reader() as reader:
         for offset, size in zip(job.offsets, job.sizes, strict=True):
             try:
-                values, are_missing = stored_image(reader.read(job.path, offset, size, 0)).values_and_missing(pixels)
+                data = reader.read(job.path, offset, size, 0)
+                if pixels.is_rgb8:
+                    values, are_missing = decode(data), None
+                else:
+                    values, are_missing = stored_image(data).values_and_missing(pixels)
             except (OSError, DecodeError) as error:
                 raise_if_lost(error, job.path)
                 bad.append((offset, str(error)))
                 continue
             there = is_value(values, pixels)
             there = there if are_missing is None else there & ~are_missing
-            for channel, total in enumerate(totals):
+            for channel, total in enumerate(counts):
                 of_channel = values[..., channel][there[..., channel]]
-                total += np.bincount(bins_of(of_channel), minlength=len(total))
+                total.add(*counted_values(of_channel))
                 missing[channel] += values[..., channel].size - of_channel.size
-    bins = [np.flatnonzero(total) for total in totals]
-    return ValueCounts(
-        bins,
-        [total[found] for total, found in zip(totals, bins, strict=True)],
-        missing,
-        len(job.offsets) - len(bad),
-        bad,
-    )
+    arrays: dict[str, Any] = {"missing": missing, "bad": json.dumps(bad)}
+    for channel, total in enumerate(counts):
+        arrays[f"values{channel}"], arrays[f"counts{channel}"] = total.total()
+    with replacing(part) as file:
+        np.savez(file, **arrays)
+    return ValueCounts(counts, missing, bad)
+
+
+def _load(part: AnyPath, pixels: Pixels) -> ValueCounts | None:
+    """The result of an earlier start; None if its file is damaged."""
+    try:
+        with np.load(io.BytesIO(read_bytes(part))) as found:
+            counts = [ChannelCounts([(found[f"values{n}"], found[f"counts{n}"])]) for n in range(pixels.num_channels)]
+            return ValueCounts(counts, found["missing"].tolist(), json.loads(str(found["bad"])), made=False)
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
+        return None
 
 
 def is_value(values: np.ndarray, pixels: Pixels) -> np.ndarray:
     """Which values are neither NaN nor nodata, bool (H, W, C)."""
     there = ~np.isnan(values) if values.dtype.kind == "f" else np.ones(values.shape, bool)
-    return there if pixels.nodata is None else there & (values != values.dtype.type(pixels.nodata))
+    return there if pixels.nodata is None else there & (values != pixels.nodata)
 
 
-def _num_bins(pixels: Pixels) -> int:
-    return 1 << (8 * _exact_bytes(pixels)) if _exact_bytes(pixels) else _NUM_BINS
+def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct values, float64; how often each occurs) of (n,), rounded where there are too many to be counted exactly."""
+    kind = values.dtype
+    if kind.kind in "uib" and kind.itemsize <= 2:
+        low = int(FULL_RANGE[kind.name][0])
+        counts = np.bincount(values.astype(np.int64) - low)
+        found = np.flatnonzero(counts)
+        return found + np.float64(low), counts[found]
+    floats = values if kind.kind == "f" else values.astype(np.float64)
+    about = np.finfo(floats.dtype)
+    if (dropped := about.nmant - _FRACTION_BITS[kind.kind]) > 0:
+        # To the nearest one with zeros in the last bits; -0 becomes 0, and the largest value would become infinity.
+        bits = (floats + 0).view(f"u{floats.itemsize}")
+        floats = (((bits >> (dropped - 1)) + 1 >> 1) << dropped).view(floats.dtype).clip(about.min, about.max)
+    found, counts = np.unique(floats, return_counts=True)
+    return found.astype(np.float64), counts
 
 
-def _exact_bytes(pixels: Pixels) -> int:
-    """Bytes of an integer type each of whose values has a bin; 0 for other types."""
-    kind = np.dtype(pixels.type)
-    return kind.itemsize if kind.kind in "uib" and kind.itemsize <= 2 else 0
-
-
-def bins_of(values: np.ndarray) -> np.ndarray:
-    """The bin of each value, int64 (n,). Larger values have larger bins."""
-    if values.dtype.kind in "uib" and values.dtype.itemsize <= 2:
-        return values.astype(np.int64) - (np.iinfo(values.dtype).min if values.dtype.kind == "i" else 0)
-    bits = (values.astype(np.float32) + np.float32(0)).view(np.uint32)  # -0 becomes 0.
-    ordered = np.where(bits & _SIGN, ~bits, bits | _SIGN)
-    return (ordered >> _DROPPED).astype(np.int64)
-
-
-def bin_values(pixels: Pixels) -> np.ndarray:
-    """The value of each bin, float64 (bins,): exact, or the middle of what the bin holds."""
-    if _exact_bytes(pixels):
-        low, _ = FULL_RANGE[pixels.type]
-        return np.arange(_num_bins(pixels), dtype=np.float64) + low
-    ordered = (np.arange(_NUM_BINS, dtype=np.uint32) << _DROPPED) | np.uint32(1 << (_DROPPED - 1))
-    bits = np.where(ordered & _SIGN, ordered & ~_SIGN, ~ordered).astype(np.uint32)
-    with np.errstate(invalid="ignore"):
-        return bits.view(np.float32).astype(np.float64)
-
-
-def with_values(pixels: Pixels, values: Sequence[str], totals: Sequence[np.ndarray]) -> Pixels:
-    """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: counts of bins by channel."""
-    of_bins = bin_values(pixels)
+def with_values(pixels: Pixels, values: Sequence[str], totals: Sequence[tuple[np.ndarray, np.ndarray]]) -> Pixels:
+    """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: by channel, `ChannelCounts.total`."""
     if list(values) == ["full"]:
         full = Pixels.full_range(pixels.channels, pixels.type)
         lows, highs = list(full.low), list(full.high)
     elif list(values) == ["percentiles"]:
-        lows, highs = map(list, zip(*(_percentiles(of_bins, total) for total in totals), strict=True))
+        lows, highs = map(list, zip(*(_percentiles(*total) for total in totals), strict=True))
     else:
         numbers = [float(number) for number in values] * (pixels.num_channels if len(values) == 2 else 1)
         lows, highs = numbers[::2], numbers[1::2]
     means, stds = [], []
-    for low, high, total in zip(lows, highs, totals, strict=True):
-        there = np.flatnonzero(total)
-        scaled = (np.clip(of_bins[there], low, high) - low) / (high - low)
-        mean = float(np.average(scaled, weights=total[there]))
+    for low, high, (there, total) in zip(lows, highs, totals, strict=True):
+        scaled = (np.clip(there, low, high) - low) / (high - low)
+        mean = float(np.average(scaled, weights=total))
         means.append(mean)
-        stds.append(max(float(np.sqrt(np.average((scaled - mean) ** 2, weights=total[there]))), 1e-6))
+        stds.append(max(float(np.sqrt(np.average((scaled - mean) ** 2, weights=total))), 1e-6))
     return replace(pixels, low=tuple(lows), high=tuple(highs), mean=tuple(means), std=tuple(stds))
 
 
-def _percentiles(of_bins: np.ndarray, total: np.ndarray) -> tuple[float, float]:
-    """The values below and above which a share BEYOND of all lies."""
-    below = np.cumsum(total)
-    first = int(np.searchsorted(below, BEYOND * below[-1], side="right"))
-    last = int(np.searchsorted(below, (1 - BEYOND) * below[-1], side="left"))
-    low, high = float(of_bins[first]), float(of_bins[last])
+def _percentiles(values: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """The values below and above which a share BEYOND of all lies: numpy's quantiles by method="inverted_cdf"."""
+    below = np.cumsum(counts)
+    low, high = (float(values[np.searchsorted(below, share * below[-1])]) for share in (BEYOND, 1 - BEYOND))
     return (low, high) if low < high else (low, low + 1)

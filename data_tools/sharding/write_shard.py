@@ -14,7 +14,7 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.sharding.kinds import encoded, joined, left_out
+from data_tools.sharding.kinds import Encoded, encoded, joined
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
@@ -25,7 +25,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
-from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
 from pipeline.data.storage.content import content_hash
@@ -41,7 +41,7 @@ _MAX_PARTS = 1000
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
 _CHECKSUM = b"part_xxh128"
 # An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
-# not read of the source file (`kinds.left_out`).
+# not read of the source file (`decode.left_out`).
 _Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
@@ -308,11 +308,7 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
     *of_file, page, parts = place
     try:
         if parts:
-            files = [reader.read(*part) for part in parts]
-            image = joined(files, job.pixels)
-            if job.config.inspect == "decode":
-                decode(image[0], pixels=job.pixels)
-            return *image, False, {what for file in files for what in left_out(file, RGB8)}
+            return _decoded(joined([reader.read(*part) for part in parts], job.pixels), job)
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise
@@ -329,18 +325,25 @@ def _image(data: bytes, page: int, job: ShardingJob) -> _Image:
         is_filled = converted is not data and _is_spoilt_jpeg(data)
         data = converted
     if found := encoded(data, page, job.pixels, config):
-        unread = set(left_out(data, job.pixels)) - ({"pages"} if page >= 0 else set())
-        data, ext, width, height = found
-    else:
-        ext, width, height = inspect(data, decode_all=False)
-        unread = set(left_out(data, job.pixels))
-        if 0 < config.resize_short < min(width, height):
-            data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-            return data, "jpg", width, height, is_filled, unread
-    if config.inspect == "decode":
-        decode(data, pixels=job.pixels)
-    else:
+        return _decoded(found, job, is_filled)
+    decodes = config.inspect == "decode"
+    header = inspect(data, decodes and not config.resize_short, job.pixels)
+    ext, width, height, unread = *header[:3], left_out(header, job.pixels)
+    if 0 < config.resize_short < min(width, height):
+        data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        return data, "jpg", width, height, is_filled, unread
+    if not decodes:
         check_end(data, ext)
+    elif config.resize_short:
+        decode(data, pixels=job.pixels)
+    return data, ext, width, height, is_filled, unread
+
+
+def _decoded(image: Encoded, job: ShardingJob, is_filled: bool = False) -> _Image:
+    """An image that was made for the shard, after decoding it unless inspect=header."""
+    data, ext, width, height, unread = image
+    if job.config.inspect == "decode":
+        decode(data, pixels=job.pixels)
     return data, ext, width, height, is_filled, unread
 
 

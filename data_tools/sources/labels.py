@@ -1,6 +1,5 @@
 """Table columns of labels (names, numbers, or lists of either), and of groups (names or numbers)."""
 
-import itertools
 import re
 import shlex
 from collections import Counter
@@ -133,13 +132,10 @@ def group_name(value: Any, where: str) -> str:
     return name
 
 
-def check_columns(there: list[str], wanted: dict[str, str], where: str) -> None:
-    """Raises UserError for a column that is missing, there twice or wanted twice. wanted: setting -> name of the column."""
-    for (one, name), (other, same) in itertools.combinations(wanted.items(), 2):
-        if name == same:
-            raise UserError(f"{one} and {other} name the same column, {name!r}, of {where}.")
-    for setting, column in wanted.items():
-        if column not in there:
+def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -> None:
+    """Raises UserError for a column that is missing or there twice. wanted: (setting, name of the column, or "" for none)."""
+    for setting, column in wanted:
+        if column and column not in there:
             raise UserError(f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}.")
         if (count := there.count(column)) > 1:
             raise UserError(f"{where} has {count} columns {column!r} ({setting}). Rename all but one.")

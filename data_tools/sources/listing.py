@@ -336,10 +336,6 @@ class Collector:
                 )
         self._parts = []
         classes = self.classes or sorted(self._classes)
-        if not all(map(str.strip, classes)):
-            raise UserError(
-                f"{self.source}: a class has an empty name (number {[*map(str.strip, classes)].index('')}). Give it one."
-            )
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         listing = Listing(

@@ -256,4 +256,5 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
         excluded_by={},
         table=SampleTable(table, range(table.num_row_groups)),
         pixels=pixels,
+        left_out=None,
     )

@@ -3,6 +3,7 @@
 Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
 from pipeline.evaluate.classify import Predictions, probabilities_of
 from pipeline.evaluate.probes.features import Features
@@ -59,7 +61,7 @@ class LoadedModel:
             alone = Ranks(0, 0, 1, self.device)
             remedy = "Check the images, or raise max_bad_share."
             budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
-            yield SplitReader(
+            reader = SplitReader(
                 split,
                 self.image_size,
                 self.view,
@@ -70,6 +72,9 @@ class LoadedModel:
                 budget=budget,
                 pixels=self.pixels,
             )
+            yield reader
+        for line in describe_left_out(Counter(what for unread in reader.left_out.values() for what in unread)):
+            print(line)
 
     @property
     def pixels(self) -> Pixels:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader
-from pipeline.data.loading.views import Views, eval_view, train_views
+from pipeline.data.loading.views import Views, eval_view, noting_left_out, train_views
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -26,6 +26,7 @@ class SplitReader:
     pixels: of the model.
     views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed, epoch,
     sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each evaluation.
+    left_out: filled while images are read that no data set counts (`noting_left_out`).
     """
 
     split: Split
@@ -40,6 +41,7 @@ class SplitReader:
     pixels: Pixels = RGB8
     views: tuple[Views, ...] = ()
     seed: int = 0
+    left_out: dict[int, set[str]] = field(default_factory=dict)
 
     @contextmanager
     def open(
@@ -55,6 +57,8 @@ class SplitReader:
         writer = eval_view(self.view, self.image_size, pixels)
         if sum(group.count for group in self.views) > 1:
             writer = train_views(self.views, self.seed, pixels=pixels)
+        if self.split.left_out is None:
+            writer = noting_left_out(writer, self.left_out)
         with Loader(
             self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
         ) as loader:

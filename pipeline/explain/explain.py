@@ -1,6 +1,7 @@
 """Writes a folder of drawings that explain weights, and what they compute for images; `run` does everything."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -20,9 +21,10 @@ from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, eval_view, shown_view
+from pipeline.data.loading.views import ViewWriter, eval_view, noting_left_out, shown_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
@@ -180,12 +182,12 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    rows, pixels = _read(
-        config,
-        pictures.split,
-        order[:num_read],
-        eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)),
-    )
+    view, unread = eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)), dict[int, set[str]]()
+    if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
+        view = noting_left_out(view, unread)
+    rows, pixels = _read(config, pictures.split, order[:num_read], view)
+    for line in describe_left_out(Counter(what for of_row in unread.values() for what in of_row)):
+        print(line)
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     shown = read_shown(config, loaded, pictures.split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]

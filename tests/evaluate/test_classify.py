@@ -231,7 +231,7 @@ def test_fifty_thousand_images_of_imagenet_21k_are_scored() -> None:
     index = ManifestIndex(starts[1:], starts[1:], starts, labels.astype(np.int32), max_labels=1)
     split = Split(
         name="val", shard_paths=[], shard_sizes=np.array([n]), shard_starts=np.array([0, n]), shard_bytes=np.array([0]),
-        shard_sha256=None, storage=None, index=index, excluded_rows=np.empty(0, np.int64), excluded_by={}, table=SimpleNamespace(has_groups=False), pixels=RGB8,
+        shard_sha256=None, storage=None, index=index, excluded_rows=np.empty(0, np.int64), excluded_by={}, table=SimpleNamespace(has_groups=False), pixels=RGB8, left_out={},
     )  # fmt: skip
     top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
     predictions = Predictions(top, np.ones(top.shape, np.float32), np.ones(n), np.ones(n, bool), {})

@@ -21,8 +21,9 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate import predict
 from pipeline.evaluate.adhoc_split import open_adhoc_split
 from pipeline.evaluate.loaded_model import load_model
+from pipeline.explain import features
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import PredictConfig
+from pipeline.settings.commands.weights import FeaturesConfig, PredictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8
@@ -123,6 +124,14 @@ def test_files_folders_and_tars_give_what_the_data_set_gives(weights: Path, data
     assert [row["probability"] for row in mixed] == [of_folder[str(paths[i])] for i in (5, 0, 1, 2, 3, 4, 5, 0)]
 
 
+def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
+    for i, content in enumerate(files_of(data)[:BAD]):
+        Image.open(io.BytesIO(content)).convert("RGBA" if i else "RGB").save(tmp_path / f"{i}.png")
+    run(weights, tmp_path, "batch=2")
+    features.run(schema.load(FeaturesConfig, None, [f"weights={weights}", f"images={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"]))  # fmt: skip
+    assert capsys.readouterr().out.count("2 images with an alpha") == 2
+
+
 def test_labels_of_a_tar(tmp_path: Path) -> None:
     import webdataset
 
@@ -154,44 +163,6 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     (tmp_path / "names.txt").write_text("one\ntwo\nthree\n", encoding="utf-8-sig")
     named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
     assert {row["class"] for row in named} == {"one", "two", "three"}
-
-
-def test_names_taken_from_the_data_set_are_said(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
-    """Of an .npz, say: every class of a data set with another order would have the name of another one."""
-    nameless = save(tmp_path / "nameless.pt")
-    (tmp_path / "names.txt").write_text("\n".join(CLASSES))
-    note = "has no class names: its classes are taken to be those of"
-    for path, more, is_said in (
-        (nameless, [], True),
-        (nameless, [f"class_names={tmp_path / 'names.txt'}"], False),
-        (weights, [], False),
-    ):
-        run(path, data.path, *more)
-        assert (
-            f"{path} {note} {data.path}, in the same order. Other names: class_names=FILE\n"
-            in (said := capsys.readouterr().out)
-        ) == is_said
-        assert (note in said) == is_said
-    (tmp_path / "1.png").write_bytes(files_of(data)[0])
-    run(nameless, tmp_path / "1.png")  # Its classes are numbers.
-    assert note not in capsys.readouterr().out
-
-
-def test_names_that_replace_those_of_the_weights_are_said(data: Dataset, tmp_path: Path, capsys) -> None:
-    named = save(tmp_path / "named.pt", classes=CLASSES, class_names=[f"the {name}" for name in CLASSES])
-    file = tmp_path / "names.txt"
-    for names, said in (
-        (CLASSES, ""),
-        ([f"the {name}" for name in CLASSES], ""),
-        (
-            [CLASSES[0], "x", "y"],
-            f"2 of 3 names differ from those of {named}: class 1 is shown as 'x', not 'the {CLASSES[1]}'\n",
-        ),
-    ):
-        file.write_text("\n".join(names))
-        run(named, data.path, f"class_names={file}")
-        printed = capsys.readouterr().out
-        assert (f"class_names = {file}: {said}" in printed) if said else "differ from" not in printed
 
 
 def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tmp_path: Path) -> None:

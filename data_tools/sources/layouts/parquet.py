@@ -1,10 +1,12 @@
-"""Parquet files with a column of encoded images, the format of Hugging Face data sets.
+"""Parquet files with a column of encoded images, the format of Hugging Face data sets, or of arrays, which become .npy.
 
 An image in a Parquet file cannot be read by offset, and shards need samples in random order. So the column is unpacked once,
 into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image costs more.)
 """
 
+import io
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
@@ -29,6 +32,8 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
 _IMAGES_AT_ONCE, _VALUES_AT_ONCE = 64, 2**16
+# Metadata of a column whose type only its writer knows. That of Ray Data's tensors of one shape is the shape, in JSON.
+_WRITERS_TYPE, _OF_TYPE, _RAY_TENSOR = b"ARROW:extension:name", b"ARROW:extension:metadata", b"ray.data.arrow_tensor"
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
@@ -50,7 +55,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     "(splits.train=train splits.val=val)"
                 )
                 collector.notes += [] if unused in collector.notes else [unused]
-            check_columns(schema.names, {setting: name for setting, name in wanted.items() if name}, str(path))
+            check_columns(schema.names, list(wanted.items()), str(path))
             if column:
                 known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
                 if labels is None:
@@ -112,27 +117,73 @@ def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
         feature = feature.get("feature") or feature
     if not isinstance(feature, dict) or feature.get("names") is None:
         return []
-    names = json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
-    if len(set(names)) != len(names):
-        raise UserError(f"{where}: info.features.{column}.names has a name twice. Give other names: label_names=FILE.")
-    return names
+    return json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
 
 
-def holds_images(kind: pa.DataType) -> bool:
-    """Whether a column of this type can hold encoded images: binary, or struct<bytes, path>."""
+def holds_images(field: pa.Field) -> bool:
+    """Whether a column can hold images: encoded, of type binary or struct<bytes, path>, or arrays."""
+    kind = field.type
     if types.is_struct(kind):
         kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind) or _holds_arrays(field)
+
+
+def _holds_arrays(field: pa.Field) -> bool:
+    """Whether each row is an array of numbers: lists of lists, as of Hugging Face's Array2D, Arrow's tensors, or those of Ray Data."""
+    kind, depth = field.type, 0
+    if isinstance(kind, pa.FixedShapeTensorType):
+        kind, depth = kind.value_type, len(kind.shape)
+    elif types.is_struct(kind) and {"data", "shape"} <= {part.name for part in kind}:  # Of several shapes.
+        kind, depth = kind.field("data").type, 1
+    elif _shape_of_ray(field):
+        depth = 1
+    while _is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return depth > 1 and (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _shape_of_ray(field: pa.Field) -> list[int]:
+    about = field.metadata or {}
+    return json.loads(about[_OF_TYPE]) if about.get(_WRITERS_TYPE, b"").startswith(_RAY_TENSOR) else []
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _npy(value: pa.Scalar, shape: list[int]) -> bytes:
+    """An .npy of one row of arrays. shape: of a flat list, else []. Lists of different lengths become a flat array, which the job finds bad."""
+    if not value.is_valid:
+        return b""
+    if isinstance(value, pa.FixedShapeTensorScalar):
+        value, shape = value.value, value.type.shape
+    elif isinstance(value, pa.StructScalar):
+        value, shape = value["data"], value["shape"].as_py()
+    values, of_lists = value.values, [len(value.values)]
+    while _is_list(values.type):
+        lengths = pc.unique(pc.list_value_length(values)).to_pylist()
+        of_lists = [*of_lists, *lengths] if len(lengths) == 1 and of_lists != [-1] else [-1]
+        values = values.flatten()
+    file = io.BytesIO()
+    np.save(file, values.to_numpy(zero_copy_only=False).reshape(shape or of_lists))
+    return file.getvalue()
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:
     """Returns (file of the column's concatenated images, their (rows,) int64 sizes). Unpacked once."""
-    kind = file.schema_arrow.field(column).type
-    is_struct = types.is_struct(kind)
-    if not holds_images(kind):
+    field = file.schema_arrow.field(column)
+    if not holds_images(field):
         raise UserError(
-            f"{path}: column {column!r} holds {shortened(str(kind))}, not encoded images (binary, or struct<bytes, path>)."
+            f"{path}: column {column!r} holds {shortened(str(field.type))}, not encoded images (binary, or struct<bytes, path>), and not "
+            "arrays (lists of lists of numbers, or tensors)."
         )
+    if sorted(axes := getattr(field.type, "permutation", None) or []) != axes:
+        # pyarrow 25 writes the inverse of what Arrow's specification says, and reads neither.
+        raise UserError(
+            f"{path}: the axes of column {column!r} are permuted ({axes}), which writers do not agree on. Write the tensors of "
+            "numpy.ascontiguousarray(array)."
+        )
+    are_arrays, is_struct, shape = _holds_arrays(field), types.is_struct(field.type), _shape_of_ray(field)
     name = quote(column, safe="")  # For example image/encoded.
     images, table = (staged_path(path, staging, f".{name}.{ext}") for ext in ("images", "npy"))
     if table.exists() and images.exists():
@@ -141,6 +192,9 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     sizes: list[int] = []
     with replacing(images) as target:
         for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[column]):
+            if are_arrays:
+                sizes += [target.write(_npy(value, shape)) for value in batch.column(column)]
+                continue
             for image in batch.column(column).to_pylist():
                 data = image["bytes"] if is_struct and image else image
                 if data is None and image and image.get("path"):

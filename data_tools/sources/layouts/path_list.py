@@ -37,7 +37,8 @@ _ROWS_AT_ONCE = 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every split's list to the collector.
 
-    source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or URLs.
+    source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or URLs. With channel_columns,
+    each file of a row is reported as a sample, whose key ends in @ and the number of its column; an empty cell is not reported.
     Missing files are listed too: the job reports them as unreadable images. Rows of a list with a split_column are of the splits with
     its values.
     """
@@ -58,7 +59,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         column = label_column(there, config, str(path), collector, column)
         named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}
         table = _read(path, config, there, named)
-        if not by_column and config.split_column in set(there) - {config.path_column, *named.values()}:
+        if not by_column and config.split_column in set(there) - {*path_columns(config), *named.values()}:
             collector.notes.append(
                 f"warning: the column {config.split_column!r} of {path} is not used, because splits = {collector.splits} names lists"
             )
@@ -70,41 +71,51 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         elif labels and path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
             labels.check(table.schema.field(column), str(path))
         nothing = pa.nulls(len(table))
-        values = [table[config.path_column], *(table[name] if name else nothing for name in named.values())]
+        values = [table[name] if name else nothing for name in (*path_columns(config), *named.values())]
         if by_column:
             values[-1] = _as_text(values[-1])
             _report_splits(path, config, values[-1], collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
-        for batch in pa.table(values, ["path", *named]).to_batches(_ROWS_AT_ONCE):
-            for name, value, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+        for batch in pa.table(values, [*path_columns(config), *named]).to_batches(_ROWS_AT_ONCE):
+            for *paths, value, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 row += 1
                 if by_column and part not in of_value:
                     continue
                 split = of_value[part] if by_column else split
-                if not name:
-                    raise UserError(f"{path}, row {row}: {config.path_column} is empty.")
-                if isinstance(name, bytes):  # Of a CSV.
-                    name = name.decode("utf-8", "surrogateescape")
-                    for text in (name, value or "", group or ""):
+                if not any(paths):
+                    raise UserError(f"{path}, row {row}: {', '.join(path_columns(config))} is empty.")
+                if path.suffix != ".parquet":
+                    paths = [name.decode("utf-8", "surrogateescape") for name in paths]
+                    for text in (*paths, value or "", group or ""):
                         _refuse_line_break(text, f"{path}, row {row}")
                 names = labels.names(value, f"{path}, row {row}") if labels else []
                 of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
-                if "\0" in name or not is_utf8(name):
-                    collector.skip(
-                        f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
-                    )
-                    continue
-                place = name if name.startswith("/") or "://" in name else inside + name
-                try:
-                    file = locate(folder, name)
-                except UserError as error:  # A URL of another kind than a bucket's.
-                    raise UserError(f"{path}, row {row}: {error}") from None
-                size, mtime = _look_at(file, listed)
-                collector.sample(split, _key(name), names, place, -1, 0, size, group=of_group, mtime=mtime)
+                key = _key(next(filter(None, paths)))
+                for number, name in enumerate(paths):
+                    if not name:
+                        continue
+                    if "\0" in name or not is_utf8(name):
+                        collector.skip(
+                            f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
+                        )
+                        continue
+                    place = name if name.startswith("/") or "://" in name else inside + name
+                    try:
+                        file = locate(folder, name)
+                    except UserError as error:  # A URL of another kind than a bucket's.
+                        raise UserError(f"{path}, row {row}: {error}") from None
+                    size, mtime = _look_at(file, listed)
+                    of_file = f"{key}@{number}" if config.channel_columns else key
+                    collector.sample(split, of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
     if labels:
         labels.report(collector)
+
+
+def path_columns(config: ShardConfig) -> list[str]:
+    """The columns of paths: one, or one for each channel."""
+    return config.channel_columns or [config.path_column]
 
 
 def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
@@ -126,7 +137,7 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
 
 def _split_column(source: AnyPath, config: ShardConfig) -> str:
     """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the default name."""
-    column, others = config.split_column, (config.path_column, config.label_column, config.group_column)
+    column, others = config.split_column, (*path_columns(config), config.label_column, config.group_column)
     if not source.is_file() or (
         column == ShardConfig.split_column and column not in set(_column_names(source)) - {*others}
     ):
@@ -165,39 +176,39 @@ def _column_names(path: AnyPath) -> list[str]:
 
 
 def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str, str]) -> pa.Table:
-    """Reads the column of paths, and those named, setting -> column or "". there: names of all columns."""
-    wanted = {"path_column": config.path_column} | {setting: name for setting, name in named.items() if name}
-    if path.suffix != ".parquet" and config.path_column not in there:
-        _refuse_header(there, config.path_column, path)
-    check_columns(there, wanted, str(path))
-    columns = list(wanted.values())
+    """Reads the columns of paths, and those named, setting -> column or "". there: names of all columns."""
+    setting, of_paths = "channel_columns" if config.channel_columns else "path_column", path_columns(config)
+    if path.suffix != ".parquet" and (lacking := [name for name in of_paths if name not in there]):
+        _refuse_header(there, lacking[0], setting, path)
+    check_columns(there, [*((setting, name) for name in of_paths), *named.items()], str(path))
+    columns = list(dict.fromkeys([*of_paths, *filter(None, named.values())]))
     with _reading(path):
         if path.suffix == ".parquet":
             table = open_parquet(path).read(columns=columns).select(columns)
         else:
             # Paths as bytes, because Arrow would refuse the whole file for one path that is not UTF-8.
-            kinds = {name: pa.string() for name in columns} | {config.path_column: pa.binary()}
+            kinds = dict.fromkeys(columns, pa.string()) | dict.fromkeys(of_paths, pa.binary())
             convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
-    for setting, name in wanted.items():
-        if setting in ("group_column", "split_column"):
+    for setting, name in named.items():
+        if name and setting in ("group_column", "split_column"):
             check_names(table.schema.field(name), str(path), setting)
-    kind = table.schema.field(0).type
-    if path.suffix == ".parquet" and not is_text(kind):
-        raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
+    for name in of_paths if path.suffix == ".parquet" else ():
+        if not is_text(kind := table.schema.field(name).type):
+            raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
     return table
 
 
-def _refuse_header(there: list[str], wanted: str, path: AnyPath) -> None:
-    """Raises UserError for the first line of a CSV that does not name the column of paths. there: names that it has."""
+def _refuse_header(there: list[str], wanted: str, setting: str, path: AnyPath) -> None:
+    """Raises UserError for the first line of a CSV that does not name a column of paths. there: names that it has."""
     separator = next((mark for mark in (";", "\t", "|") if len(there) == 1 and mark in there[0]), "")
     way_out = (
         f"Its columns are separated by {separator!r}: separate them by commas, or in a .tsv by tabs."
         if separator
         else "The first line of a list names its columns."
     )
-    raise UserError(f"{path} has no column {wanted!r} (path_column). It has: {shortened(', '.join(there))}. {way_out}")
+    raise UserError(f"{path} has no column {wanted!r} ({setting}). It has: {shortened(', '.join(there))}. {way_out}")
 
 
 def _refuse_line_break(value: str, where: str) -> None:

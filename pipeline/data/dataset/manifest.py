@@ -11,7 +11,7 @@ bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -113,6 +113,7 @@ class Dataset(ManifestTables):
             excluded_by=excluded_by,
             table=table,
             pixels=self.pixels,
+            left_out=self.left_out,
         )
 
     def refuse_unmeasured(self) -> None:
@@ -189,12 +190,13 @@ def write_dataset(
     settings: dict[str, Any],
     class_names: Sequence[str] | None = None,
     pixels: Pixels = RGB8,
+    left_out: Mapping[str, int] | None = None,
 ) -> Dataset:
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
     GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
-    classes, where they have others. pixels: what the values of images mean. Raises UserError for a label out of range; then an old manifest stays as it was.
+    classes, where they have others. pixels: what the values of images mean. left_out: see `ManifestTables.left_out`. Raises UserError for a label out of range; then an old manifest stays as it was.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -215,6 +217,8 @@ def write_dataset(
     }
     if pixels != RGB8:
         info["pixels"] = pixels.to_dict()
+    if left_out:
+        info["left_out"] = dict(left_out)
     if class_names is not None:
         info["class_names"] = list(class_names)
     info[CHECKSUM] = info_checksum(info)

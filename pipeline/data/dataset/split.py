@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import ManifestIndex
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.cache import Storage
 
 NOTHING_EXCLUDED = "none"
@@ -83,6 +84,7 @@ class Split:
     shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
     index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
     excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
+    left_out: see `ManifestTables.left_out`; None if the images were not looked at.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Split:
     excluded_by: dict[str, int]
     table: SampleTable
     pixels: Pixels
+    left_out: dict[str, int] | None
 
     def __len__(self) -> int:
         return int(self.shard_starts[-1])
@@ -173,7 +176,7 @@ class Split:
             # Rows that `only` left out are on no list.
             num_listed = min(len(self.excluded_rows), sum(self.excluded_by.values()))
             lines.append(f"excluded from {self.name}: {num_listed:,} of {counted(len(self.index), 'sample')} ({lists})")
-        return lines
+        return lines + describe_left_out(self.left_out or {})
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
         """Rows in the manifest, int64, of samples by their rows in this split."""

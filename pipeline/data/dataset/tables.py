@@ -76,7 +76,7 @@ class Shard:
 class _ManifestInfo:
     """The fields of dataset.json that are used here, with their types. Older data sets lack those with a default.
 
-    files: SHA-256 (hex) of the two tables. pixels: what the values of images mean, if they are not 8-bit RGB. checksum: of all other
+    files: SHA-256 (hex) of the two tables. pixels: what the values of images mean, if they are not 8-bit RGB. left_out: of all splits, if there are any. checksum: of all other
     fields (`info_checksum`).
     """
 
@@ -91,6 +91,7 @@ class _ManifestInfo:
     source: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     pixels: Pixels | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
     checksum: str | None = None
 
 
@@ -125,6 +126,11 @@ class ManifestTables:
         """Channels, type and range of its images."""
         saved = self.info.get("pixels")
         return RGB8 if saved is None else json_record.convert(saved, Pixels, f"{self.path / INFO}")
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of images of which decoding leaves something out, by names of `stored.LEFT_OUT`, as sharding counted them."""
+        return self.info.get("left_out", {})
 
     @property
     def fingerprint(self) -> str:

@@ -1,11 +1,13 @@
 """Opens 16-bit PNG and PGM, JPEG 2000 and JPEG XL."""
 
 import re
+import zlib
 
 import imagecodecs
 import numpy as np
 from PIL import Image
 
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
 
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # Colour type -> samples of a pixel; 4 and 6 have alpha.
@@ -29,16 +31,23 @@ def open_png(data: bytes) -> StoredImage | None:
         return upright(without_alpha(values, alpha), orientation), None
 
     sides = (width, height) if orientation >= 5 else (height, width)
-    return StoredImage("png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha))
+    profile = _chunk(data, b"iCCP").partition(b"\0")[2][1:]  # After its name and the method of compression.
+    return StoredImage(
+        "png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha),
+        profile=has_other_colours(zlib.decompressobj().decompress(profile)),
+    )  # fmt: skip
+
+
+def _chunk(png: bytes, name: bytes) -> bytes:
+    """The content of a chunk before or after the pixels; empty without it."""
+    at = png.find(name)
+    return png[at + 4 : at + 4 + int.from_bytes(png[at - 4 : at], "big")] if at >= 0 else b""
 
 
 def _exif_orientation(png: bytes) -> int:
     """1 to 8, from the chunk eXIf; 1 without it."""
-    at = png.find(b"eXIf")
-    if at < 0:
-        return 1
     exif = Image.Exif()
-    exif.load(png[at + 4 : at + 4 + int.from_bytes(png[at - 4 : at], "big")])
+    exif.load(_chunk(png, b"eXIf"))
     return exif.get(_ORIENTATION, 1)
 
 

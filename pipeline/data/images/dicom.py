@@ -106,8 +106,8 @@ def _values_after_rescaling(found: pydicom.Dataset) -> tuple[str, float, float]:
         bits = int(found.RedPaletteColorLookupTableDescriptor[2])
         return f"uint{bits}", 0, 2**bits - 1
     if "ModalityLUTSequence" in found:
-        values = found.ModalityLUTSequence[0].LUTData
-        return "uint16" if max(values) > 255 else "uint8", 0, max(values)
+        bits = int(found.ModalityLUTSequence[0].LUTDescriptor[2])
+        return "uint16" if bits > 8 else "uint8", 0, 2**bits - 1
     if "RescaleSlope" not in found or int(found.SamplesPerPixel) > 1:
         return f"{'' if signed else 'u'}int{max(int(found.BitsAllocated), 8)}", low, high
     slope, intercept = float(found.RescaleSlope), float(found.get("RescaleIntercept") or 0)

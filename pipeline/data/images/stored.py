@@ -1,9 +1,9 @@
 """What an image file stores: `open_image` reads its header, `StoredImage` its pages in their own type.
 
-Values are never scaled. Alpha is left out, as the only thing; a page is one of several images of a file: a channel, a slice, a frame.
+Values are never scaled. Alpha is left out, as the only values; a page is one of several images of a file: a channel, a slice, a frame.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,14 @@ Page = tuple[np.ndarray, np.ndarray | None]
 MAX_PIXELS = 2 * 89_478_485  # Pillow's limit: a small header can claim 12 GB.
 # EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
 UPSIDE_DOWN, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
+# What decoding may leave out of a file -> in words, after "images with", and the way out.
+LEFT_OUT = {
+    "alpha": ("an alpha channel, which is not read", "To have it as a channel, store the channels without marking one as alpha"),
+    "pages": ("pages beside the one that is read", "Those of a TIFF or DICOM can be samples (pages=samples) or channels"),
+    "bits": ("more than 8 bits a value, of which 8 are read", "To keep them, convert to 16-bit PNG or TIFF, and leave out to_rgb8"),
+    "bands": ("more channels than the three that are read", "To keep them, leave out to_rgb8"),
+    "profile": ("a colour profile other than sRGB, which is not applied", "Where colours matter, convert to sRGB first"),
+}  # fmt: skip
 _TYPES = set(PixelType.__args__)  # type: ignore[attr-defined]
 
 
@@ -29,7 +37,8 @@ class StoredImage:
 
     ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of this size and
     type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say. nodata: value of missing
-    pixels by the header. alpha: whether an alpha channel is left out. read: page number -> `Page`; raises any error.
+    pixels by the header. alpha: whether an alpha channel is left out. profile: whether there is a colour profile other than sRGB, which is
+    not applied. read: page number -> `Page`; raises any error.
     """
 
     ext: str
@@ -42,6 +51,7 @@ class StoredImage:
     axes: str = ""
     nodata: float | None = None
     alpha: bool = False
+    profile: bool = False
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:
@@ -100,7 +110,7 @@ class StoredImage:
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
         # As nodata, some files of GDAL have infinity.
-        if values.dtype.kind == "f" and not np.isinf(pixels.nodata or 0) and np.isinf(values).any():
+        if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
         return self._as_type(values, pixels), (
             np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
@@ -121,6 +131,15 @@ class StoredImage:
                     f"{self.describe()}, values from {values.min()} to {values.max()}, where the data set has {pixels.describe()}"
                 )
         return values.astype(wanted)
+
+
+def describe_left_out(counts: Mapping[str, int]) -> list[str]:
+    """Lines to print. counts: number of images for names of LEFT_OUT."""
+    return [
+        f"note: {counted(counts[what], 'image')} with {words}. {way_out}"
+        for what, (words, way_out) in LEFT_OUT.items()
+        if counts.get(what)
+    ]
 
 
 def open_image(data: bytes) -> StoredImage | None:

@@ -10,6 +10,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -17,6 +18,7 @@ from PIL import Image, ImageFile
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     MIRRORED,
     UPSIDE_DOWN,
@@ -74,7 +76,9 @@ _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1"
 # How an unfinished download ends whose space was reserved before.
 _EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
-_JPEG, _EXIF, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"\xda"
+_JPEG, _EXIF, _PROFILE, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
+# Colour primaries (ISO 23091-2) of sRGB, and unspecified.
+_SRGB_PRIMARIES = (1, 2)
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
@@ -82,17 +86,34 @@ _EXIF_SEARCH_BYTES = 65536
 # Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
 _MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
-# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, with 8-bit PNG and PNM.
+# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, beside 8-bit PNG and PNM.
 _ALSO_PILLOWS = ("jp2", "j2k")
 _PNG_16_BITS = b"\x10"  # Byte 24 of a PNG.
 _PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "heic", "avif")
-_PILLOWS = (*_PHOTOGRAPHS, "png", "pbm", "pgm", "ppm")
 # Photometric interpretation of a TIFF -> samples of a pixel without extra ones: gray, RGB, palette, CMYK, YCbCr, Lab.
 _TIFF_COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 # Modes in which Pillow reads a TIFF of print colours or a palette, which pipeline/data/images does not read.
 _COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 # libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
 _SPOILT = ("premature end", "bad huffman code")
+
+
+class Header(NamedTuple):
+    """What an image file holds.
+
+    ext: by content. width, height: as stored, before EXIF rotation (HEIC: after its own). channels: of a page, without alpha; 3 of a JPEG.
+    alpha: whether there is alpha. pages: images of this size, such as the frames of an animation. type, profile: as of `StoredImage`; the
+    type is that of the file, also where fewer bits are read.
+    """
+
+    ext: str
+    width: int
+    height: int
+    channels: int = 3
+    alpha: bool = False
+    pages: int = 1
+    type: str = "uint8"
+    profile: bool = False
 
 
 def decode(
@@ -133,12 +154,12 @@ def decode(
     return values[top : top + height, left : left + width]
 
 
-def _whole(data: bytes, ext: str) -> np.ndarray:
-    """uint8 (H, W, 3), upright, of any 8-bit image. Raises DecodeError for others."""
+def _whole(data: bytes, ext: str, stored: StoredImage | None = None) -> np.ndarray:
+    """uint8 (H, W, 3), upright, of any 8-bit image. stored: what `_stored` returned, if it was called before. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _tiff_to_rgb))
-    stored = _stored(data, ext)
+    stored = stored or _stored(data, ext)
     if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
         try:
             return upright(*with_pillow(data, _to_rgb))
@@ -173,31 +194,68 @@ def stored_image(data: bytes) -> StoredImage:
     ext = _format(data)
     if stored := _stored(data, ext):
         return stored
-    channels, alpha, pages, size, orientation = with_pillow(data, _photograph)
-    height, width = size[::-1] if orientation >= 5 else size
+    found, orientation = with_pillow(data, lambda image: (_header(image, data, ext), _orientation(image)))
+    sides = (found.width, found.height) if orientation >= 5 else (found.height, found.width)
 
     def read(number: int) -> Page:
-        return decode(data)[..., :channels], None
+        return decode(data)[..., : found.channels], None
 
-    return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
-
-
-def alpha_and_pages(data: bytes) -> tuple[bool, int]:
-    """(whether an image has alpha, its number of pages or frames), by its header. Raises DecodeError."""
-    if stored := _stored(data, _format(data)):
-        return stored.alpha, stored.pages
-    return with_pillow(data, _alpha_and_frames)
+    return StoredImage(
+        ext, *sides, found.channels, "uint8", read, found.pages, alpha=found.alpha, profile=found.profile
+    )
 
 
-def _alpha_and_frames(image: Image.Image) -> tuple[bool, int]:
-    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
-    return alpha, 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+def left_out(found: Header | StoredImage, pixels: Pixels | None) -> set[str]:
+    """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
+    of_rgb8 = pixels is not None and pixels.is_rgb8
+    uses_pages = pixels is not None and not of_rgb8 and found.channels * found.pages == pixels.num_channels
+    facts = {
+        "alpha": found.alpha,
+        "pages": found.pages > 1 and not uses_pages,
+        "bits": of_rgb8 and found.type not in ("uint8", "bool"),
+        "bands": of_rgb8 and found.channels > 3,
+        "profile": found.profile,
+    }
+    return {what for what, is_so in facts.items() if is_so}
 
 
-def _photograph(image: Image.Image) -> tuple[int, bool, int, tuple[int, int], int]:
-    """(channels without alpha, whether there is alpha, frames, (height, width) as stored, EXIF orientation) by a header."""
+def _jpeg_profile(data: bytes) -> bytes:
+    """The first part of a JPEG's colour profile, up to 64 KB; empty without one."""
+    end = _start_of_scan(data)
+    begin = data.find(_PROFILE, 0, end) + len(_PROFILE) + 2  # The numbers of the part and of all follow.
+    return (
+        data[begin : min(begin + int.from_bytes(data[begin : begin + 4], "big"), end)]
+        if begin > len(_PROFILE) + 1
+        else b""
+    )
+
+
+def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
+    """(most bits of a value, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of its items."""
+    end = data.find(b"mdat")
+    boxes = [place.end() for place in re.finditer(b"pixi", data[:end])]
+    bits = max((max(data[at + 5 : at + 5 + data[at + 4]], default=8) for at in boxes), default=8)
+    if (at := data.find(b"colrprof", 0, end)) >= 0:  # Counts before numbers.
+        return bits, has_other_colours(data[at + 8 : end])
+    at = data.find(b"colrnclx", 0, end)
+    return bits, at >= 0 and int.from_bytes(data[at + 8 : at + 10], "big") not in _SRGB_PRIMARIES
+
+
+def _header(
+    image: Image.Image, data: bytes, ext: str, to_rgb: Callable[[Image.Image], tuple[np.ndarray, int]] | None = None
+) -> Header:
+    """Of a photograph that Pillow has opened. to_rgb: decodes it as well."""
     channels = 1 if image.mode in ("1", "L", "LA") else 3
-    return channels, *_alpha_and_frames(image), (image.height, image.width), _orientation(image)
+    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
+    pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    in_boxes = ext in ("heic", "avif")
+    profile = image.info.get("icc_profile")
+    bits, is_other = _bits_and_colours_of_boxes(data) if in_boxes else (8, has_other_colours(profile))
+    kind = "uint8" if bits <= 8 else "uint16"
+    found = Header(ext, image.width, image.height, channels, alpha, pages, kind, is_other)
+    if to_rgb:
+        to_rgb(image)
+    return found
 
 
 def exif_orientation(data: bytes) -> int:
@@ -205,19 +263,31 @@ def exif_orientation(data: bytes) -> int:
     return with_pillow(data, _orientation) if data.startswith(_JPEG) and _may_have_exif(data) else 1
 
 
-def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> tuple[str, int, int]:
-    """(file extension by content, width, height) of an image as stored, before EXIF rotation (HEIC: after its own). Raises DecodeError.
+def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> Header:
+    """The header of an image of any kind. Raises DecodeError.
 
-    decode_all: decode the whole image, to detect truncated and damaged files; else only the header is read (see `check_end`).
+    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see `check_end`. Files of
+    most formats are opened once for both.
     """
     ext = _format(data)
-    size = _jpeg_size(data) if ext == "jpg" else None
-    if size is None:
-        stored = None if ext in _PILLOWS else _stored(data, ext)
-        size = (stored.height, stored.width) if stored else with_pillow(data, lambda image: (image.height, image.width))
-    if decode_all:
+    as_rgb8 = decode_all and pixels.is_rgb8
+    if ext == "jpg" and (size := _jpeg_size(data)):
+        if decode_all:
+            decode(data, pixels=pixels)
+        return Header(ext, size[1], size[0], profile=has_other_colours(_jpeg_profile(data)))
+    if as_rgb8 and ext == "tiff":  # As in `_whole`.
+        with contextlib.suppress(DecodeError):
+            found = with_pillow(data, lambda image: _header(image, data, ext, _tiff_to_rgb))
+            if found.pages == 1:  # Of others, tifffile knows which belong together.
+                return found
+    if stored := _stored(data, ext):
+        if decode_all:
+            _ = _whole(data, ext, stored) if as_rgb8 else stored.values(pixels)
+        return Header(ext, stored.width, stored.height, *(getattr(stored, name) for name in Header._fields[3:]))
+    found = with_pillow(data, lambda image: _header(image, data, ext, _to_rgb if as_rgb8 else None))
+    if decode_all and not as_rgb8:
         decode(data, pixels=pixels)
-    return ext, size[1], size[0]
+    return found
 
 
 def check_end(data: bytes, ext: str) -> None:

@@ -3,18 +3,16 @@
 import numpy as np
 
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
-from pipeline.data.loading.decode import DecodeError, decode
+from pipeline.data.loading.decode import decode
 
 
 def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
     """(H, W, C) of `pixels.type` -> the same in `pixels.batch_type`; the image itself where nothing changes.
 
-    Wider types are scaled by the range in float64, clipped to [0, 1] and rounded to float32. NaN and nodata become `low`. Raises
-    DecodeError for infinite values.
+    Wider types are scaled by the range in float64, clipped to [0, 1] and rounded to float32. NaN and nodata become `low`.
     """
-    kind, nodata = pixels.batch_type, pixels.nodata
-    is_float = image.dtype.kind == "f"
-    is_missing = None if nodata is None else image == (image.dtype.type(nodata) if is_float else nodata)
+    kind = pixels.batch_type
+    is_missing = None if pixels.nodata is None else image == pixels.nodata
     if kind != "float32":
         if pixels.type == "bool":
             return np.multiply(image, 255, dtype=np.uint8)
@@ -22,10 +20,8 @@ def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
             return image.astype(kind, copy=False)
         return np.where(is_missing, lowest(pixels), image).astype(kind)
     values = image.astype(np.float64)
-    if is_float:
+    if image.dtype.kind == "f":
         is_missing = np.isnan(values) if is_missing is None else is_missing | np.isnan(values)
-        if np.isinf(values if not is_missing.any() else values[~is_missing]).any():
-            raise DecodeError("has infinite values")
     values -= pixels.low
     values /= np.subtract(pixels.high, pixels.low)
     if is_missing is not None:

@@ -5,7 +5,7 @@ others take theirs from a seed of their own, which is hashed from the seed and t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading import augment
-from pipeline.data.loading.decode import decode
+from pipeline.data.loading.decode import decode, inspect, left_out
 from pipeline.data.loading.jpeg_region import Region
 from pipeline.data.loading.values import batch_values
 from pipeline.settings.quantities import ImageSize
@@ -125,6 +125,16 @@ def eval_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels
 def shown_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8) -> ViewWriter:
     """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
     return eval_view(config, image_size, pixels, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
+
+
+def noting_left_out(writer: ViewWriter, found: dict[int, set[str]]) -> ViewWriter:
+    """The writer, which also notes for each row what decoding leaves out of the image (`decode.left_out`)."""
+
+    def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
+        writer.write(data, outs, epoch, row)
+        found[row] = left_out(inspect(data, decode_all=False), writer.pixels)
+
+    return replace(writer, write=write)
 
 
 def bounding_box(regions: Sequence[Region]) -> Region:

@@ -1,6 +1,7 @@
 """The settings of jobs on data (`data_tools/`): sharding, indexing, verification, statistics, de-duplication."""
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +33,7 @@ def _channels() -> list[str]:
     return setting(
         list,
         "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
-        "photographs are RGB, and one channel with channels=gray.",
+        "photographs are RGB, and one channel with channels=gray. With one file per channel: those that are used; [1:dapi,3:gfp] renames.",
         distinct=True,
     )
 
@@ -43,7 +44,8 @@ def _check_channels(channels: list[str]) -> None:
 
 
 def _nodata() -> float | None:
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-1e39)
+    largest = sys.float_info.max  # GDAL's usual values are the lowest of float32 and float64.
+    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-largest, max=largest)
 
 
 def _values_images() -> int:
@@ -119,12 +121,19 @@ class ShardConfig:
     )
     image_column: str = setting(
         "image",
-        "parquet: column of encoded images, of type binary or struct<bytes, path>.",
+        "parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or tensors).",
         needs="layout=auto,parquet",
     )
     path_column: str = setting(
         "path",
         "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
+        needs="layout=auto,list",
+    )
+    channel_columns: list[str] = setting(
+        list,
+        "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of the columns. A row is "
+        "one image.",
+        distinct=True,
         needs="layout=auto,list",
     )
     label_column: str = setting(
@@ -199,6 +208,10 @@ class ShardConfig:
         """Check what depends on several settings. Raises UserError."""
         check_values(self.values)
         _check_channels(self.channels)
+        if self.channel_columns and (self.channel_pattern or self.path_column != ShardConfig.path_column):
+            raise UserError(
+                "channel_columns, channel_pattern and path_column say which files make an image: use one of them."
+            )
         if self.channel_pattern:
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():

@@ -11,8 +11,10 @@ import numpy as np
 import pydicom
 import pytest
 import tifffile
+from PIL import Image
 from pydicom import uid
-from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.sequence import Sequence
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.data.images.stored import DecodeError, open_image
@@ -77,6 +79,35 @@ def test_tiff(kind: str) -> None:
         check(tiff(data, **options), written)
 
 
+LOSSLESS_INSIDE = [
+    ("jpeg2000", {"level": 0}, ("uint8", "uint16"), 3),
+    ("jpegxl", {"lossless": True}, ("uint8", "uint16"), 3),
+    ("lerc", {}, ("uint16", "int32", "float32", "float64"), 5),
+]
+
+
+@pytest.mark.parametrize(("codec", "options", "kinds", "most"), LOSSLESS_INSIDE)
+def test_tiff_with_images_of_other_formats_inside(codec: str, options: dict, kinds: tuple[str, ...], most: int) -> None:
+    for kind, channels in product(kinds, (1, most)):
+        written = values_of(kind, (48, 64, channels))
+        array, layout = (written, "contig") if channels > 1 else (written[..., 0], None)
+        data = tiff(array, compression=codec, compressionargs=options, tile=(16, 32), photometric="minisblack", planarconfig=layout)  # fmt: skip
+        check(data, written)
+
+
+@pytest.mark.parametrize("subsampling", [None, (1, 1), (2, 2)])
+def test_tiff_with_jpeg_inside_is_what_libtiff_reads(subsampling: tuple[int, int] | None) -> None:
+    written = np.add.outer(np.arange(48), np.arange(64)).astype(np.uint8)
+    colours = {"photometric": "rgb", "subsampling": subsampling} if subsampling else {"photometric": "minisblack"}
+    if subsampling:
+        written = np.stack([written, 2 * written, 220 - written], axis=2)
+    data = tiff(written, compression="jpeg", tile=(16, 16), **colours)
+    found = open_image(data).page(0)[0].astype(int)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB" if subsampling else "L"))
+    assert np.abs(found - expected.reshape(found.shape)).max() <= 1
+    assert np.abs(found - written.reshape(found.shape)).mean() < 1
+
+
 def test_tiff_of_12_bits_and_of_white_as_zero() -> None:
     written = values_of("uint16", (9, 16, 1)) >> 4
     number = int("".join(f"{value:012b}" for value in written.flat), 2)
@@ -88,6 +119,7 @@ def test_tiff_of_12_bits_and_of_white_as_zero() -> None:
     )
     written = values_of("uint16", (9, 16, 1))
     check(tiff(65535 - written[..., 0], photometric="miniswhite"), written)
+    check(tiff(written[..., 0] > 99, photometric="minisblack"), written > 99)  # Of one bit.
 
 
 def test_pages_are_channels_only_where_there_are_as_many() -> None:
@@ -239,6 +271,11 @@ def test_dicom_values_after_rescaling() -> None:
     check(ct, (stored[0][..., None].astype(np.int16) - 1024))
     pet = dicom(stored, bits=12, RescaleSlope="0.25", RescaleIntercept="3")
     check(pet, (stored[0][..., None] * 0.25 + 3).astype(np.float32))
+    table, lut = Dataset(), values_of("uint16", (4096,))
+    table.LUTDescriptor, table.ModalityLUTType = [4096, 0, 16], "US"
+    for kind, content in (("US", lut.tolist()), ("OW", lut.tobytes())):
+        table.add_new("LUTData", kind, content)
+        check(dicom(stored, bits=12, ModalityLUTSequence=Sequence([table])), lut[stored[0][..., None]])
     bright_is_low = dicom(stored, bits=12, PhotometricInterpretation="MONOCHROME1")
     check(bright_is_low, 4095 - stored[0][..., None])
     padded = dicom(
@@ -252,10 +289,11 @@ def test_dicom_values_after_rescaling() -> None:
 
 def test_frames_of_a_dicom() -> None:
     written = values_of("uint16", (4, 10, 12))
-    stored = open_image(dicom(written))
-    assert stored.pages == 4
-    for number in range(4):
-        assert np.array_equal(stored.page(number)[0][..., 0], written[number])
+    for syntax in (uid.ExplicitVRLittleEndian, uid.RLELossless):
+        stored = open_image(dicom(written, syntax=syntax))
+        assert stored.pages == 4
+        for number in range(4):
+            assert np.array_equal(stored.page(number)[0][..., 0], written[number])
 
 
 def test_another_type_is_read_where_it_holds_every_value() -> None:
@@ -282,15 +320,20 @@ def test_damage_and_images_of_several_sizes_are_named() -> None:
         strip = file.pages[0].dataoffsets[4]
     broken = bytearray(whole)
     broken[strip : strip + 40] = bytes(40)
-    for data in (bytes(broken), tiff(written)[:-100], imagecodecs.png_encode(written)[:2000]):
-        with pytest.raises(DecodeError):
+    for data, named in (
+        (bytes(broken), "TIFF, 64 x 64, 1 channel uint16"),
+        (tiff(written)[:-100], "TIFF"),
+        (imagecodecs.png_encode(written)[:2000], "PNG, 64 x 64, 1 channel uint16"),
+    ):
+        with pytest.raises(DecodeError, match=named):
             read(data, written[..., None])
-    file = io.BytesIO()
-    with tifffile.TiffWriter(file) as writer:
-        writer.write(written)
-        writer.write(written[:32])
-    with pytest.raises(DecodeError, match="2 images"):
-        open_image(file.getvalue())
+    for other in (written[:32], written.astype(np.uint8)):
+        file = io.BytesIO()
+        with tifffile.TiffWriter(file) as writer:
+            writer.write(written)
+            writer.write(other)
+        with pytest.raises(DecodeError, match=f"2 images.*uint16.*{other.dtype}"):
+            open_image(file.getvalue())
 
 
 def test_every_damaged_byte_is_an_image_or_refused() -> None:

@@ -2,16 +2,22 @@
 
 import io
 import struct
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import imagecodecs
 import numpy as np
 import pytest
+import tifffile
 from heic_files import HEIC
 from PIL import Image
 
-from pipeline.architecture.pixels import Pixels
-from pipeline.data.loading.decode import DecodeError, check_end, decode, exif_orientation, inspect
+from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.data.images.stored import LEFT_OUT
+from pipeline.data.loading.decode import DecodeError, Header, check_end, decode, exif_orientation, inspect
+from pipeline.data.loading.decode import left_out as of_header
 
 Encode = Callable[..., bytes]
 # Three blocks of a colour that JPEG keeps within a few levels, so that all orientations can be distinguished.
@@ -92,11 +98,41 @@ def test_more_than_eight_bits_are_refused_and_no_value_is_scaled(encode: Encode)
         check(decode(data, pixels=Pixels.full_range(("x-ray",), "uint16")), deep[..., None])
 
 
+def test_a_file_is_opened_once_for_its_header_and_pixels(encode: Encode, noise: np.ndarray, monkeypatch) -> None:
+    rgba, file = np.dstack([noise, noise[..., 0]]), io.BytesIO()
+    tifffile.imwrite(file, np.zeros((12, 20, 5), np.uint16), photometric="minisblack", planarconfig="contig")
+    twice = encode(Image.fromarray(noise), "GIF", save_all=True, append_images=[Image.fromarray(255 - noise)])
+    deep, bands = (Pixels.full_range(tuple(names), "uint16") for names in ("abc", "abcde"))
+    files = [
+        (encode(rgba, "PNG"), RGB8, Header("png", 20, 12, 3, True)),
+        (twice, RGB8, Header("gif", 20, 12, 3, False, 2)),
+        (encode(noise[..., 0], "TIFF", tiffinfo={0x0112: 6}), RGB8, Header("tiff", 12, 20, 1)),
+        (encode(rgba, "TIFF"), RGB8, Header("tiff", 20, 12, 3, True)),
+        (encode(Image.fromarray(rgba, "CMYK"), "TIFF"), RGB8, Header("tiff", 20, 12)),
+        (file.getvalue(), bands, Header("tiff", 20, 12, 5, type="uint16")),
+        (imagecodecs.jpegxl_encode(noise), RGB8, Header("jxl", 20, 12)),
+        (imagecodecs.jpegxl_encode(rgba.astype("u2")), deep, Header("jxl", 20, 12, 3, True, type="uint16")),
+    ]
+    opened = []
+
+    def count(original: Callable, *args: object, **kwargs: object) -> object:
+        opened.append(original)
+        return original(*args, **kwargs)
+
+    for module, name in ((Image, "open"), (tifffile, "TiffFile"), (imagecodecs, "jpegxl_decode")):
+        monkeypatch.setattr(module, name, partial(count, getattr(module, name)))
+    for data, pixels, expected in files:
+        opened.clear()
+        assert inspect(data, decode_all=True, pixels=pixels) == expected
+        assert len(opened) == 1, (expected, opened)
+        assert inspect(data, decode_all=False) == expected
+
+
 def test_a_pgm_is_scaled_by_the_white_of_its_header() -> None:
     eight = np.repeat(np.uint8([[0, 51, 255]])[..., None], 3, axis=2)
     file = b"P2 3 1 5 0 1 5"
     check(decode(file), eight)
-    assert inspect(file, decode_all=True) == ("pgm", 3, 1)
+    assert inspect(file, decode_all=True)[:3] == ("pgm", 3, 1)
     check(decode(b"P1 3 1 1 0 1"), np.repeat(np.uint8([[0, 255, 0]])[..., None], 3, axis=2))
 
 
@@ -149,7 +185,7 @@ def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     # Pillow writes it as EXIF, and as irot and imir.
     data = encode(CORNERS, "AVIF", exif=exif(orientation), **BEST_AVIF)
     check(decode(data), UPRIGHT[orientation](CORNERS), within=6)
-    assert inspect(data, decode_all=False) == ("avif", 32, 16)
+    assert inspect(data, decode_all=False)[:3] == ("avif", 32, 16)
 
 
 def test_only_irot_and_imir_turn_an_avif(encode: Encode) -> None:
@@ -163,7 +199,7 @@ def test_heic() -> None:
     assert b"irot" in HEIC["turned"]
     assert b"Exif" in HEIC["turned"]
     check(decode(HEIC["turned"]), upright, within=3)  # Once, although irot and EXIF say so.
-    assert inspect(HEIC["turned"], decode_all=True) == ("heic", 16, 32)
+    assert inspect(HEIC["turned"], decode_all=True)[:3] == ("heic", 16, 32)
     assert exif_orientation(HEIC["turned"]) == 1
     check(decode(HEIC["turned"], lambda height, width: (20, 3, 9, 8)), upright[20:29, 3:11], within=3)
     check(decode(HEIC["ten bits"]), CORNERS, within=3)
@@ -349,13 +385,13 @@ def brands(main: bytes, *others: bytes) -> bytes:
 def test_a_phone_s_heic_is_read_whatever_its_main_brand(encode: Encode) -> None:
     assert HEIC["tiles"].startswith(brands(b"heic", b"mif1", b"heic"))
     for names in ((b"heix", b"mif1", b"heix"), (b"mif1", b"miaf", b"heic"), (b"mif1", b"miaf", b"mif1")):
-        assert inspect(brands(*names) + HEIC["tiles"][24:], decode_all=True) == ("heic", 100, 96)
+        assert inspect(brands(*names) + HEIC["tiles"][24:], decode_all=True)[:3] == ("heic", 100, 96)
     avif = encode(CORNERS, "AVIF")
     assert avif[8:12] == b"avif"
     first = int.from_bytes(avif[:4], "big")
     renamed = avif[:8] + b"mif1" + avif[12:16] + b"avif" + avif[20:]
     assert first > 20
-    assert inspect(renamed, decode_all=True) == ("avif", 32, 16)
+    assert inspect(renamed, decode_all=True)[:3] == ("avif", 32, 16)
 
 
 def test_what_is_not_read_is_named_as_such(encode: Encode) -> None:
@@ -375,3 +411,61 @@ def test_a_damaged_tiff_is_an_error_and_no_line_without_its_name(capfd: pytest.C
     with pytest.raises(DecodeError):
         decode(bytes(data))
     assert capfd.readouterr().err == ""
+
+
+def left_out(data: bytes, pixels: Pixels | None) -> list[str]:
+    return sorted(of_header(inspect(data, decode_all=False), pixels), key=list(LEFT_OUT).index)
+
+
+def profile(space: bytes, primaries: dict[bytes, tuple[float, ...]]) -> bytes:
+    """An ICC profile of these primaries, and of no more than is needed to tell its colours."""
+    tags, content = b"", b""
+    for name, numbers in primaries.items():
+        tags += name + struct.pack(">2I", 132 + 12 * len(primaries) + len(content), 20)
+        content += b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(65536 * number) for number in numbers))
+    body = space.rjust(16, b"\0").ljust(124, b"\0") + struct.pack(">I", len(primaries)) + tags + content
+    return struct.pack(">I", 4 + len(body)) + body
+
+
+# As the profiles of these names have them (adapted to D50).
+DISPLAY_P3 = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419), b"bXYZ": (0.1572, 0.0666, 0.7841)}
+SRGB = {b"rXYZ": (0.4361, 0.2225, 0.0139), b"gXYZ": (0.3851, 0.7169, 0.0971), b"bXYZ": (0.1431, 0.0606, 0.7141)}
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_profiles_other_than_srgb_are_left_out(encode: Encode, noise: np.ndarray, format: str) -> None:
+    for space, primaries, expected in ((b"RGB ", DISPLAY_P3, ["profile"]), (b"RGB ", SRGB, []), (b"CMYK", {}, ["profile"]), (b"GRAY", {}, [])):  # fmt: skip
+        icc = profile(space, primaries)
+        assert left_out(encode(noise, format, icc_profile=icc), RGB8) == expected
+        assert left_out(encode(noise, format, icc_profile=icc[:140]), RGB8) == ["profile"] * (space != b"GRAY"), "cut"
+        if format == "JPEG":
+            ink = Image.fromarray(noise).convert("CMYK")
+            assert left_out(encode(ink, format, icc_profile=icc, exif=exif(6)), RGB8) == expected
+        if format == "TIFF":
+            file = io.BytesIO()
+            tifffile.imwrite(file, noise.astype(np.uint16), photometric="rgb", iccprofile=icc)
+            assert left_out(file.getvalue(), None) == expected
+        if format == "PNG":
+            png, content = imagecodecs.png_encode(noise.astype(np.uint16)), b"x\0\0" + zlib.compress(icc)
+            chunk = (
+                struct.pack(">I", len(content)) + b"iCCP" + content + struct.pack(">I", zlib.crc32(b"iCCP" + content))
+            )
+            assert left_out(png[:33] + chunk + png[33:], None) == expected
+
+
+def test_bits_bands_alpha_and_frames_are_left_out(encode: Encode, noise: np.ndarray) -> None:
+    assert left_out(HEIC["ten bits"], RGB8) == left_out(HEIC["ten bits, grey"], RGB8) == ["bits"]
+    assert left_out(HEIC["tiles"], RGB8) == left_out(HEIC["turned"], RGB8) == []
+    for bits in (8, 10, 12):
+        values = noise if bits == 8 else noise.astype(np.uint16) << (bits - 8)
+        assert left_out(imagecodecs.avif_encode(values, bitspersample=bits), RGB8) == ["bits"] * (bits > 8)
+    file = io.BytesIO()
+    np.save(file, np.zeros((20, 30, 5), np.uint16))
+    five = Pixels(tuple("abcde"), "uint16", (), (), (), ())
+    assert [left_out(file.getvalue(), pixels) for pixels in (RGB8, five, None)] == [["bits", "bands"], [], []]
+    transparent = Image.fromarray(noise)
+    transparent.putalpha(3)
+    for format in ("PNG", "WEBP", "AVIF", "TIFF"):
+        assert left_out(encode(transparent, format), RGB8) == ["alpha"]
+    frames = encode(Image.fromarray(noise), "GIF", save_all=True, append_images=[Image.fromarray(255 - noise)])
+    assert left_out(frames, RGB8) == ["pages"]

@@ -13,7 +13,7 @@ from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.augment import ANTIALIAS, BICUBIC, resize, write_train_view
-from pipeline.data.loading.decode import DecodeError
+from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.loading.distort import distort
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
@@ -77,11 +77,18 @@ def test_a_model_reads_the_clipped_standardised_share_of_the_range(kind: str, ch
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
-def test_infinite_values_are_a_bad_image(kind: str) -> None:
+def test_infinite_values_are_a_bad_image_unless_they_are_nodata(kind: str) -> None:
     image = noise(kind, 4, 4, 2)
     image[2, 1, 1] = -np.inf
-    with pytest.raises(DecodeError):
-        batch_values(image, pixels_of(2, kind))
+    file = io.BytesIO()
+    np.save(file, image)
+    for nodata in (None, -9999.0, np.inf):
+        with pytest.raises(DecodeError):
+            decode(file.getvalue(), pixels=pixels_of(2, kind, nodata=nodata))
+    pixels = pixels_of(2, kind, nodata=-np.inf)
+    values = batch_values(decode(file.getvalue(), pixels=pixels), pixels)
+    assert np.isfinite(values).all()
+    assert values[2, 1, 1] == 0
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -1,26 +1,42 @@
 """Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left out."""
 
 import io
+import os
+import signal
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import imagecodecs
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import pytest
 import tifffile
 from PIL import Image
-from raw_images import encoded, jpeg, settings, write_folder
+from raw_images import encoded, jpeg, noise, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
-from data_tools.sharding.values import bin_values, bins_of
-from pipeline.architecture.pixels import RGB8, Pixels
+from data_tools.sharding.values import (
+    FOLDER,
+    ChannelCounts,
+    count_values,
+    counted_values,
+    is_value,
+    value_jobs,
+    with_values,
+)
+from data_tools.sources import Reader, list_source
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.exclusion import write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings.commands.data import IndexConfig, StatsConfig, VerifyConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -104,7 +120,7 @@ def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Pat
     for channel in range(3):
         values = of_training[:, channel]
         low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
-        assert (abs(pixels.low[channel] - low), abs(pixels.high[channel] - high)) <= (1, 1)
+        assert (pixels.low[channel], pixels.high[channel]) == (low, high)
         scaled = (np.clip(values.astype(float), pixels.low[channel], pixels.high[channel]) - pixels.low[channel]) / (
             pixels.high[channel] - pixels.low[channel]
         )
@@ -116,6 +132,43 @@ def test_the_range_is_that_of_the_training_split(ray_cluster: int, tmp_path: Pat
     assert full["fingerprint"] == reopened.fingerprint != dataset.fingerprint
     stats.run(StatsConfig(data=str(dataset.path), values=["0", "4095"], sheet=0))
     assert open_dataset(dataset.path).pixels.high == (4095.0,) * 3
+
+
+def test_a_killed_measurement_goes_on_and_gives_the_same_numbers(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 2, 25)
+    source = write_folder({f"{key}.npy": npy(values) for key, values in written.items()}, tmp_path / "raw")
+    whole = shard.run(settings(source, tmp_path / "out", samples_per_shard=2, values_images=0))
+    out = whole.path
+    everything = np.stack(list(written.values())).reshape(-1, 2)
+    low, high = np.quantile(everything, [0.001, 0.999], axis=0, method="inverted_cdf")
+    assert whole.pixels.low + whole.pixels.high == (*low, *high)
+    assert not (out / FOLDER).exists()
+    record_pixels(whole, replace(whole.pixels, low=(), high=(), mean=(), std=()))
+    (out / FOLDER).mkdir()
+    if not (process := os.fork()):
+        for job in value_jobs(open_dataset(out), "train", 0, out / FOLDER)[:5]:
+            count_values(job)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    parts = sorted((out / FOLDER).glob("*.npz"))
+    assert len(parts) == 5
+    parts[0].write_bytes(parts[0].read_bytes()[:-100])  # As after a failure of the disk.
+    capfd.readouterr()
+    again = {"data": str(out), "values": ["percentiles"], "values_images": 0, "sheet": 0}
+    for num_tasks in (2, 1):
+        stats.run(StatsConfig(**again, num_tasks=num_tasks))
+        assert open_dataset(out).info == whole.info
+        assert not (out / FOLDER).exists()
+        assert ("4 shards of 13" in capfd.readouterr().out) == (num_tasks == 2)
+    key = whole.table("train").keys([0])
+    write_list(whole, "dark", pa.table({"split": ["train"], "row": [0], "key": key, "reason": ["dark"]}))
+    stats.run(StatsConfig(**again))
+    assert open_dataset(out).fingerprint != whole.fingerprint
+    assert open_dataset(out).split("train").excluded_by == {"dark": 1}
+    stats.run(StatsConfig(**{**again, "values_images": 7}))
+    said = capfd.readouterr().out
+    assert "24 of 25 images" in said
+    assert "7 of 25 images" in said
 
 
 def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int, tmp_path: Path) -> None:
@@ -132,17 +185,32 @@ def test_values_that_were_not_measured_are_refused_in_training(ray_cluster: int,
     assert len(open_dataset(tmp_path / "out").split("train")) == 12
 
 
-@pytest.mark.parametrize("kind", ["float32", "float64", "int32", "uint32"])
-def test_bins_of_wide_types_keep_the_order_and_three_digits(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["bool", "int8", "uint16", "int16", "int32", "uint32", "int64", "float16", "float32", "float64"]
+)
+def test_counts_are_numpys(kind: str) -> None:
+    """Exactly where integers are below 2^21 and floats have 16 bits, else of values within 1/8192."""
     rng = np.random.default_rng(0)
-    values = np.concatenate([rng.normal(0, 10.0**n, 200) for n in range(0, 9, 2)])
-    values = np.abs(values).astype(kind) if kind == "uint32" else values.astype(kind)
-    bins = bins_of(values)
-    assert (np.diff(bins[np.argsort(values, kind="stable")]) >= 0).all()
-    middle = bin_values(Pixels(("x",), kind, (0.0,), (1.0,), (0.5,), (1.0,)))[bins]
-    assert np.abs(middle - values.astype(float)).max() <= 1e-3 * np.abs(values.astype(float)).max()
-    large = np.abs(values.astype(float)) > 1
-    assert (np.abs(middle - values)[large] <= 1.1e-3 * np.abs(values.astype(float))[large]).all()
+    images = [rng.normal(0, 10.0 ** (n % 5), (40, 30)) for n in range(9)]
+    images = [(np.abs(image) if kind[0] == "u" else image).astype(kind) for image in images]
+    for image in images if np.dtype(kind).kind == "f" else ():
+        image[0, :4] = np.finfo(kind).max, np.finfo(kind).min, 0.0, -0.0
+    counts = ChannelCounts()
+    for image in images:
+        counts.add(*counted_values(image.ravel()))
+    values = np.stack(images).astype(float)
+    found, of_each = counts.total()
+    if kind in ("float32", "float64"):
+        spread = np.repeat(found, of_each)
+        np.testing.assert_allclose(spread, np.sort(values.ravel()), rtol=1 / 8192)
+        assert np.isfinite(found).all()
+    else:
+        expected = np.unique(values, return_counts=True)
+        assert np.array_equal(found, expected[0])
+        assert np.array_equal(of_each, expected[1])
+        low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
+        pixels = with_values(Pixels(("x",), kind, (), (), (), ()), ["percentiles"], [(found, of_each)])
+        assert pixels.low + pixels.high == (low, max(high, low + 1))
 
 
 def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, tmp_path: Path, capfd) -> None:
@@ -180,6 +248,17 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
     assert max(dataset.pixels.high) <= 300
 
 
+@pytest.mark.parametrize("kind", ["uint16", "float32", "float64"])
+def test_the_usual_values_of_missing_pixels_are_settings(kind: str) -> None:
+    lowest = float(np.finfo(kind if kind != "uint16" else "float32").min)
+    data = {"source": "raw", "out": "out", "nodata": repr(lowest)}
+    assert build(ShardConfig, data, "settings").nodata == lowest
+    image = np.array([[[55537], [lowest if kind != "uint16" else 0]]], kind)
+    gray = Pixels(("gray",), kind, (), (), (), (), lowest)
+    assert is_value(image, gray).sum() == (2 if kind == "uint16" else 1)
+    assert is_value(image, replace(gray, nodata=-9999.0)).all()  # Which would wrap to 55537 as uint16.
+
+
 def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> None:
     written = arrays("uint16", 3)
     files = {
@@ -200,6 +279,8 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         {key: values[..., [2, 0]] for key, values in written.items()},
     )
     assert "12 files of other channels" in capfd.readouterr().out
+    renamed = shard.run(settings(source, tmp_path / "named", channel_pattern=pattern, channels=["2:dapi", "0"]))
+    assert renamed.pixels.channels == ("dapi", "0")
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -213,6 +294,106 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     capfd.readouterr()
     shard.run(settings(source, tmp_path / "plates"))
     assert "12 samples of 3 channels" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("ext", ["csv", "tsv", "parquet"])
+def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = {key.replace("/", "_"): values for key, values in arrays("int16", 3).items()}
+    columns = ("dapi", "gfp", "nuclei.2")
+    write_folder(
+        {
+            f"{name}/{key}.tif": tiff(values[..., n])
+            for key, values in written.items()
+            for n, name in enumerate(columns)
+        },
+        tmp_path / "raw",
+    )
+    table: dict[str, list[str]] = {name: [f"{name}/{key}.tif" for key in written] for name in columns}
+    table |= {"label": [key[:3] for key in written], "well": [key[-1] for key in written]}
+
+    def write(**changed: list[str]) -> str:
+        path = tmp_path / "raw" / f"cells.{ext}"
+        if ext == "parquet":
+            pq.write_table(pa.table(table | changed), path)
+        else:
+            options = pacsv.WriteOptions(delimiter="," if ext == "csv" else "\t")
+            pacsv.write_csv(pa.table(table | changed), path, options)
+        return str(path)
+
+    wanted = {"channel_columns": list(columns), "group_column": "well"}
+    dataset = shard.run(settings(Path(write()), tmp_path / "out", **wanted))
+    assert dataset.pixels.channels == columns
+    assert dataset.classes == ["cat", "dog"]
+    check(dataset, {f"dapi/{key}": values for key, values in written.items()})
+    groups = pa.concat_tables(dataset.table("train").read(["key", "group"])).to_pylist()
+    assert all(row["group"] == row["key"][-1] for row in groups)
+    renamed = {"channels": ["gfp:membrane", "dapi"], "group_pattern": "[0-9]$"}  # The key ends as the path does.
+    two = shard.run(settings(Path(write()), tmp_path / "two", channel_columns=list(columns), **renamed))
+    assert two.pixels.channels == ("membrane", "dapi")
+    check(two, {f"dapi/{key}": values[..., [1, 0]] for key, values in written.items()})
+    assert "12 files of other channels" in capfd.readouterr().out
+    lacking = write(gfp=["", *table["gfp"][1:]], dapi=[table["dapi"][0], "", *table["dapi"][2:]])
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
+    rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
+    check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
+        shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
+    bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
+    with pytest.raises(UserError, match="row 2"):
+        shard.run(settings(Path(bare), tmp_path / "no", **wanted))
+
+
+@pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
+def test_arrays_in_parquet(kind: str, tmp_path: Path) -> None:
+    low, high = FULL_RANGE.get(kind, (-1000, 1000))
+    values = [low, high, *range(52)] if kind != "bool" else [i % 2 for i in range(54)]
+    images = np.array(values, kind).reshape(3, 3, 6, 1).repeat(5, 3)  # Three images of (3, 6, 5).
+    if kind.startswith("float"):
+        images[0, 0, 0, :2] = np.nan, 1 / 3
+    value = pa.from_numpy_dtype(kind)
+    flat = pa.array(list(images.reshape(3, -1)), pa.large_list(value))
+    columns = {
+        "lists": (pa.array(images.tolist(), pa.list_(pa.list_(pa.list_(value)))), images),  # As Hugging Face's Array3D.
+        "sizes": (pa.array(images.tolist(), pa.list_(pa.large_list(pa.list_(value, 5)), 3)), images),
+        "ray": (flat, images),
+        "shapes": (
+            pa.StructArray.from_arrays([flat, pa.array([[6, 15], [3, 6, 5], [3, 30]])], ["data", "shape"]),
+            [images[0].reshape(6, 15), images[1], images[2].reshape(3, 30)],
+        ),
+    }
+    if kind != "bool":  # Arrow's tensors are of whole bytes.
+        columns["tensor"] = (pa.FixedShapeTensorArray.from_numpy_ndarray(images), images)
+    ray = {b"ARROW:extension:name": b"ray.data.arrow_tensor_v2", b"ARROW:extension:metadata": b"[3, 6, 5]"}
+    for name, (column, expected) in columns.items():
+        field = pa.field("image", column.type, metadata=ray if name == "ray" else None)
+        source = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table([column], schema=pa.schema([field])), source)
+        config = settings(source, tmp_path / "out")
+        listing = list_source(source, config, tmp_path / "staging")
+        place = listing.rows(np.arange(3))
+        with Reader() as reader:
+            for array, *of_row in zip(expected, place["path"], place["offset"], place["size"], strict=True):
+                found = np.load(io.BytesIO(reader.read(*of_row, packed=0)))
+                assert found.dtype == kind
+                assert np.array_equal(found, array, equal_nan=found.dtype.kind == "f"), name
+
+
+def test_a_data_set_of_arrays_in_parquet(ray_cluster: int, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 4096, (12, 9, 8)).astype(np.uint16)
+    rows = [*images.tolist(), None, [[1, 2], [3]], [[1, None], [3, 4]]]
+    table = pa.table({"image": pa.array(rows, pa.list_(pa.list_(pa.uint16()))), "label": [i % 2 for i in range(15)]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match="max_bad_share"):
+        shard.run(settings(tmp_path / "train.parquet", tmp_path / "out"))
+    dataset = shard.run(settings(tmp_path / "train.parquet", tmp_path / "out2", max_bad_share=0.3))
+    check(dataset, {f"train/{row:06}": image[..., None] for row, image in enumerate(images)})
+    pq.write_table(pa.table({"image": list(images.reshape(12, -1))}), tmp_path / "flat.parquet")
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(images.transpose(0, 2, 1))
+    pq.write_table(pa.table({"image": tensors}), tmp_path / "permuted.parquet")
+    for name in ("flat", "permuted"):
+        with pytest.raises(UserError, match="'image'"):
+            shard.run(settings(tmp_path / f"{name}.parquet", tmp_path / "no"))
 
 
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
@@ -279,9 +460,12 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert dataset.pixels == RGB8
     assert "pixels" not in dataset.info
     assert len(stored(dataset)) == 21
+    (source / "cat/gray.jpg").write_bytes(encoded(noise(1, mode="L"), "JPEG"))
     ranged = shard.run(settings(source, tmp_path / "ranged", max_bad_share=0.1, values=["10", "200"]))
     assert (ranged.pixels.low, ranged.pixels.high, ranged.pixels.is_rgb8) == ((10.0,) * 3, (200.0,) * 3, True)
+    capfd.readouterr()
     reduced = shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
+    assert reduced.left_out == {"bits": 2}
     assert np.array_equal(stored(reduced)["dog/deep"], np.full((9, 9, 3), round(40_000 / 257), np.uint8))
     half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
     with pytest.raises(UserError, match="to_rgb8"):
@@ -292,8 +476,12 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
         shard.run(settings(tmp_path / "gray", tmp_path / "no"))
     alpha = {f"cat/{i}.png": encoded(Image.fromarray(np.full((8, 8, 4), i, np.uint8)), "PNG") for i in range(3)}
     capfd.readouterr()
-    shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
-    assert "3 images with an alpha channel" in capfd.readouterr().out
+    flat = shard.run(settings(write_folder(alpha, tmp_path / "alpha"), tmp_path / "flat"))
+    report = stats.run(StatsConfig(data=str(flat.path), sheet=0))
+    verified = verify.run(VerifyConfig(data=str(flat.path)))
+    print(*flat.split("train").notes())
+    assert capfd.readouterr().out.count("3 images with an alpha channel") == 4
+    assert report["left_out"] == verified["left_out"] == open_dataset(flat.path).left_out == {"alpha": 3}
 
 
 def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, capfd) -> None:
@@ -314,7 +502,7 @@ def test_tars_of_others_are_indexed_in_place(ray_cluster: int, tmp_path: Path, c
     check(dataset, {key: values[..., :4] for key, values in written.items()})
     assert index.run(config).info == dataset.info
     report = verify.run(VerifyConfig(data=str(dataset.path)))
-    assert (report["is_whole"], report["left_out"]) == (True, {"alpha": 12})
+    assert (report["is_whole"], report["left_out"], dataset.left_out) == (True, {"alpha": 12}, {"alpha": 12})
 
 
 def test_gray_photographs_can_have_one_channel(ray_cluster: int, tmp_path: Path) -> None:
