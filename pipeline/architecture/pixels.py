@@ -37,7 +37,8 @@ class Pixels:
 
     channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
     that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
-    until they are measured. nodata: the value of missing pixels, which are read as `low`, as NaN is; None if there is none.
+    until they are measured; weights of other projects may say mean and std alone (`of_unknown`). nodata: the value of missing
+    pixels, which are read as `low`, as NaN is; None if there is none.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -50,7 +51,8 @@ class Pixels:
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "mean", "std"):
-            if len(getattr(self, name)) != self.num_channels * bool(self.low):
+            is_given = self.low or (name in ("mean", "std") and self.mean)
+            if len(getattr(self, name)) != self.num_channels * bool(is_given):
                 raise UserError(
                     f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for {counted(self.num_channels, 'channel')}."
                 )
@@ -145,6 +147,12 @@ class Pixels:
         count = len(channels)
         half = (0.5,) * count
         return cls(channels, kind, (float(low),) * count, (float(high),) * count, half, half, nodata)
+
+    @classmethod
+    def of_unknown(cls, num_channels: int) -> "Pixels":
+        """Of weights that say no more: three channels are 8-bit RGB; others have neither a range nor names, and any type."""
+        names = tuple(f"channel {number}" for number in range(1, num_channels + 1))
+        return RGB8 if num_channels == 3 else cls(names, low=(), high=(), mean=(), std=())
 
     def describe(self) -> str:
         """In words, such as "3 channels uint8 (red, green, blue)"."""

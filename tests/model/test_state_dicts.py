@@ -771,7 +771,7 @@ def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
         ({}, {"size": -3}, "preprocessor_config.json: size = -3 must be from 1"),
         ({}, {"size": {"height": 10**9}}, "preprocessor_config.json: size = 1000000000 must be from 1"),
         ({}, {"image_std": [0.5, 0, 0.5]}, "preprocessor_config.json: image_std[1] = 0 must be from"),
-        ({}, {"image_mean": [0.5]}, "preprocessor_config.json: image_mean = [0.5] must be a list of 3"),
+        ({}, {"image_mean": [0.4, 0.5]}, "image mean (0.4, 0.5)"),
         ({}, {"do_rescale": "yes"}, "do_rescale = 'yes' must be true or false"),
         ([1], None, "config.json: the content = [1] must be a mapping"),
     ],
