@@ -7,6 +7,7 @@ An image is an array (H, W, C) of `type`. A model reads, for each channel,
 so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
     "bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16",
 }  # fmt: skip
 RGB_CHANNELS = ("red", "green", "blue")
+_SHOWN_MEAN = 0.4
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,24 @@ class Pixels:
             return tuple(map(self.channels.index, RGB_CHANNELS))
         return (0, 1, 2) if self.num_channels > 2 else (0, 0, 0)
 
-    def describe_shown(self) -> str:
-        """What a picture shows, such as "gray, by the recorded range"."""
-        names = [self.channels[place] for place in self.shown]
-        as_colours = f"{', '.join(names)} as red, green and blue" if len({*names}) > 1 else names[0]
-        return f"{as_colours}, by the recorded range"
+    @property
+    def shown_power(self) -> float:
+        """The exponent with which a picture shows shares of the range: if the recorded mean is dark, it is as bright as in photographs."""
+        mean = 1.0 if self.is_rgb8 else sum(self.mean[place] for place in self.shown) / 3
+        return math.log(_SHOWN_MEAN) / math.log(min(max(mean, 0.001), _SHOWN_MEAN))
+
+    def describe_shown(self, by: str = ", by the recorded range and mean") -> str:
+        """The caption of a picture, such as "Shown: channel ct, by the recorded range and mean."; "" for 8-bit RGB.
+
+        by: what makes values colours.
+        """
+        names = tuple(self.channels[place] for place in self.shown)
+        said = f"channels {', '.join(names)} as red, green and blue"
+        if len({*names}) == 1:
+            said = f"channel {names[0]}"
+        elif names == RGB_CHANNELS:
+            said = "channels red, green and blue"
+        return "" if self.is_rgb8 else f"Shown: {said}{by}."
 
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.

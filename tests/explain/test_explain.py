@@ -16,11 +16,12 @@ from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
+from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.explain import explain, figures, galleries
+from pipeline.explain import explain, features, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import ExplainConfig
+from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
 
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]
@@ -69,7 +70,7 @@ def run(weights: Path, out: Path, *more: str) -> dict:
 @pytest.fixture
 def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, but no pixels of them: test_command_to_folder_and_mlflow has all of these."""
-    monkeypatch.setattr(explain, "png", lambda figure, dpi: b"")
+    monkeypatch.setattr(explain, "png", lambda figure, dpi, caption: b"")
 
 
 def drawn(folder: Path) -> list[str]:
@@ -197,14 +198,22 @@ def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, 
 
 
 def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "png", lambda figure, dpi: "\n".join(t.get_text() for t in figure.texts).encode())
+    for module in (explain, features):
+        monkeypatch.setattr(module, "png", lambda figure, dpi, caption: caption.encode())
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((20, 24, 4), 1000 * number, np.uint16))
     weights = save(tmp_path / "bands.pt", pixels=Pixels.full_range(("blue", "green", "red", "nir"), "uint16"))
     found = run(weights, tmp_path / "out", f"images={tmp_path}", "draw=[attention,predictions,cost]")
     assert found["shown_channels"] == ["red", "green", "blue"]
-    named = {path.stem: "red, green, blue" in path.read_text() for path in (tmp_path / "out").glob("*.png")}
-    assert named == {"attention": True, "predictions": True, "cost": False}
+    asked = [
+        f"weights={weights}",
+        f"images={tmp_path}",
+        f"out={tmp_path / 'out/a.parquet'}",
+        f"like={tmp_path / '1.npy'}",
+    ]
+    features.run(schema.load(FeaturesConfig, None, [*asked, "device=cpu"]))
+    named = {path.stem: "red, green" in path.read_text() for path in (tmp_path / "out").glob("*.png")}
+    assert named == {"attention": True, "predictions": True, "cost": False, "a": True}
 
 
 @pytest.mark.usefixtures("not_drawn")
@@ -252,6 +261,18 @@ def test_more_images_than_a_picture_holds_are_refused() -> None:
         UserError, match=r"Attention: 500 rows, but a picture holds some 30\d\. Draw fewer images \(num_drawn\)"
     ):
         figures.gallery([[tile]] * 500, "Attention")
+
+
+def test_a_caption_stands_below_an_unchanged_picture() -> None:
+    """Of a figure with fixed places; others are laid out by Matplotlib."""
+    tiles = [[figures.Tile(np.full((8, 8, 3), 0.5), ["a"])]]
+    plain, captioned = (
+        np.asarray(Image.open(io.BytesIO(png(figures.gallery(tiles, "Title", bar="weight"), 96, caption))).convert("L"))
+        for caption in ("", "Shown: channel ct.")
+    )
+    assert captioned.shape == (plain.shape[0] + 24, plain.shape[1])
+    assert np.abs(captioned[:-24].astype(int) - plain).mean() < 0.5
+    assert (captioned[-24:] < 200).any()
 
 
 def test_long_captions_are_wrapped() -> None:
