@@ -52,10 +52,6 @@ class ComparedSplit:
 
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
     """folder: of the thumbnails. Raises UserError for a split without images."""
-    if not dataset.pixels.is_rgb8:
-        raise UserError(
-            f"{dataset.path} has {dataset.pixels}, and near copies are searched among images of 8-bit RGB only."
-        )
     if not dataset.info["samples"].get(split, 0):
         known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
         raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
