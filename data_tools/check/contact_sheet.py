@@ -49,7 +49,7 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     )
     about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
     rows = [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
-    return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI)
+    return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI, dataset.pixels.describe_shown())
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:

@@ -7,6 +7,7 @@ An image is an array (H, W, C) of `type`. A model reads, for each channel,
 so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
     "bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16",
 }  # fmt: skip
 RGB_CHANNELS = ("red", "green", "blue")
+_SHOWN_MEAN = 0.4
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Pixels:
 
     channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
     that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
-    until they are measured. nodata: the value of missing pixels, which are read as `low`, as NaN is; None if there is none.
+    until they are measured; weights of other projects may say mean and std alone (`of_unknown`). nodata: the value of missing
+    pixels, which are read as `low`, as NaN is; None if there is none.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -50,7 +53,8 @@ class Pixels:
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "mean", "std"):
-            if len(getattr(self, name)) != self.num_channels * bool(self.low):
+            is_given = self.low or (name in ("mean", "std") and self.mean)
+            if len(getattr(self, name)) != self.num_channels * bool(is_given):
                 raise UserError(
                     f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for {counted(self.num_channels, 'channel')}."
                 )
@@ -112,11 +116,24 @@ class Pixels:
             return tuple(map(self.channels.index, RGB_CHANNELS))
         return (0, 1, 2) if self.num_channels > 2 else (0, 0, 0)
 
-    def describe_shown(self) -> str:
-        """What a picture shows, such as "gray, by the recorded range"."""
-        names = [self.channels[place] for place in self.shown]
-        as_colours = f"{', '.join(names)} as red, green and blue" if len({*names}) > 1 else names[0]
-        return f"{as_colours}, by the recorded range"
+    @property
+    def shown_power(self) -> float:
+        """The exponent with which a picture shows shares of the range: if the recorded mean is dark, it is as bright as in photographs."""
+        mean = 1.0 if self.is_rgb8 else sum(self.mean[place] for place in self.shown) / 3
+        return math.log(_SHOWN_MEAN) / math.log(min(max(mean, 0.001), _SHOWN_MEAN))
+
+    def describe_shown(self, by: str = ", by the recorded range and mean") -> str:
+        """The caption of a picture, such as "Shown: channel ct, by the recorded range and mean."; "" for 8-bit RGB.
+
+        by: what makes values colours.
+        """
+        names = tuple(self.channels[place] for place in self.shown)
+        said = f"channels {', '.join(names)} as red, green and blue"
+        if len({*names}) == 1:
+            said = f"channel {names[0]}"
+        elif names == RGB_CHANNELS:
+            said = "channels red, green and blue"
+        return "" if self.is_rgb8 else f"Shown: {said}{by}."
 
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
@@ -145,6 +162,12 @@ class Pixels:
         count = len(channels)
         half = (0.5,) * count
         return cls(channels, kind, (float(low),) * count, (float(high),) * count, half, half, nodata)
+
+    @classmethod
+    def of_unknown(cls, num_channels: int) -> "Pixels":
+        """Of weights that say no more: three channels are 8-bit RGB; others have neither a range nor names, and any type."""
+        names = tuple(f"channel {number}" for number in range(1, num_channels + 1))
+        return RGB8 if num_channels == 3 else cls(names, low=(), high=(), mean=(), std=())
 
     def describe(self) -> str:
         """In words, such as "3 channels uint8 (red, green, blue)"."""

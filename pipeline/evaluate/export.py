@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
 from pipeline.base.words import counted
@@ -32,7 +33,7 @@ NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _AS_IT_IS = ("safetensors", "onnx", "torch_export")  # Formats of any model of ours, without conversion.
 _ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
-Forward = Callable[[Tensor], Tensor]  # (B, 3, height, width) in [-1, 1] -> logits (B, K), or features (B, D)
+Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
 
 class LogitDifference(NamedTuple):
@@ -79,8 +80,9 @@ def run(config: ExportConfig) -> LogitDifference:
     ).eval()
     del content  # whose tensors the model has copied
     if config.format == "huggingface":
-        said = written_crop(view, model.config.image_size), written_scale(model.config.pixels)
-        notes += filter(None, said)
+        notes.append(written_crop(view, model.config.image_size))
+    if config.format in ("huggingface", "timm"):
+        notes.append(written_scale(model.config.pixels, config.format == "timm"))
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
         size = "{} x {}".format(*model.config.image_size)
         notes.append(
@@ -120,7 +122,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
 
 def _print_notes(config: ExportConfig, notes: list[str]) -> None:
-    for note in notes:
+    for note in filter(None, notes):
         print(f"{config.format}: {note}")
 
 
@@ -245,6 +247,8 @@ def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
     if forward is None:
         print(f"{name} is not installed: the input is not compared with it")
         return None
+    if content.config.pixels != RGB8:  # of which nothing was folded
+        return name, forward
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (content.mean, content.std))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 

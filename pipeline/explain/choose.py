@@ -155,7 +155,8 @@ def _draw(
     of_all = "" if len(kept) == len(rows) else f"{len(kept)} of {len(rows):,}. "
     about = counted(len(images.split), "image")
     note = f"{of_all}Each stands for about so many of {about} that it is the most similar chosen one to."
-    sheet.write_bytes(png(galleries.draw_choice(pixels, captions, note, loaded.image_size), DPI))
+    figure = galleries.draw_choice(pixels, captions, note, loaded.image_size)
+    sheet.write_bytes(png(figure, DPI, loaded.pixels.describe_shown()))
 
 
 def _report(

@@ -57,10 +57,11 @@ _IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "recons
 
 @dataclass
 class ExplainResults:
-    """What is written. drawings: by name. tables: rows by name. numbers: the content of explain.json."""
+    """What is written. drawings, captions: by name. tables: rows by name. numbers: the content of explain.json."""
 
     numbers: dict[str, Any]
     drawings: dict[str, Figure] = field(default_factory=dict)
+    captions: dict[str, str] = field(default_factory=dict)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -87,7 +88,10 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     if drawings & _IMAGE_DRAWINGS:
         _draw_images(config, loaded, mae, drawings, results)
 
-    contents: dict[str, bytes | str] = {f"{n}.png": png(figure, DPI) for n, figure in results.drawings.items()}
+    captions = results.captions
+    contents: dict[str, bytes | str] = {
+        f"{name}.png": png(figure, DPI, captions.get(name, "")) for name, figure in results.drawings.items()
+    }
     contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
     contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
     # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
@@ -151,6 +155,7 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResul
     if "filters" in drawings:
         filters = principal_filters(model)
         results.drawings["filters"] = figures.draw_filters(filters, loaded.pixels.shown)
+        results.captions["filters"] = loaded.pixels.describe_shown(by="")
         results.numbers["filter_variance_shares"] = filters.shares.tolist()
     if not isinstance(model, VisionTransformer):
         return
@@ -223,10 +228,9 @@ def _draw_images(
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
     if not loaded.pixels.is_rgb8:
         results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
-        text = f"Pictures show {loaded.pixels.describe_shown()}."
-        print(text)
-        for name in results.drawings.keys() - without_images - {"patches", "distance"}:  # Without room for it.
-            results.drawings[name].text(0.01, 0.002, text, fontsize=7, color="0.4", va="bottom")
+        shown_by = loaded.pixels.describe_shown()
+        print(shown_by)
+        results.captions |= dict.fromkeys(results.drawings.keys() - without_images - {"distance"}, shown_by)
 
 
 def read_shown(
@@ -247,7 +251,9 @@ def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) 
     for row, reason in loader.bad.items():
         print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
     if len(loader.bad) == len(rows):
-        raise UserError(f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read.")
+        raise UserError(
+            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first: {next(iter(loader.bad.values()))}."
+        )
     return kept, pixels
 
 

@@ -179,7 +179,7 @@ def _draw_neighbours(
     figure = galleries.draw_neighbours(image, Path(config.like).stem, pixels, captions, loaded.image_size)
     sheet = _sheet(config)
     with replacing(sheet) as file:
-        file.write(png(figure, DPI))
+        file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     found = list(zip(keys, similarities.tolist(), strict=True))
     for (key, similarity), label in zip(found, labels, strict=True):
         print(printable(f"{similarity:.4f}  {key}" + (f"  {label}" if label else "")))

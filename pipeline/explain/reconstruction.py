@@ -51,7 +51,8 @@ def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: 
         predicts = read if (model.mean, model.std) == (HALF, HALF) else (model.mean, model.std)
         own_mean, own_std, mean, std = (torch.tensor(v, device=part.device).repeat(P**2) for v in (*read, *predicts))
         patches = patches_of(part.float(), P) * own_std + own_mean
-        masked.append(_image_of(torch.where(removed, _GREY, patches), config))
+        grey = _GREY ** (1 / pixels.shown_power)  # as it is shown
+        masked.append(_image_of(torch.where(removed, grey, patches), config))
         painted.append(_image_of(torch.where(removed, predicted * std + mean, patches), config))
     return Reconstruction(np.concatenate(masked), np.concatenate(painted), torch.cat(losses))
 
@@ -61,4 +62,4 @@ def _image_of(patches: Tensor, config: ViTConfig) -> np.ndarray:
     P, (rows, columns) = config.patch_size, config.grid
     cut = patches.view(len(patches), rows, columns, P, P, -1).permute(0, 1, 3, 2, 4, 5)
     pixels = cut.reshape(len(patches), rows * P, columns * P, -1)[..., list(config.pixels.shown)]
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
+    return (pixels.clamp(0, 1) ** config.pixels.shown_power * 255).round().to(torch.uint8).cpu().numpy()

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean, table_csv
+from pipeline.base.page import png
 from pipeline.base.words import aligned, counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, checksum, read_state
 from pipeline.data.dataset.manifest import Dataset
@@ -32,6 +33,7 @@ from pipeline.settings.run_sections import DataConfig
 
 _STATE = "state.json"
 _TILE = 96
+_DPI = 128  # A power of two: sizes in inches are exact.
 
 
 def run(config: SamplesConfig) -> list[dict[str, Any]]:
@@ -213,6 +215,7 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     The views of an image stand side by side, all in one scale.
     """
     import cv2  # Late: tables need neither OpenCV nor torch.
+    from matplotlib.figure import Figure
 
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.values import to_rgb
@@ -235,5 +238,10 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
             sheet[i // across, :h, i % across, left : left + w] = resized
             left += w
     pixels = sheet.reshape(sheet.shape[0] * height, across * width, 3)
+    if caption := split.pixels.describe_shown():
+        below = Figure(figsize=(max(pixels.shape[1] / _DPI, 3), 1 / _DPI), dpi=_DPI)
+        text = cv2.imdecode(np.frombuffer(png(below, _DPI, caption), np.uint8), cv2.IMREAD_COLOR)
+        right = ((0, 0), (0, text.shape[1] - pixels.shape[1]), (0, 0))
+        pixels = np.concatenate([np.pad(pixels, right, constant_values=255), text])
     with replacing(file) as out:
         out.write(cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes())

@@ -235,7 +235,8 @@ def load(
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
     pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels` says
-        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range.
+        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range. Those of
+        another project that do not describe their channels take these pixels, if they are as many.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
     training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
@@ -258,7 +259,9 @@ def load(
         for note in resizing_notes(old, config):
             say(note)
         state = resample_state(state, old, config)
-    if (config.pixels.channels, config.pixels.type) != (old.pixels.channels, old.pixels.type):
+    if not old.pixels.is_measured:
+        say(f"no file describes its channels: read as those of the data set, {config.pixels}")
+    elif old.pixels.is_rgb8 and not config.pixels.is_rgb8:
         state, note = with_channels(state, old, config, channels, seed)
         say(note)
     model = build(config, seed)
@@ -342,6 +345,14 @@ def adapted(
 
 def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
     """The pixels of a model of weights of `old`, for images of `new`. Raises UserError for those that it cannot read."""
+    if not old.is_measured:
+        count = old.num_channels
+        if new is None or new.num_channels != count:
+            raise UserError(
+                f"{path}: reads {counted(count, 'channel')}, and no file of it says their names, type and range: fine-tune it (init.weights) on a "
+                f"data set of {counted(count, 'channel')}, or copy the field pixels of such a set's dataset.json into a config.json beside it."
+            )
+        return replace(new, mean=old.mean or new.mean, std=old.std or new.std)
     if new is None:
         return old
     return new if old.is_rgb8 and not new.is_rgb8 else old.reading(new, str(path), "the data set")

@@ -166,4 +166,4 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         to_rgb(pixels.numpy(), split.pixels), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
         galleries.note_on_mistakes(right), config.model.image_size,
     )  # fmt: skip
-    return png(figure, DPI)
+    return png(figure, DPI, split.pixels.describe_shown())

@@ -62,7 +62,8 @@ def random_family(transformers: Any, family: Family, folder: Path, deviation: fl
 @torch.no_grad()
 def difference(theirs: Any, ours: Any, size: tuple[int, int], **forward: Any) -> float:
     """The largest difference of features and patch tokens, as a part of the largest."""
-    images = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    shape = 2, ours.config.pixels.num_channels, *size
+    images = torch.rand(shape, generator=torch.Generator().manual_seed(2)) * 2 - 1
     expected = theirs(images, **forward)
     tokens = expected.last_hidden_state
     pooled = expected.get("pooler_output")

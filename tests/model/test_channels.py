@@ -125,11 +125,38 @@ def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tm
             load(tmp_path / "bands.pt", pixels=other)
 
 
-@pytest.mark.parametrize("write", [to_npz, lambda model: to_timm(model, None, {})])
 @pytest.mark.parametrize("name", ["ViT-mu/4", "BiT-R50x1"])
-def test_formats_without_a_place_for_channels_refuse_them(write, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_npz_has_no_place_for_channels(name: str) -> None:
     with pytest.raises(UserError, match="nir"):
-        write(build(config_of(name, BANDS)))
+        to_npz(build(config_of(name, BANDS)))
+
+
+@pytest.mark.parametrize("name", ["ViT-mu/4", "R+Ti/16", "BiT-R50x1"])
+def test_timm_folders_of_other_channels(name: str, tmp_path: Path) -> None:
+    """Every bit comes back. What does not say its channels, as timm's own folders, takes those of a data set, with its mean."""
+    pixels = replace(BANDS, mean=(0.1, 0.2, 0.3, 0.4, 0.5), std=(0.2,) * 5)
+    model = build(replace(config_of(name, pixels), **({} if name.startswith("BiT") else {"gelu": "erf"})), seed=1)
+    tensors, config = to_timm(model, None, {})
+    assert config["model_args"]["in_chans"] == 5
+    assert config["pretrained_cfg"]["input_size"] == [5, *model.config.image_size]
+    assert (config["pretrained_cfg"]["mean"], config["pretrained_cfg"]["std"]) == ([*pixels.mean], [*pixels.std])
+    write_folder(tmp_path / "ours", tensors, {"config.json": config})
+    again = load(tmp_path / "ours")
+    assert again.config.pixels == pixels
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+
+    del config["pixels"]
+    write_folder(tmp_path / "theirs", tensors, {"config.json": config})
+    with pytest.raises(UserError, match=r"5 channels.*init\.weights.*dataset\.json"):
+        load(tmp_path / "theirs")
+    with pytest.raises(UserError, match="5 channels"):
+        load(tmp_path / "theirs", pixels=CT)
+    data = Pixels.full_range(("a", "b", "c", "d", "e"), "int16", nodata=-1)
+    said: list[str] = []
+    again = load(tmp_path / "theirs", pixels=data, say=said.append)
+    assert again.config.pixels == replace(data, mean=pixels.mean, std=pixels.std)
+    assert torch.equal(next(again.parameters()), next(model.parameters()))
+    assert any("a, b, c, d, e" in line for line in said)
 
 
 @pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
@@ -148,8 +175,9 @@ def test_features_equal_those_of_transformers(pixels: Pixels, tmp_path: Path) ->
         (True, False) if pixels is BANDS else (False, True)
     )
     assert processor["rescale_factor"] == pytest.approx(1 / 65535 if pixels is BANDS else 1)
-    with pytest.raises(UserError):
-        load(tmp_path / "hf")  # Of which channels, the folder does not say.
+    again = load(tmp_path / "hf").eval()
+    assert again.config.pixels == pixels
+    assert torch.equal(again(images), model(images))
 
 
 def test_a_range_must_fit_its_channels() -> None:

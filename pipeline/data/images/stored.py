@@ -104,7 +104,10 @@ class StoredImage:
         elif self.channels * self.pages == pixels.num_channels:
             pages = [self.page(number) for number in range(self.pages)]
         else:
-            raise DecodeError(f"{self.describe()}, where the data set has {pixels.describe()}")
+            way_out = "; launch/shard.py makes one image of files of single channels (channel_pattern)" * (
+                self.channels == 1
+            )
+            raise DecodeError(f"{self.describe()}, instead of {pixels.describe()}{way_out}")
         values = pages[0][0] if len(pages) == 1 else np.concatenate([values for values, _ in pages], axis=2)
         of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
         shape = (self.height, self.width, self.channels)
@@ -128,7 +131,7 @@ class StoredImage:
                 or (converted < 0).any() != (values < 0).any()
             ):
                 raise DecodeError(
-                    f"{self.describe()}, values from {values.min()} to {values.max()}, where the data set has {pixels.describe()}"
+                    f"{self.describe()}, values from {values.min()} to {values.max()}, instead of {pixels.describe()}"
                 )
         return values.astype(wanted)
 

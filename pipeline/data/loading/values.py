@@ -50,9 +50,10 @@ def store(values: np.ndarray, out: np.ndarray) -> None:
 
 
 def to_rgb(images: np.ndarray, pixels: Pixels) -> np.ndarray:
-    """(..., H, W, C) of a batch -> uint8 (..., H, W, 3), a picture of `pixels.shown` by the recorded range; 8-bit RGB as it is."""
+    """(..., H, W, C) of a batch -> uint8 (..., H, W, 3), a picture of `pixels.shown` by the recorded range and mean; 8-bit RGB as it is."""
     if pixels.is_rgb8 and not pixels.is_clipped:
         return images
     shown = list(pixels.shown)
     low, high = (np.array(limits)[shown] for limits in pixels.batch_range())
-    return np.rint(255 * ((images[..., shown] - low) / (high - low)).clip(0, 1)).astype(np.uint8)
+    share = ((images[..., shown] - low) / (high - low)).clip(0, 1)
+    return np.rint(255 * share**pixels.shown_power).astype(np.uint8)

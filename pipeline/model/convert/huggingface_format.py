@@ -90,15 +90,17 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
     activation = config.hidden_act or _KINDS[kind].activation
     if gated and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
+    pixels = preprocessing.pixels_in(config_files.config)
     hints = Hints(
         "erf" if gated else gelu_of(activation), config.layer_norm_eps or _KINDS[kind].eps, config.num_attention_heads,
         pair("image_size", config.image_size), without_table="none" if kind == "dinov3" else None,
         kernel="bicubic_antialias" if kind == "dinov2" and NAMES[kind].registers in tensors else "bicubic",
         layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
         rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
-        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
+        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token", pixels=pixels,
     )  # fmt: skip
-    images = preprocessing.from_huggingface(config_files.processor) if config_files.processor else None
+    processor = config_files.processor
+    images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
     extra: dict[str, Any] = {"classes": classes} if classes else {}
     if config.problem_type == _OF_SIGMOID:
         extra["loss"] = "sigmoid"
@@ -182,7 +184,7 @@ def to_huggingface(
         "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
         "intermediate_size": config.mlp_width, "hidden_act": HIDDEN_ACTS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
-        "patch_size": config.patch_size, "num_channels": config.pixels.num_channels, **own,
+        "patch_size": config.patch_size, "num_channels": config.pixels.num_channels, **preprocessing.saved_pixels(config.pixels), **own,
     }  # fmt: skip
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pipeline.architecture.config import Gelu, Kernel, Pool, ViTConfig
+from pipeline.architecture.pixels import Pixels
 from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
@@ -147,6 +148,7 @@ class Hints:
     rope_base: float | None = None
     rope_side: int | None = None
     pool: Pool = "token"  # of a model with a class token
+    pixels: Pixels | None = None  # None: 8-bit RGB, or of channels that no file names
 
 
 def vit_entries(config: ViTConfig, names: Names) -> Entries:
@@ -155,7 +157,9 @@ def vit_entries(config: ViTConfig, names: Names) -> Entries:
     D, M, K, P = (config.width,), (config.mlp_width,), (config.num_classes,), config.patch_size
     heads = (config.num_heads, config.head_dim) if names.flax else D
 
-    channels = config.pixels.num_channels if config.stem is None else resnets.add_stem(entries, config.stem)
+    channels = config.pixels.num_channels
+    if config.stem is not None:
+        channels = resnets.add_stem(entries, config.stem, channels)
     ones = () if names.flat else (1,)
     if config.has_class_token:
         entries.append(Entry(names.class_token, (*ones, *ones, *D), "class_token", (1, 1, *D)))
@@ -271,8 +275,10 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
     if names.flax:
         patch_size, _, _, width = shapes.of(f"{names.patch}/kernel", "(P, P, 3, D)")
     else:
-        width, _, patch_size, _ = shapes.of(f"{names.patch}.weight", "(D, 3, P, P)")
+        width, _, patch_size, _ = shapes.of(f"{names.patch}.weight", "(D, C, P, P)")
     stem = resnets.find_stem(tensors)
+    first = f"{names.patch if stem is None else resnets.stem_root(stem) + 'conv'}.weight"
+    num_channels = 3 if names.flax else shapes.of(first, "(D, C, P, P)")[1]
     has_pool = names.pool is not None and names.pool.probe in tensors
     has_table = names.positions in tensors or hints.without_table is None
     pattern = "(1 + N, D)" if names.flat else "(1, 1 + N, D)"
@@ -309,6 +315,7 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         swiglu=bool(gate),
         rope_base=hints.rope_base,
         rope_side=hints.rope_side,
+        pixels=hints.pixels or Pixels.of_unknown(num_channels),
         **({} if names.flax else _find_parts(shapes, names, hints, width)),
     )
 

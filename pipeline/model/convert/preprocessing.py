@@ -2,11 +2,11 @@
 
 Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop after the short side is resized to eval_resize;
 "resize": the whole image is resized; "resize_center": center crop after that), resize_filter. Our models read
-(x - 0.5) / 0.5; another mean and deviation are folded into the patch embedding.
+(x - 0.5) / 0.5 of 8-bit RGB; another mean and deviation are folded into the patch embedding. Models of other images keep theirs (`Pixels`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -48,8 +48,8 @@ class _Processor:
     do_rescale: bool | None = None
     rescale_factor: float | None = None
     do_normalize: bool | None = None
-    image_mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
-    image_std: tuple[PixelStd, PixelStd, PixelStd] | None = None
+    image_mean: tuple[PixelMean, ...] | None = None
+    image_std: tuple[PixelStd, ...] | None = None
     size: Size | None = None
     crop_size: Size | None = None
     resample: Annotated[int, Limits(0, 5)] | None = None  # Pillow's filters
@@ -63,8 +63,8 @@ class _Pretrained:
     crop_pct: Annotated[float, Limits(0.05, 2)] | None = None
     crop_mode: str | None = None
     interpolation: str | None = None
-    mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
-    std: tuple[PixelStd, PixelStd, PixelStd] | None = None
+    mean: tuple[PixelMean, ...] | None = None
+    std: tuple[PixelStd, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class _OpenClip:
     size: int | list[int] | None = None
     resize_mode: str = "shortest"
     interpolation: str = "bicubic"
-    mean: tuple[PixelMean, PixelMean, PixelMean] | None = None
-    std: tuple[PixelStd, PixelStd, PixelStd] | None = None
+    mean: tuple[PixelMean, ...] | None = None
+    std: tuple[PixelStd, ...] | None = None
 
 
 class Preprocessing(NamedTuple):
@@ -88,15 +88,43 @@ IMAGENET = Preprocessing({}, IMAGENET_MEAN, IMAGENET_STD)
 CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
 
 
-def from_huggingface(processor: Json) -> Preprocessing:
-    """The settings in preprocessor_config.json. Raises UserError for impossible values and pixels not scaled to [0, 1]."""
+def saved_pixels(pixels: Pixels) -> dict[str, Any]:
+    """What is added to config.json of a model of other images than 8-bit RGB, for `pixels_in`; other programs ignore it."""
+    return {} if pixels == RGB8 else {"pixels": pixels.to_dict()}
+
+
+def pixels_in(config: Json) -> Pixels | None:
+    """What a model reads by its config.json; None if that does not say it. Raises UserError."""
+    return json_record.convert(config.get("pixels"), Pixels | None, "config.json", "pixels")
+
+
+def read_by(pixels: Pixels, images: Preprocessing | None) -> tuple[Pixels, Preprocessing | None]:
+    """(the pixels, by this mean and deviation unless they are 8-bit RGB; these of each channel, of which a file may have one for all).
+
+    Raises UserError for those of another number of channels.
+    """
+    if images is None:
+        return pixels, None
+    count = pixels.num_channels
+    values = [found[:1] * count if len({*found}) == 1 else found for found in (images.mean, images.std)]
+    if {*map(len, values)} != {count}:
+        raise UserError(f"image mean {images.mean} and deviation {images.std} are not those of {count} channels.")
+    images = images._replace(mean=values[0], std=values[1])
+    return pixels if pixels == RGB8 else replace(pixels, mean=images.mean, std=images.std), images
+
+
+def from_huggingface(processor: Json, is_scaled: bool = False) -> Preprocessing:
+    """The settings in preprocessor_config.json. is_scaled: whether `pixels` says how values are scaled to [0, 1].
+
+    Raises UserError for impossible values, and for pixels not scaled to [0, 1].
+    """
     where = "preprocessor_config.json"
     found: _Processor = json_record.convert(processor, _Processor, where)
     for name, size in (("size", found.size), ("crop_size", found.crop_size)):
         _check_size(where, name, size)
     factor = 1 / 255 if found.rescale_factor is None else found.rescale_factor
     factor = 1.0 if found.do_rescale is False else factor
-    if not abs(factor * 255 - 1) <= 1e-3:
+    if not is_scaled and not abs(factor * 255 - 1) <= 1e-3:
         raise UserError(f"its images are scaled by {factor:g}; only 1/255 is supported.")
     mean, std = found.image_mean or HALF, found.image_std or HALF
     if found.do_normalize is False:
@@ -163,13 +191,13 @@ def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB
     return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
 
 
-def to_timm(view: Json, image_size: tuple[int, int]) -> dict[str, Any]:
-    """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
+def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
+    """The fields of timm's `pretrained_cfg` about images, whose values it scales as `written_scale` says. image_size: (height, width)."""
     crop, side = view.get("eval_crop", "center"), min(image_size)
     resize = side if crop == "resize" else eval_resize(view, image_size)
     share = side / resize
     return {
-        "input_size": [3, *image_size], "mean": list(HALF), "std": list(HALF),
+        "input_size": [pixels.num_channels, *image_size], "mean": list(pixels.mean), "std": list(pixels.std),
         "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
         # timm divides the side by it and rounds down.
         "crop_pct": share if int(side / share) == resize else side / (resize + 0.5),
@@ -191,10 +219,10 @@ def written_filter(view: Json) -> str:
     )
 
 
-def written_scale(pixels: Pixels) -> str:
-    """Says how values are to be scaled that `to_huggingface` cannot scale; "" if it can."""
+def written_scale(pixels: Pixels, is_timm: bool = False) -> str:
+    """Says how values are to be scaled that Hugging Face's processors cannot scale, or timm's, which divide `uint8` by 255; "" if they can."""
     is_clipped = pixels.is_clipped or pixels.batch_type == "float32"
-    if {*pixels.low} == {0} and len({*pixels.high}) == 1 and not is_clipped:
+    if {*pixels.low} == {0} and len({*pixels.high}) == 1 and not is_clipped and (not is_timm or pixels.type == "uint8"):
         return ""
     return (
         f"it cannot say how values are scaled: give it (clip(value, low, high) - low) / (high - low), of low = {list(pixels.low)} and high = "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.architecture.config import Gelu, ViTConfig
+from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import mae, preprocessing
@@ -29,7 +30,7 @@ def read_vit(
     extra: dict[str, Any],
     notes: list[str],
 ) -> Weights:
-    """The ViT with these names. images: None if no file tells how the images are normalised. Raises UserError."""
+    """The ViT with these names. images: None if no file tells how they are normalised. Raises UserError."""
     for name in ("mask_token", "embeddings.mask_token"):
         if tensors.pop(name, None) is not None:
             notes.append("the mask token, which only pre-training uses, is left out")
@@ -38,6 +39,9 @@ def read_vit(
     names = names._replace(patch_bias=True)
     config = find_config(tensors, names, hints)
     state = vit_entries(config, names).read(tensors)
+    pixels, images = preprocessing.read_by(config.pixels, images)
+    if pixels != RGB8:
+        return Weights(replace(config, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)
     if images is None:
         images, config = _assumed(config, state, notes)
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeline.architecture.config import ResNetConfig
-from pipeline.architecture.pixels import RGB8
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.model.convert.entries import Entries, Entry, Tensors, key_pattern
 from pipeline.model.resnet import STEM_WIDTH, stem_channels, unit_shapes
@@ -47,7 +47,7 @@ def is_bit(tensors: Tensors) -> bool:
     return "resnet/root_block/standardized_conv2d/kernel" in tensors or "stem.conv.weight" in tensors
 
 
-def find_bit(tensors: Tensors, image_size: tuple[int, int]) -> ResNetConfig:
+def find_bit(tensors: Tensors, image_size: tuple[int, int], pixels: Pixels | None = None) -> ResNetConfig:
     """The configuration found in the tensors, which do not tell the image size. Raises UserError for an impossible one."""
     flax = any(key.startswith("resnet/") for key in tensors)
     root = tensors["resnet/root_block/standardized_conv2d/kernel" if flax else "stem.conv.weight"]
@@ -57,16 +57,22 @@ def find_bit(tensors: Tensors, image_size: tuple[int, int]) -> ResNetConfig:
     if root.ndim != 4:
         raise UserError(f"the root's kernel should have 4 axes, but is {tuple(root.shape)}.")
     width = root.shape[3] if flax else root.shape[0]
-    return ResNetConfig(_count_units(tensors, _BIT[flax]), width, image_size, 0 if head is None else len(head))
+    pixels = pixels or Pixels.of_unknown(3 if flax else root.shape[1])
+    return ResNetConfig(
+        _count_units(tensors, _BIT[flax]), width, image_size, 0 if head is None else len(head), pixels=pixels
+    )
 
 
 def bit_entries(config: ResNetConfig, flax: bool) -> Entries:
-    """Every tensor of a BiT ResNet, in the authors' layout (flax) or timm's. Raises UserError for other images than 8-bit RGB."""
-    if config.pixels != RGB8:
-        raise UserError(f"this format holds no ResNet of {config.pixels}; format = safetensors or torch_export can.")
+    """Every tensor of a BiT ResNet, in the authors' layout (flax), which is for 8-bit RGB, or timm's. Raises UserError."""
+    if flax and config.pixels != RGB8:
+        raise UserError(
+            f"an .npz cannot hold a ResNet of {config.pixels}; format = safetensors, timm or torch_export can."
+        )
     entries = Entries(flax)
     K, C = config.num_classes, config.num_features
-    entries.conv("resnet/root_block/standardized_conv2d" if flax else "stem.conv", "root", 3, config.width, 7)
+    root = "resnet/root_block/standardized_conv2d" if flax else "stem.conv"
+    entries.conv(root, "root", config.pixels.num_channels, config.width, 7)
     _add_units(entries, _BIT[flax], "units", config.units, config.width)
     entries.norm("resnet/group_norm" if flax else "norm", "norm", C, _BIT_SUFFIXES)
     if K:  # a 1 x 1 convolution in the file
@@ -85,12 +91,16 @@ def find_stem(tensors: Tensors) -> tuple[int, ...] | None:
     return None
 
 
-def add_stem(entries: Entries, units: tuple[int, ...]) -> int:
-    """Add every tensor of a hybrid's stem. Returns the number of its output channels."""
-    flax = entries.flax
-    root = "patch_embed.backbone.stem" if units else "patch_embed.backbone"
-    entries.conv("conv_root" if flax else f"{root}.conv", "stem.root", 3, STEM_WIDTH, 7)
-    entries.norm("gn_root" if flax else f"{root}.norm", "stem.norm", STEM_WIDTH)
+def stem_root(units: tuple[int, ...]) -> str:
+    """What timm's names of the convolution and norm of a stem's root begin with."""
+    return "patch_embed.backbone.stem." if units else "patch_embed.backbone."
+
+
+def add_stem(entries: Entries, units: tuple[int, ...], inputs: int) -> int:
+    """Add every tensor of a hybrid's stem of `inputs` channels. Returns the number of its output channels."""
+    flax, root = entries.flax, stem_root(units)
+    entries.conv("conv_root" if flax else f"{root}conv", "stem.root", inputs, STEM_WIDTH, 7)
+    entries.norm("gn_root" if flax else f"{root}norm", "stem.norm", STEM_WIDTH)
     _add_units(entries, _STEM[flax], "stem.units", units, STEM_WIDTH)
     return stem_channels(units)
 

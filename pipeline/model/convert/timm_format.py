@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.architecture.config import Config, Kernel, ResNetConfig, ViTConfig
+from pipeline.architecture.pixels import RGB8
 from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
@@ -113,12 +114,15 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     extra: dict[str, Any] = {"classes": found.label_names} if found.label_names else {}
     images = preprocessing.from_timm(cfg) if cfg else None
     size = pair("model_args.img_size", args.img_size or (images.view["image_size"] if images else None))
+    pixels = preprocessing.pixels_in(config)
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
-        bit = find_bit(tensors, size or (224, 224))
-        images = images or Preprocessing({})
-        check_normalisation(images)
-        return Weights(bit, bit_entries(bit, flax=False).read(tensors), with_view(extra, images), notes)
+        bit = find_bit(tensors, size or (224, 224), pixels)
+        state = bit_entries(bit, flax=False).read(tensors)
+        pixels, images = preprocessing.read_by(bit.pixels, images)
+        if images and pixels == RGB8:
+            check_normalisation(images)
+        return Weights(replace(bit, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)
 
     name = found.architecture or ""
     if other := next((part for key, part in _OTHER_PARTS.items() if key in name), None):
@@ -175,6 +179,7 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
         args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None), size,
         "none" if rope or args.pos_embed in ("none", "") else None, kernel, rope_base=rope and rope.base, rope_side=rope and rope.side,
         layer_scale=1.0 if args.init_values is None else args.init_values, pool="mean" if pool == "avg" else "token",
+        pixels=pixels,
     )  # fmt: skip
     weights = read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
     if rope is not None and not (rope.is_half and not rope.has_x_first):
@@ -281,9 +286,10 @@ def to_timm(
         "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
         "model_args": args,
         "pretrained_cfg": {
-            **preprocessing.to_timm(view, model.config.image_size), "num_classes": model.config.num_classes,
-            "custom_load": False,
+            **preprocessing.to_timm(view, model.config.image_size, model.config.pixels),
+            "num_classes": model.config.num_classes, "custom_load": False,
         },
+        **preprocessing.saved_pixels(model.config.pixels),
     }  # fmt: skip
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
@@ -291,7 +297,7 @@ def to_timm(
 def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     """The state dict of timm's ViT, or of timm's Eva for a model with RoPE. Raises UserError for a model that these do not have."""
     has_rope = model.config.rope_base is not None
-    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu"}
+    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels"}
     config, state = as_plain(
         model, "timm's ViT with RoPE" if has_rope else "timm's ViT", ("token", "gap", "mean") if has_rope else ("token", "gap", "map", "mean"),
         hybrids=not has_rope, representation=False,
@@ -334,17 +340,19 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
 
 def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
+    channels = {"in_chans": config.pixels.num_channels} if config.pixels.num_channels != 3 else {}
     if isinstance(config, ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
         if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
             known = ", ".join(_TIMM_BITS)
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
-        return f"resnetv2_{name}_bit", {}
+        return f"resnetv2_{name}_bit", channels
     packed = 2 if config.swiglu and config.rope_base is None else 1
     D, M = config.width, packed * config.mlp_width
     args: dict[str, Any] = {
         "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
         "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
+        **channels,
     }  # fmt: skip
     if config.gelu != "erf" and not config.swiglu and config.rope_base is None:
         args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"

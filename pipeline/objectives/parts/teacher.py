@@ -118,7 +118,7 @@ def seen_by_teacher(views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tens
 def converted(images: Tensor, own: Pixels, teacher: Pixels) -> Tensor:
     """Images (B, C, H, W) as a model of `own` pixels reads them -> as one of `teacher` pixels does.
 
-    A teacher of 8-bit RGB sees `own.shown` by the recorded range, as pictures show them.
+    A teacher of 8-bit RGB sees `own.shown` by the recorded range.
     """
     mean, std = _columns(images.device, own.mean, own.std)
     share = images * std + mean

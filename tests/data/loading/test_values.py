@@ -1,6 +1,9 @@
 """Images of any channels and type through the loader, against independent computations in float64."""
 
 import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -296,7 +299,11 @@ def test_pictures_show_named_or_first_channels_by_the_range() -> None:
                 names, kind, *[getattr(pixels_of(4, kind), name) for name in ("low", "high", "mean", "std")]
             )  # type: ignore[arg-type]
             low, high = (np.array(ends)[shown] for ends in pixels.batch_range())
-            expected = 255 * ((image[..., shown].astype(np.float64) - low) / (high - low)).clip(0, 1)
+            share = ((image[..., shown].astype(np.float64) - low) / (high - low)).clip(0, 1)
+            bright = replace(pixels, mean=(0.6,) * 4)
+            assert np.abs(to_rgb(image, bright) - 255 * share).max() <= 0.5 + 1e-6
+            # The recorded mean, which is darker than 0.4, is shown as that.
+            pixels, expected = replace(pixels, mean=(0.1,) * 4), 255 * share ** (np.log(0.4) / np.log(0.1))
             found = to_rgb(image, pixels)
             assert found.dtype == np.uint8
             assert np.abs(found - expected).max() <= 0.5 + 1e-6
@@ -304,3 +311,18 @@ def test_pictures_show_named_or_first_channels_by_the_range() -> None:
     assert np.array_equal(grey[..., 0], grey[..., 2])
     picture = noise("uint8", 4, 4, 3)
     assert to_rgb(picture, RGB8) is picture
+
+
+@pytest.mark.parametrize(
+    ("channels", "shown"),
+    [
+        ("ct", ["ct"]),
+        ("dapi actin", ["dapi"]),
+        ("b02 b03 b04 b08", ["b02", "b03", "b04"]),
+        ("nir blue green red", RGB8.channels),
+    ],
+)
+def test_a_caption_names_the_channels_that_a_picture_shows(channels: str, shown: Sequence[str]) -> None:
+    pixels = Pixels.full_range(tuple(channels.split()), "uint16")
+    assert re.findall(rf"\b({channels.replace(' ', '|')})\b", pixels.describe_shown()) == list(shown)
+    assert RGB8.describe_shown() == ""

@@ -14,11 +14,13 @@ import pytest
 from mlflow.tracking import MlflowClient
 from PIL import Image
 from raw_images import jpeg, noise, settings, write_folder
+from tiny import make_dataset
 
 from data_tools.check import contact_sheet, count, stats
 from data_tools.sharding import shard
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.settings.commands.data import StatsConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,6 +141,13 @@ def test_the_contact_sheet_shows_every_class_and_survives_damage(tmp_path: Path,
     damaged = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
     assert not (colours(damaged) == shades["red"]).all(1).any()
     assert colours(damaged).shape == colours(sheet).shape
+
+
+def test_the_contact_sheet_names_the_channels_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bands = Pixels.full_range(("blue", "green", "red", "nir"), "uint16")
+    dataset = open_dataset(make_dataset(tmp_path / "bands", {"train": 8}, pixels=bands))
+    monkeypatch.setattr(contact_sheet, "png", lambda figure, dpi, caption: caption.encode())
+    assert b"red, green" in contact_sheet.draw_sheet(dataset, 4, np.array([2, 2, 2, 2]))
 
 
 def test_many_classes_get_a_picture_each(tmp_path: Path, ray_cluster: int) -> None:
