@@ -21,8 +21,8 @@ from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.images.stored import DecodeError, StoredImage
-from pipeline.data.loading.decode import alpha_and_pages, stored_image
+from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
+from pipeline.data.loading.decode import alpha_pages_lacking, stored_image
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -82,19 +82,22 @@ def pixels_of(
     and no setting says what these are.
     """
     kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
+    named: tuple[str, ...] = ()
     for name, stored in images:
         has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
-        kind = _ImageKind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
+        num_channels = stored.channels + len(stored.lacking)
+        kind = _ImageKind(num_channels, stored.type, stored.pages if has_pages else 1, stored.axes)
         kinds[kind] += 1
         examples.setdefault(kind, f"{name}: {stored.describe()}")
         declared.add(stored.nodata)
-    if not joined:
+        named = named or stored.channel_names
+    if not joined and not named:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not channels:
             return RGB8  # Others are bad images, as are all if none could be read.
         kinds = Counter({kind: count for kind, count in kinds.items() if not kind.is_photograph or channels})
     num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
-    names = tuple(channels) or tuple(joined) or _default_names(num_channels)
+    names = tuple(channels) or tuple(joined) or named or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
@@ -158,7 +161,7 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
             *(found[column] for column in ("name", "path", "offset", "size", "packed", "parts")), strict=True
         ):
             try:
-                yield name, stored_image(reader.read(*(parts[0] if parts else place)))
+                yield name, stored_image(reader.read(*next(filter(None, parts), place)))
             except (OSError, ValueError) as error:
                 raise_if_lost(error, place[0])
 
@@ -166,8 +169,8 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     """One sample of all files that are its channels, by `channel_pattern`; the listing itself without one.
 
-    A sample without a file for each channel is skipped. Raises UserError for keys that the pattern does not match, two files of one
-    channel, and labels that differ within a sample.
+    A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises UserError for keys that
+    the pattern does not match, two files of one channel, and labels that differ within a sample.
     """
     if not config.channel_pattern:
         return listing
@@ -190,25 +193,28 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         files[sample][channel] = row
     labels = listing.table["labels"].to_pylist()
     sizes, mtimes = listing.table["size"].to_numpy(), listing.table["mtime"].to_numpy()
-    skipped, parts = list(listing.skipped), dict[str, list[int]]()
+    skipped, parts = list(listing.skipped), dict[str, list[int | None]]()
+    most_lacking = len(channels) - 1 if config.missing_channels == "mean" else 0
     for sample, rows in files.items():
-        if lacking := [channel for channel in channels if channel not in rows]:
+        lacking = [channel for channel in channels if channel not in rows]
+        if len(lacking) > most_lacking:
             skipped.append((sample, keys[next(iter(rows.values()))], f"no file for channel {', '.join(lacking)}"))
         elif len({tuple(labels[row]) for row in rows.values()}) > 1:
             raise UserError(
                 f"the files of {sample!r} have different labels: {keys[next(iter(rows.values()))]!r} and others."
             )
         else:
-            parts[sample] = [rows[channel] for channel in channels]
+            parts[sample] = [rows.get(channel) for channel in channels]
     if not parts:
         raise UserError(
             f"channel_pattern = {config.channel_pattern}: no sample has all channels {', '.join(channels)}: {skipped[-1][2]}."
         )
-    table = listing.table.take(pa.array([rows[0] for rows in parts.values()]))
+    found = [[row for row in rows if row is not None] for rows in parts.values()]
+    table = listing.table.take(pa.array([rows[0] for rows in found]))
     for name, column in (
         ("key", pa.array(list(parts), pa.large_string())),
-        ("size", pa.array([int(sizes[rows].sum()) for rows in parts.values()], pa.int64())),
-        ("mtime", pa.array([int(mtimes[rows].max()) for rows in parts.values()], pa.int64())),
+        ("size", pa.array([int(sizes[rows].sum()) for rows in found], pa.int64())),
+        ("mtime", pa.array([int(mtimes[rows].max()) for rows in found], pa.int64())),
     ):
         table = table.set_column(table.schema.get_field_index(name), name, column)
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
@@ -297,17 +303,25 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> tupl
     return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height
 
 
-def joined(files: list[bytes], pixels: Pixels) -> tuple[bytes, str, int, int]:
-    """(file, extension, width, height) of an image whose channels are these files, of one size and type. Raises DecodeError."""
+def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> tuple[bytes, str, int, int]:
+    """(file, extension, width, height) of an image whose channels are these files, of one size and type. Raises DecodeError.
+
+    None is a file that the sample lacks: with `missing_channels`, the description says which channels there are.
+    """
     pages = []
     for data in files:
+        if data is None:
+            continue
         stored = stored_image(data)
         values, missing = stored.page(0)
         pages.append(_with_nodata(values, missing, pixels))
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
-    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0]
+    of_file = pixels.num_channels // len(files)
+    lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
+    description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
+    return to_tiff(np.concatenate(pages, axis=2), description), "tiff", pages[0].shape[1], pages[0].shape[0]
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
@@ -319,7 +333,7 @@ def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels)
     return np.where(missing[..., None], np.array(pixels.nodata, values.dtype), values)
 
 
-def to_tiff(values: np.ndarray) -> bytes:
+def to_tiff(values: np.ndarray, description: str = "") -> bytes:
     """A TIFF of (H, W, C), compressed without loss (zstd, differences of neighbours), channels interleaved."""
     file = io.BytesIO()
     array = values[..., 0] if values.shape[2] == 1 else values
@@ -327,6 +341,7 @@ def to_tiff(values: np.ndarray) -> bytes:
     tifffile.imwrite(
         file, array, compression="zstd", compressionargs={"level": 3}, predictor=predictor, photometric="minisblack",
         planarconfig="contig" if array.ndim == 3 else None, metadata=None, software=False,
+        description=description or None,
     )  # fmt: skip
     return file.getvalue()
 
@@ -343,18 +358,19 @@ def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
 
 
 def left_out(data: bytes, pixels: Pixels) -> list[str]:
-    """What training does not read of a file: "alpha", "pages" (all but one). Raises DecodeError."""
+    """What training does not read of a file: "alpha", "pages" (all but one); and "channels" if it lacks some. Raises DecodeError."""
     if data.startswith(b"\xff\xd8"):
         return []
-    alpha, pages = alpha_and_pages(data)
+    alpha, pages, lacks = alpha_pages_lacking(data)
     uses_pages = not pixels.is_rgb8 and pages > 1 and stored_image(data).channels * pages == pixels.num_channels
-    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages)
+    return ["alpha"] * alpha + ["pages"] * (pages > 1 and not uses_pages) + ["channels"] * lacks
 
 
 def describe_left_out(counts: Mapping[str, int]) -> list[str]:
-    """Lines to print about what training does not read."""
-    words = {"alpha": "an alpha channel", "pages": "pages beside the one that is used"}
-    return [
-        f"note: {counted(count, 'image')} with {words[what]}, which training does not read"
-        for what, count in counts.items()
-    ]
+    """Lines to print about what training does not read, or fills."""
+    words = {
+        "alpha": "with an alpha channel, which training does not read",
+        "pages": "with pages beside the one that is used, which training does not read",
+        "channels": "without some of the channels, which are read as their mean",
+    }
+    return [f"note: {counted(count, 'image')} {words[what]}" for what, count in counts.items()]

@@ -71,6 +71,7 @@ _DECISIVE_IF_SET = (
     "group_pattern",
     "channels",
     "channel_pattern",
+    "missing_channels",
     "pages",
     "to_rgb8",
     "nodata",

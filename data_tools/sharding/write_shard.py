@@ -308,11 +308,12 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
     *of_file, page, parts = place
     try:
         if parts:
-            files = [reader.read(*part) for part in parts]
-            image = joined(files, job.pixels)
+            files = [None if part is None else reader.read(*part) for part in parts]
+            image = joined(files, job.pixels, job.config)
             if job.config.inspect == "decode":
                 decode(image[0], pixels=job.pixels)
-            return *image, False, {what for file in files for what in left_out(file, RGB8)}
+            unread = {what for file in files if file is not None for what in left_out(file, RGB8)}
+            return *image, False, unread | {"channels"} if None in files else unread
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise

@@ -38,6 +38,7 @@ class Pixels:
     channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
     that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
     until they are measured. nodata: the value of missing pixels, which are read as `low`, as NaN is; None if there is none.
+    A channel that an image lacks is read as `mean`.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -129,6 +130,15 @@ class Pixels:
                 "channels and type."
             )
         return replace(self, nodata=data.nodata)
+
+    def fill(self, place: int) -> float:
+        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it."""
+        low, high = self.low[place], self.high[place]
+        value = low + self.mean[place] * (high - low)
+        if self.type not in FULL_RANGE:
+            return value
+        least, most = FULL_RANGE[self.type]
+        return min(max(round(value), least), most)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""

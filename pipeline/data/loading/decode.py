@@ -18,11 +18,13 @@ from PIL import Image, ImageFile
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
 from pipeline.data.images.stored import (
+    DESCRIPTION,
     MIRRORED,
     UPSIDE_DOWN,
     DecodeError,
     Page,
     StoredImage,
+    described_channels,
     is_dicom,
     open_image,
     upright,
@@ -126,7 +128,7 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    values, _ = _whole(data, ext) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
+    values, _ = _whole(data, ext, pixels) if pixels.is_rgb8 else (stored_image(data).values(pixels), 1)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
@@ -139,7 +141,7 @@ def decode_with_orientation(data: bytes) -> tuple[np.ndarray, int]:
     return (decode(data), exif_orientation(data)) if ext == "jpg" else _whole(data, ext)
 
 
-def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
+def _whole(data: bytes, ext: str, pixels: Pixels = RGB8) -> tuple[np.ndarray, int]:
     """(uint8 (H, W, 3) upright, EXIF orientation by which it was turned) of any 8-bit image. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
@@ -153,6 +155,8 @@ def _whole(data: bytes, ext: str) -> tuple[np.ndarray, int]:
         except DecodeError:
             if stored is None:
                 raise
+    if stored.lacking:
+        return stored.values(pixels), 1
     if not _is_8_bit(stored):
         raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
     values, _ = stored.page(0)
@@ -190,11 +194,11 @@ def stored_image(data: bytes) -> StoredImage:
     return StoredImage(ext, height, width, channels, "uint8", read, pages, alpha=alpha)
 
 
-def alpha_and_pages(data: bytes) -> tuple[bool, int]:
-    """(whether an image has alpha, its number of pages or frames), by its header. Raises DecodeError."""
+def alpha_pages_lacking(data: bytes) -> tuple[bool, int, bool]:
+    """(whether an image has alpha, its number of pages or frames, whether it lacks channels), by its header. Raises DecodeError."""
     if stored := _stored(data, _format(data)):
-        return stored.alpha, stored.pages
-    return with_pillow(data, _alpha_and_frames)
+        return stored.alpha, stored.pages, bool(stored.lacking)
+    return *with_pillow(data, _alpha_and_frames), False
 
 
 def _alpha_and_frames(image: Image.Image) -> tuple[bool, int]:
@@ -414,8 +418,15 @@ def _orientation(image: Image.Image) -> int:
 def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would drop bits or bands."""
     bits, formats, extra = (_tiff_tag(image, tag, default) for tag, default in ((258, 1), (339, 1), (338, ())))
+    names, _ = described_channels(image.tag_v2.get(DESCRIPTION))  # type: ignore[attr-defined]
     (samples,), (photometric,) = _tiff_tag(image, 277, 1), _tiff_tag(image, 262, -1)
-    if max(bits) > 8 or {*formats} != {1} or 0 in extra or samples - len(extra) != _TIFF_COLOURS.get(photometric):
+    if (
+        names
+        or max(bits) > 8
+        or {*formats} != {1}
+        or 0 in extra
+        or samples - len(extra) != _TIFF_COLOURS.get(photometric)
+    ):
         raise DecodeError("a TIFF that is not an 8-bit photograph")
     return _to_rgb(image)
 
