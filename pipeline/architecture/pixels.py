@@ -7,6 +7,7 @@ An image is an array (H, W, C) of `type`. A model reads, for each channel,
 so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,8 +16,22 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 
 PixelType = Literal[
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64"
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "any",
 ]
+# Of models alone, trained on sets of several types or channels: each set is scaled to [0, 1] by its own range (`Pixels.of_all`).
+ANY_TYPE: PixelType = "any"
 # The values of types that have limits.
 FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
     f"{sign}int{bits}": ((0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1))
@@ -122,14 +137,23 @@ class Pixels:
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
 
-        weights, where: names of both in an error. Raises UserError for other channels or another type.
+        A model of `ANY_TYPE` reads them by the data set's range. weights, where: names of both in an error. Raises UserError for another
+        type or other channels; for `ANY_TYPE`, only for channels that the model does not have.
         """
+        if self.type == ANY_TYPE and {*data.channels} <= {*self.channels}:
+            places = [self.channels.index(channel) for channel in data.channels]
+            mean, std = (tuple(values[place] for place in places) for values in (self.mean, self.std))
+            return replace(data, mean=mean, std=std)
+        self.refuse_others(data, weights, where)
+        return replace(self, nodata=data.nodata)
+
+    def refuse_others(self, data: "Pixels", weights: str, where: str) -> None:
+        """Raise UserError for pixels of other channels or another type. weights, where: names of both in the error."""
         if (self.channels, self.type) != (data.channels, data.type):
             raise UserError(
                 f"{weights} reads images of {self.describe()}, and {where} has {data.describe()}: use weights and data of the same "
                 "channels and type."
             )
-        return replace(self, nodata=data.nodata)
 
     def fill(self, place: int) -> float:
         """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it."""
@@ -145,6 +169,24 @@ class Pixels:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
+    def of_all(cls, sets: Sequence["Pixels"]) -> "Pixels":
+        """Pixels of a model that reads several data sets: those of the first one, or `ANY_TYPE` if they differ in type or channels.
+
+        Then its channels are those of the first set and the new ones of each other set, each with the mean and deviation of the first set
+        that has it.
+        """
+        first = sets[0]
+        if all((other.channels, other.type) == (first.channels, first.type) for other in sets):
+            return first
+        found: dict[str, tuple[float, float]] = {}
+        for one in sets:
+            for channel, mean, std in zip(one.channels, one.mean, one.std, strict=True):
+                found.setdefault(channel, (mean, std))
+        means, stds = zip(*found.values(), strict=True)
+        count = len(found)
+        return cls(tuple(found), ANY_TYPE, (0.0,) * count, (1.0,) * count, means, stds)
+
+    @classmethod
     def full_range(cls, channels: tuple[str, ...], kind: PixelType, nodata: float | None = None) -> "Pixels":
         """Pixels whose range is that of their integer type. Raises UserError for floats, which have none."""
         if kind not in FULL_RANGE:
@@ -158,7 +200,8 @@ class Pixels:
 
     def describe(self) -> str:
         """In words, such as "3 channels uint8 (red, green, blue)"."""
-        return f"{counted(self.num_channels, 'channel')} {self.type} ({', '.join(self.channels)})"
+        kind = "of any type" if self.type == ANY_TYPE else self.type
+        return f"{counted(self.num_channels, 'channel')} {kind} ({', '.join(self.channels)})"
 
     __str__ = describe
 

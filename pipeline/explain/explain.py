@@ -11,7 +11,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
@@ -22,7 +21,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, eval_view, shown_view
+from pipeline.data.loading.views import ViewWriter, eval_view, read_by, shown_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
@@ -184,7 +183,7 @@ def _draw_images(
         config,
         pictures.split,
         order[:num_read],
-        eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)),
+        eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, pictures.split)),
     )
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
     shown = read_shown(config, loaded, pictures.split, rows)[1]
@@ -231,12 +230,10 @@ def read_shown(
     config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
-    kept, images = _read(config, split, rows, shown_view(loaded.view, loaded.image_size, _read_as(loaded, split)))
+    kept, images = _read(
+        config, split, rows, shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
+    )
     return kept, to_rgb(images.numpy(), loaded.pixels)
-
-
-def _read_as(loaded: LoadedModel, split: Split) -> Pixels:
-    return loaded.pixels.reading(split.pixels, "the model", f"split {split.name!r}")
 
 
 def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:
