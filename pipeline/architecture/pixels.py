@@ -147,6 +147,11 @@ class Pixels:
         self.refuse_others(data, weights, where)
         return replace(self, nodata=data.nodata)
 
+    def filled_notes(self, data: "Pixels", where: str) -> list[str]:
+        """A line if a model of `ANY_TYPE` reads channels as their mean that `data` does not have. where: name of the data."""
+        lacking = [channel for channel in self.channels if self.type == ANY_TYPE and channel not in data.channels]
+        return [f"{where} has no {', '.join(lacking)}: read as the mean"] if lacking else []
+
     def refuse_others(self, data: "Pixels", weights: str, where: str) -> None:
         """Raise UserError for pixels of other channels or another type. weights, where: names of both in the error."""
         if (self.channels, self.type) != (data.channels, data.type):

@@ -19,6 +19,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
 from pipeline.data.images.stored import (
     DESCRIPTION,
+    MAX_PIXELS,
     MIRRORED,
     UPSIDE_DOWN,
     DecodeError,
@@ -81,8 +82,6 @@ _EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
 _EXIF_SEARCH_BYTES = 65536
-# Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
-_MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
 # Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, with 8-bit PNG and PNM.
 _ALSO_PILLOWS = ("jp2", "j2k")
@@ -343,8 +342,8 @@ def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region], factor: Call
 
 
 def _refuse_bomb(height: int, width: int) -> None:
-    if height * width > _MAX_PIXELS:
-        raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
+    if height * width > MAX_PIXELS:
+        raise DecodeError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
 
 
 def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]

@@ -321,8 +321,7 @@ def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixe
         ]
     notes = [f"the sets differ in channels or type, so each is read by its own range: {pixels}"]
     for entry, dataset in zip(sets, datasets, strict=True):
-        if lacking := [channel for channel in pixels.channels if channel not in dataset.pixels.channels]:
-            notes.append(f"{entry.path} has no {', '.join(lacking)}: read as the mean")
+        notes += pixels.filled_notes(dataset.pixels, entry.path)
     return notes
 
 
