@@ -140,7 +140,7 @@ def hash_samples(job: HashJob) -> bytes:
             try:
                 digest = hashlib.sha256(b"" if page < 0 else str(page).encode())
                 for file in parts or [place]:
-                    digest.update(reader.read(*file))
+                    digest.update(b"lacking" if file is None else reader.read(*file))
                 hashes.append(digest.digest()[:_HASH_BYTES])
             except UserError:  # For example, the object store cannot be reached.
                 raise

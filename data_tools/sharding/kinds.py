@@ -21,7 +21,7 @@ from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.images.stored import DecodeError, StoredImage
+from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
 from pipeline.data.loading.decode import left_out, stored_image
 from pipeline.settings.commands.data import ShardConfig
 
@@ -83,19 +83,22 @@ def pixels_of(
     and no setting says what these are.
     """
     kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
+    named: tuple[str, ...] = ()
     for name, stored in images:
         has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
-        kind = _ImageKind(stored.channels, stored.type, stored.pages if has_pages else 1, stored.axes)
+        num_channels = stored.channels + len(stored.lacking)
+        kind = _ImageKind(num_channels, stored.type, stored.pages if has_pages else 1, stored.axes)
         kinds[kind] += 1
         examples.setdefault(kind, f"{name}: {stored.describe()}")
         declared.add(stored.nodata)
-    if not joined:
+        named = named or stored.channel_names
+    if not joined and not named:
         num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
         if num_photographs >= _MOST * kinds.total() and not channels:
             _note_others([kind for kind in kinds if not kind.is_photograph], kinds, examples, "8-bit photographs")
             return RGB8  # Also if none could be read.
     num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
-    names = tuple(joined) or tuple(channels) or _default_names(num_channels)
+    names = tuple(joined) or tuple(channels) or named or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
@@ -173,7 +176,7 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
             *(found[column] for column in ("name", "path", "offset", "size", "packed", "parts")), strict=True
         ):
             try:
-                yield name, stored_image(reader.read(*(parts[0] if parts else place)))
+                yield name, stored_image(reader.read(*next(filter(None, parts), place)))
             except (OSError, ValueError) as error:
                 raise_if_lost(error, place[0])
 
@@ -181,8 +184,8 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     """One sample of all files that are its channels, by `channel_pattern` or `channel_columns`; the listing itself without either.
 
-    A sample without a file for each channel is skipped. Raises UserError for keys that the pattern does not match, two files of one
-    channel, and labels that differ within a sample.
+    A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises UserError for keys that
+    the pattern does not match, two files of one channel, and labels that differ within a sample.
     """
     if not (config.channel_pattern or config.channel_columns):
         return listing
@@ -202,25 +205,28 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         files[sample][channel] = row
     labels = listing.table["labels"].to_pylist()
     sizes, mtimes = listing.table["size"].to_numpy(), listing.table["mtime"].to_numpy()
-    skipped, parts = list(listing.skipped), dict[str, list[int]]()
+    skipped, parts = list(listing.skipped), dict[str, list[int | None]]()
+    most_lacking = len(channels) - 1 if config.missing_channels == "mean" else 0
     for sample, rows in files.items():
-        if lacking := [channel for channel in channels if channel not in rows]:
+        lacking = [channel for channel in channels if channel not in rows]
+        if len(lacking) > most_lacking:
             skipped.append((sample, keys[next(iter(rows.values()))], f"no file for channel {', '.join(lacking)}"))
         elif len({tuple(labels[row]) for row in rows.values()}) > 1:
             raise UserError(
                 f"the files of {sample!r} have different labels: {keys[next(iter(rows.values()))]!r} and others."
             )
         else:
-            parts[sample] = [rows[channel] for channel in channels]
+            parts[sample] = [rows.get(channel) for channel in channels]
     if not parts:
         raise UserError(
             f"no sample has all channels {', '.join(channels)}: {skipped[-1][2]}. There are: {', '.join(found)}."
         )
-    table = listing.table.take(pa.array([rows[0] for rows in parts.values()]))
+    rows_of = [[row for row in rows if row is not None] for rows in parts.values()]
+    table = listing.table.take(pa.array([rows[0] for rows in rows_of]))
     for name, column in (
         ("key", pa.array(list(parts), pa.large_string())),
-        ("size", pa.array([int(sizes[rows].sum()) for rows in parts.values()], pa.int64())),
-        ("mtime", pa.array([int(mtimes[rows].max()) for rows in parts.values()], pa.int64())),
+        ("size", pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64())),
+        ("mtime", pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64())),
     ):
         table = table.set_column(table.schema.get_field_index(name), name, column)
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
@@ -331,10 +337,15 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Enco
     return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
 
 
-def joined(files: list[bytes], pixels: Pixels) -> Encoded:
-    """An image whose channels are these files, of one size and type. Raises DecodeError."""
-    pages, unread = [], set[str]()
+def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> Encoded:
+    """An image whose channels are these files, of one size and type. Raises DecodeError.
+
+    None is a file that the sample lacks: with `missing_channels`, the description says which channels there are.
+    """
+    pages, unread = [], {"channels"} if None in files else set[str]()
     for data in files:
+        if data is None:
+            continue
         stored = stored_image(data)
         values, missing = stored.page(0)
         pages.append(_with_nodata(values, missing, pixels))
@@ -342,7 +353,10 @@ def joined(files: list[bytes], pixels: Pixels) -> Encoded:
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
-    return to_tiff(np.concatenate(pages, axis=2)), "tiff", pages[0].shape[1], pages[0].shape[0], unread
+    of_file = pixels.num_channels // len(files)
+    lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
+    description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
+    return to_tiff(np.concatenate(pages, axis=2), description), "tiff", pages[0].shape[1], pages[0].shape[0], unread
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
@@ -354,7 +368,7 @@ def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels)
     return np.where(missing[..., None], np.array(pixels.nodata, values.dtype), values)
 
 
-def to_tiff(values: np.ndarray) -> bytes:
+def to_tiff(values: np.ndarray, description: str = "") -> bytes:
     """A TIFF of (H, W, C), compressed without loss (zstd, differences of neighbours), channels interleaved."""
     file = io.BytesIO()
     array = values[..., 0] if values.shape[2] == 1 else values
@@ -362,6 +376,7 @@ def to_tiff(values: np.ndarray) -> bytes:
     tifffile.imwrite(
         file, array, compression="zstd", compressionargs={"level": 3}, predictor=predictor, photometric="minisblack",
         planarconfig="contig" if array.ndim == 3 else None, metadata=None, software=False,
+        description=description or None,
     )  # fmt: skip
     return file.getvalue()
 

@@ -73,6 +73,7 @@ _DECISIVE_IF_SET = (
     "channels",
     "channel_pattern",
     "channel_columns",
+    "missing_channels",
     "pages",
     "to_rgb8",
     "nodata",

@@ -182,10 +182,11 @@ def count_values(job: ValuesJob) -> ValueCounts:
         for offset, size in zip(job.offsets, job.sizes, strict=True):
             try:
                 data = reader.read(job.path, offset, size, 0)
-                if pixels.is_rgb8:
+                stored = stored_image(data)
+                if pixels.is_rgb8 and not stored.lacking:  # Also of gray photographs.
                     values, are_missing = decode(data), None
                 else:
-                    values, are_missing = stored_image(data).values_and_missing(pixels)
+                    values, are_missing = stored.values_and_missing(pixels)
             except (OSError, DecodeError) as error:
                 raise_if_lost(error, job.path)
                 bad.append((offset, str(error)))

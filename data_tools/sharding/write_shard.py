@@ -308,7 +308,8 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
     *of_file, page, parts = place
     try:
         if parts:
-            return _decoded(joined([reader.read(*part) for part in parts], job.pixels), job)
+            files = [None if part is None else reader.read(*part) for part in parts]
+            return _decoded(joined(files, job.pixels, job.config), job)
         return _image(reader.read(*of_file), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise

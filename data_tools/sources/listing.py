@@ -119,15 +119,17 @@ class Listing:
         """What a task needs of the given rows: columns key, labels, name, offset, size, packed, mtime of TABLE, path, page, and parts.
 
         path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts: (path, offset, size,
-        packed) of the files of its channels, [] if it is one file.
+        packed) of the files of its channels, None for one that it lacks; [] if it is one file.
         """
         table = self.table.take(pa.array(numbers))
         rows = table.to_pydict()
         parts = rows.get("parts", [[]] * len(numbers))
         if self.separate is not None:
-            of_files = self.separate.take(pa.array(np.concatenate(parts).astype(np.int64)))
+            of_files = self.separate.take(
+                pa.array([row for rows_of_parts in parts for row in rows_of_parts if row is not None], pa.int32())
+            )
             places = iter(zip(self._paths(of_files), *(of_files[name].to_pylist() for name in _BYTES), strict=True))
-            parts = [[next(places) for _ in rows_of_parts] for rows_of_parts in parts]
+            parts = [[None if row is None else next(places) for row in rows_of_parts] for rows_of_parts in parts]
         kept = {column: rows[column] for column in ("key", "labels", "name", *_BYTES, "mtime")}
         return {"path": self._paths(table), **kept, "page": rows.get("page", [-1] * len(numbers)), "parts": parts}
 

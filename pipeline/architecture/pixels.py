@@ -8,6 +8,7 @@ so that 8-bit RGB becomes value / 127.5 - 1, as in the ViT paper's code.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,8 +17,22 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 
 PixelType = Literal[
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64"
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "any",
 ]
+# Of models alone, trained on sets of several types or channels: each set is scaled to [0, 1] by its own range (`Pixels.of_all`).
+ANY_TYPE: PixelType = "any"
 # The values of types that have limits.
 FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
     f"{sign}int{bits}": ((0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1))
@@ -40,7 +55,7 @@ class Pixels:
     channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
     that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
     until they are measured; weights of other projects may say mean and std alone (`of_unknown`). nodata: the value of missing
-    pixels, which are read as `low`, as NaN is; None if there is none.
+    pixels, which are read as `low`, as NaN is; None if there is none. A channel that an image lacks is read as `mean`.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -138,18 +153,59 @@ class Pixels:
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
 
-        weights, where: names of both in an error. Raises UserError for other channels or another type.
+        A model of `ANY_TYPE` reads them by the data set's range. weights, where: names of both in an error. Raises UserError for another
+        type or other channels; for `ANY_TYPE`, only for channels that the model does not have.
         """
+        if self.type == ANY_TYPE and {*data.channels} <= {*self.channels}:
+            places = [self.channels.index(channel) for channel in data.channels]
+            mean, std = (tuple(values[place] for place in places) for values in (self.mean, self.std))
+            return replace(data, mean=mean, std=std)
+        self.refuse_others(data, weights, where)
+        return replace(self, nodata=data.nodata)
+
+    def filled_notes(self, data: "Pixels", where: str) -> list[str]:
+        """A line if a model of `ANY_TYPE` reads channels as their mean that `data` does not have. where: name of the data."""
+        lacking = [channel for channel in self.channels if self.type == ANY_TYPE and channel not in data.channels]
+        return [f"{where} has no {', '.join(lacking)}: read as the mean"] if lacking else []
+
+    def refuse_others(self, data: "Pixels", weights: str, where: str) -> None:
+        """Raise UserError for pixels of other channels or another type. weights, where: names of both in the error."""
         if (self.channels, self.type) != (data.channels, data.type):
             raise UserError(
                 f"{weights} reads images of {self.describe()}, and {where} has {data.describe()}: use weights and data of the same "
                 "channels and type."
             )
-        return replace(self, nodata=data.nodata)
+
+    def fill(self, place: int) -> float:
+        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it."""
+        low, high = self.low[place], self.high[place]
+        value = low + self.mean[place] * (high - low)
+        if self.type not in FULL_RANGE:
+            return value
+        least, most = FULL_RANGE[self.type]
+        return min(max(round(value), least), most)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def of_all(cls, sets: Sequence["Pixels"]) -> "Pixels":
+        """Pixels of a model that reads several data sets: those of the first one, or `ANY_TYPE` if they differ in type or channels.
+
+        Then its channels are those of the first set and the new ones of each other set, each with the mean and deviation of the first set
+        that has it.
+        """
+        first = sets[0]
+        if all((other.channels, other.type) == (first.channels, first.type) for other in sets):
+            return first
+        found: dict[str, tuple[float, float]] = {}
+        for one in sets:
+            for channel, mean, std in zip(one.channels, one.mean, one.std, strict=True):
+                found.setdefault(channel, (mean, std))
+        means, stds = zip(*found.values(), strict=True)
+        count = len(found)
+        return cls(tuple(found), ANY_TYPE, (0.0,) * count, (1.0,) * count, means, stds)
 
     @classmethod
     def full_range(cls, channels: tuple[str, ...], kind: PixelType, nodata: float | None = None) -> "Pixels":
@@ -171,7 +227,8 @@ class Pixels:
 
     def describe(self) -> str:
         """In words, such as "3 channels uint8 (red, green, blue)"."""
-        return f"{counted(self.num_channels, 'channel')} {self.type} ({', '.join(self.channels)})"
+        kind = "of any type" if self.type == ANY_TYPE else self.type
+        return f"{counted(self.num_channels, 'channel')} {kind} ({', '.join(self.channels)})"
 
     __str__ = describe
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, did_you_mean
 from pipeline.base.words import counted
@@ -76,6 +76,11 @@ def open_adhoc_split(
             raise UserError(f"{places[0]}: split {split!r} has no images.")
         readable = dict(zip(dataset.classes, dataset.class_names, strict=True))
         return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint)
+    if pixels.type == ANY_TYPE:
+        raise UserError(
+            f"{setting} = {', '.join(places)}: these weights read images by the range that their data set records, and files have none. Make a "
+            "data set of them: launch/shard.py."
+        )
     broken: list[Path] = []
     files = [path for place in places for path in _expand(place, broken, setting)]
     folders = {path.parent for path in files if path.suffix == ".tar"}

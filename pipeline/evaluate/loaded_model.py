@@ -57,6 +57,8 @@ class LoadedModel:
     @contextmanager
     def reading(self, split: Split, config: WeightsConfig, num_images: int) -> Iterator[SplitReader]:
         """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
+        for note in self.pixels.filled_notes(split.pixels, f"split {split.name!r}"):
+            print(f"note: {note}")
         with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
             alone = Ranks(0, 0, 1, self.device)
             remedy = "Check the images, or raise max_bad_share."

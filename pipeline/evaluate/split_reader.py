@@ -11,7 +11,7 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader
-from pipeline.data.loading.views import Views, eval_view, noting_left_out, train_views
+from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_by, train_views
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -53,10 +53,10 @@ class SplitReader:
         stop, and OneRankError when this rank alone exceeds the budget; `problems_of_all` checks that of all ranks.
         """
         is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
-        pixels = self.pixels.reading(self.split.pixels, "the model", f"split {self.split.name!r}")
-        writer = eval_view(self.view, self.image_size, pixels)
+        reading = read_by(self.pixels, self.split)
+        writer = eval_view(self.view, self.image_size, *reading)
         if sum(group.count for group in self.views) > 1:
-            writer = train_views(self.views, self.seed, pixels=pixels)
+            writer = train_views(self.views, self.seed, *reading)
         if self.split.left_out is None:
             writer = noting_left_out(writer, self.left_out)
         with Loader(

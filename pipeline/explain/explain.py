@@ -12,7 +12,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
@@ -24,7 +23,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, eval_view, noting_left_out, shown_view
+from pipeline.data.loading.views import ViewWriter, eval_view, noting_left_out, read_by, shown_view
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
@@ -187,7 +186,8 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
-    view, unread = eval_view(loaded.view, loaded.image_size, _read_as(loaded, pictures.split)), dict[int, set[str]]()
+    view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, pictures.split))
+    unread = dict[int, set[str]]()
     if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
         view = noting_left_out(view, unread)
     rows, pixels = _read(config, pictures.split, order[:num_read], view)
@@ -237,12 +237,10 @@ def read_shown(
     config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
-    kept, images = _read(config, split, rows, shown_view(loaded.view, loaded.image_size, _read_as(loaded, split)))
+    kept, images = _read(
+        config, split, rows, shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
+    )
     return kept, to_rgb(images.numpy(), loaded.pixels)
-
-
-def _read_as(loaded: LoadedModel, split: Split) -> Pixels:
-    return loaded.pixels.reading(split.pixels, "the model", f"split {split.name!r}")
 
 
 def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:

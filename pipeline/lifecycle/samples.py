@@ -219,10 +219,10 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
 
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.values import to_rgb
-    from pipeline.data.loading.views import train_views
+    from pipeline.data.loading.views import read_by, train_views
     from pipeline.objectives import kind
 
-    writer = train_views(kind(config.train.loss).views(config), config.seed, pixels=split.pixels)
+    writer = train_views(kind(config.train.loss).views(config), config.seed, *read_by(split.pixels, split))
     with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
         batch = next(loader.batches([(rows, epochs)]))
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]

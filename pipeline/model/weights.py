@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.architecture.config import OPTIONS, ChannelRule, Config, Gelu, Kernel, ViTConfig
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -355,7 +355,10 @@ def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
         return replace(new, mean=old.mean or new.mean, std=old.std or new.std)
     if new is None:
         return old
-    return new if old.is_rgb8 and not new.is_rgb8 else old.reading(new, str(path), "the data set")
+    if old.is_rgb8 and not new.is_rgb8:
+        return new
+    reads = old.reading(new, str(path), "the data set")
+    return old if old.type == ANY_TYPE else reads
 
 
 def _as_json(value: Any) -> Any:

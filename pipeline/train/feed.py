@@ -7,7 +7,7 @@ from pipeline.architecture.pixels import Pixels
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import batch_of_step
-from pipeline.data.loading.views import train_views
+from pipeline.data.loading.views import read_by, train_views
 from pipeline.data.mixture.order import MixtureOrder, train_order
 from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.stop import Stop
@@ -23,13 +23,13 @@ class Feed:
     def __init__(
         self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock, pixels: Pixels
     ) -> None:
-        """pixels: of the model. Raises UserError if the images have other channels or another type."""
+        """pixels: of the model. Raises UserError if it cannot read the images of a set."""
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
         self.order = train_order(split, config.data, config.seed, plan.global_batch)
         # What makes the views in each equal part of training.
-        pixels = pixels.reading(split.pixels, "the model", config.data.path)
+        reading = read_by(pixels, split)
         views = [kind(config.train.loss).views(part) for part in config.parts()]
-        self.writers = [train_views(groups, config.seed, pixels=pixels) for groups in views]
+        self.writers = [train_views(groups, config.seed, *reading) for groups in views]
         self.loader = Loader(
             split, self.writers[-1], config.data.threads, config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
             processes=config.data.processes, writers=self.writers,

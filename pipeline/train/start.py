@@ -97,7 +97,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
-        run_probe = open_run_probe(config, data.own, data.split.parts[0], probed)
+        run_probe = open_run_probe(config, data.own, data.split.parts[0], probed, data.split.pixels)
     if config.init.weights:
         _find_weights(config, config.init.weights)
     return Prepared(config, data, run_probe, plan, draw)

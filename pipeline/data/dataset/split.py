@@ -114,6 +114,11 @@ class Split:
         return (self,)
 
     @property
+    def set_names(self) -> list[str]:
+        """Of each part, what to call it."""
+        return [f"split {self.name!r}"]
+
+    @property
     def max_labels(self) -> int:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels

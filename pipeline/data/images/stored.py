@@ -3,6 +3,7 @@
 Values are never scaled. Alpha is left out, as the only values; a page is one of several images of a file: a channel, a slice, a frame.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +17,17 @@ Page = tuple[np.ndarray, np.ndarray | None]
 MAX_PIXELS = 2 * 89_478_485  # Pillow's limit: a small header can claim 12 GB.
 # EXIF orientations whose rows are stored bottom up, and whose columns right to left (5-8: after transposing).
 UPSIDE_DOWN, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
-# What decoding may leave out of a file -> in words, after "images with", and the way out.
+# What decoding may leave out of a file, or fill -> in words, after "images with", and the way out.
 LEFT_OUT = {
     "alpha": ("an alpha channel, which is not read", "To have it as a channel, store the channels without marking one as alpha"),
     "pages": ("pages beside the one that is read", "Those of a TIFF or DICOM can be samples (pages=samples) or channels"),
     "bits": ("more than 8 bits a value, of which 8 are read", "To keep them, convert to 16-bit PNG or TIFF, and leave out to_rgb8"),
     "bands": ("more channels than the three that are read", "To keep them, leave out to_rgb8"),
+    "channels": ("fewer channels than the data set, of which the others are read as their mean", "To leave such images out: missing_channels=skip"),
     "profile": ("a colour profile other than sRGB, which is not applied", "Where colours matter, convert to sRGB first"),
 }  # fmt: skip
+DESCRIPTION = 270  # The tag of a TIFF for text.
+_CHANNELS = '{"channels_of_data_set": '
 _TYPES = set(PixelType.__args__)  # type: ignore[attr-defined]
 
 
@@ -38,7 +42,8 @@ class StoredImage:
     ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of this size and
     type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say. nodata: value of missing
     pixels by the header. alpha: whether an alpha channel is left out. profile: whether there is a colour profile other than sRGB, which is
-    not applied. read: page number -> `Page`; raises any error.
+    not applied. channel_names: of all channels of its data set, if the file names them. lacking: places among these of channels that it
+    does not have. read: page number -> `Page`; raises any error.
     """
 
     ext: str
@@ -52,6 +57,8 @@ class StoredImage:
     nodata: float | None = None
     alpha: bool = False
     profile: bool = False
+    channel_names: tuple[str, ...] = ()
+    lacking: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:
@@ -81,25 +88,26 @@ class StoredImage:
         return values, missing
 
     def values(self, pixels: Pixels) -> np.ndarray:
-        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there is none.
+        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there is none; channels
+        that the image lacks become their mean (`Pixels.fill`).
 
         Raises DecodeError as `values_and_missing`.
         """
         values, missing = self.values_and_missing(pixels)
-        if missing is not None and missing.any():
+        if missing is not None and missing.any() and pixels.is_measured:
             values = values.copy()
-            fill = pixels.low if pixels.nodata is None else (pixels.nodata,) * pixels.num_channels
-            for channel, value in enumerate(fill):
-                values[..., channel][missing[..., channel]] = value
+            for place, low in enumerate(pixels.low):
+                value = low if pixels.nodata is None else pixels.nodata
+                values[..., place][missing[..., place]] = pixels.fill(place) if place in self.lacking else value
         return values
 
     def values_and_missing(self, pixels: Pixels) -> tuple[np.ndarray, np.ndarray | None]:
-        """((H, W, C) of the data set's type, which of them the file calls missing, bool (H, W, C), or None).
+        """((H, W, C) of the data set's type, which of them the file calls missing or lacks, bool (H, W, C), or None).
 
         The channels are those of the first page, or of all pages if only these together have as many. Raises DecodeError for an image of
         other channels, or with infinite values or such that the type does not hold.
         """
-        if self.channels == pixels.num_channels:
+        if self.channels + len(self.lacking) == pixels.num_channels:
             pages = [self.page(0)]
         elif self.channels * self.pages == pixels.num_channels:
             pages = [self.page(number) for number in range(self.pages)]
@@ -115,9 +123,15 @@ class StoredImage:
         # As nodata, some files of GDAL have infinity.
         if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
-        return self._as_type(values, pixels), (
-            np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
-        )
+        values = self._as_type(values, pixels)
+        missing = np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
+        if not self.lacking:
+            return values, missing
+        places = [place for place in range(pixels.num_channels) if place not in self.lacking]
+        of_all = np.zeros((self.height, self.width, pixels.num_channels), values.dtype)
+        of_all[..., places], are_lacking = values, np.ones(of_all.shape, bool)
+        are_lacking[..., places] = False if missing is None else missing
+        return of_all, are_lacking
 
     def _as_type(self, values: np.ndarray, pixels: Pixels) -> np.ndarray:
         """The values in the type of the data set, if it holds each of them exactly."""
@@ -183,6 +197,19 @@ def _opener(data: bytes) -> Callable[[bytes], StoredImage | None] | None:
 def is_dicom(data: bytes) -> bool:
     """Whether it is a DICOM file. Its preamble of 128 bytes may look like a TIFF; old files have none, and begin with group 8."""
     return data[128:132] == b"DICM" or (data[:3] in (b"\x08\0\x05", b"\x08\0\x08", b"\0\x08\0") and data[4:6].isupper())
+
+
+def describe_channels(names: Sequence[str], lacking: Sequence[int]) -> str:
+    """The description of a TIFF that may lack channels of its data set. names: of all. lacking: places of those that it does not have."""
+    return json.dumps({"channels_of_data_set": list(names), "lacking": list(lacking)})
+
+
+def described_channels(description: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """(names, lacking) by `describe_channels`; both are empty for any other description."""
+    if not (isinstance(description, str) and description.startswith(_CHANNELS)):
+        return (), ()
+    found = json.loads(description)
+    return tuple(found["channels_of_data_set"]), tuple(found["lacking"])
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

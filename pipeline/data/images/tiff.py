@@ -9,7 +9,14 @@ import numpy as np
 import tifffile
 
 from pipeline.data.images.profile import has_other_colours
-from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
+from pipeline.data.images.stored import (
+    DESCRIPTION,
+    DecodeError,
+    StoredImage,
+    described_channels,
+    upright,
+    without_alpha,
+)
 
 # Its warnings about odd tags would name no file; what matters raises.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)
@@ -59,10 +66,11 @@ def open_tiff(data: bytes) -> StoredImage:
             values = _inverted(values, first.bitspersample)
         return np.ascontiguousarray(upright(values, orientation)), None
 
+    names, lacking = described_channels(first.tags.valueof(DESCRIPTION))
     return StoredImage(
         "tiff", height, width, samples - len(alpha), found.dtype.name, read, pages=num_pages,
         axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED), nodata=_nodata(first), alpha=bool(alpha),
-        profile=has_other_colours(first.tags.valueof(_PROFILE)),
+        profile=has_other_colours(first.tags.valueof(_PROFILE)), channel_names=names, lacking=lacking,
     )  # fmt: skip
 
 

@@ -20,11 +20,14 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
 from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
+    DESCRIPTION,
+    MAX_PIXELS,
     MIRRORED,
     UPSIDE_DOWN,
     DecodeError,
     Page,
     StoredImage,
+    described_channels,
     is_dicom,
     open_image,
     upright,
@@ -83,8 +86,6 @@ _SRGB_PRIMARIES = (1, 2)
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
 _EXIF_SEARCH_BYTES = 65536
-# Pillow's limit against decompression bombs, applied to libjpeg-turbo too: a small header can claim 12 GB of pixels.
-_MAX_PIXELS = 2 * 89_478_485
 _STRIP_PIXELS = 2**20
 # Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, beside 8-bit PNG and PNM.
 _ALSO_PILLOWS = ("jp2", "j2k")
@@ -102,8 +103,8 @@ class Header(NamedTuple):
     """What an image file holds.
 
     ext: by content. width, height: as stored, before EXIF rotation (HEIC: after its own). channels: of a page, without alpha; 3 of a JPEG.
-    alpha: whether there is alpha. pages: images of this size, such as the frames of an animation. type, profile: as of `StoredImage`; the
-    type is that of the file, also where fewer bits are read.
+    alpha: whether there is alpha. pages: images of this size, such as the frames of an animation. type, profile, lacking: as of `StoredImage`;
+    the type is that of the file, also where fewer bits are read.
     """
 
     ext: str
@@ -114,6 +115,7 @@ class Header(NamedTuple):
     pages: int = 1
     type: str = "uint8"
     profile: bool = False
+    lacking: tuple[int, ...] = ()
 
 
 def decode(
@@ -147,14 +149,14 @@ def decode(
             part = _decode_jpeg(data, stored, factor)
         if part is not None:
             return upright(part, orientation)
-    values = _whole(data, ext) if pixels.is_rgb8 else stored_image(data).values(pixels)
+    values = _whole(data, ext, pixels) if pixels.is_rgb8 else stored_image(data).values(pixels)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
     return values[top : top + height, left : left + width]
 
 
-def _whole(data: bytes, ext: str, stored: StoredImage | None = None) -> np.ndarray:
+def _whole(data: bytes, ext: str, pixels: Pixels = RGB8, stored: StoredImage | None = None) -> np.ndarray:
     """uint8 (H, W, 3), upright, of any 8-bit image. stored: what `_stored` returned, if it was called before. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
@@ -166,6 +168,8 @@ def _whole(data: bytes, ext: str, stored: StoredImage | None = None) -> np.ndarr
         except DecodeError:
             if stored is None:
                 raise
+    if stored.lacking:
+        return stored.values(pixels)
     if not _is_8_bit(stored):
         raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
     values, _ = stored.page(0)
@@ -214,6 +218,7 @@ def left_out(found: Header | StoredImage, pixels: Pixels | None) -> set[str]:
         "pages": found.pages > 1 and not uses_pages,
         "bits": of_rgb8 and found.type not in ("uint8", "bool"),
         "bands": of_rgb8 and found.channels > 3,
+        "channels": bool(found.lacking),
         "profile": found.profile,
     }
     return {what for what, is_so in facts.items() if is_so}
@@ -282,7 +287,7 @@ def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> Header:
                 return found
     if stored := _stored(data, ext):
         if decode_all:
-            _ = _whole(data, ext, stored) if as_rgb8 else stored.values(pixels)
+            _ = _whole(data, ext, pixels, stored) if as_rgb8 else stored.values(pixels)
         return Header(ext, stored.width, stored.height, *(getattr(stored, name) for name in Header._fields[3:]))
     found = with_pillow(data, lambda image: _header(image, data, ext, _to_rgb if as_rgb8 else None))
     if decode_all and not as_rgb8:
@@ -401,8 +406,8 @@ def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region], factor: Call
 
 
 def _refuse_bomb(height: int, width: int) -> None:
-    if height * width > _MAX_PIXELS:
-        raise DecodeError(f"{width} x {height} pixels are more than {_MAX_PIXELS:,}")
+    if height * width > MAX_PIXELS:
+        raise DecodeError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}")
 
 
 def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
@@ -476,8 +481,15 @@ def _orientation(image: Image.Image) -> int:
 def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would drop bits or bands."""
     bits, formats, extra = (_tiff_tag(image, tag, default) for tag, default in ((258, 1), (339, 1), (338, ())))
+    names, _ = described_channels(image.tag_v2.get(DESCRIPTION))  # type: ignore[attr-defined]
     (samples,), (photometric,) = _tiff_tag(image, 277, 1), _tiff_tag(image, 262, -1)
-    if max(bits) > 8 or {*formats} != {1} or 0 in extra or samples - len(extra) != _TIFF_COLOURS.get(photometric):
+    if (
+        names
+        or max(bits) > 8
+        or {*formats} != {1}
+        or 0 in extra
+        or samples - len(extra) != _TIFF_COLOURS.get(photometric)
+    ):
         raise DecodeError("a TIFF that is not an 8-bit photograph")
     return _to_rgb(image)
 

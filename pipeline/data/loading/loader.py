@@ -72,9 +72,6 @@ class Loader:
         processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses). writers: what `writer` may be
         replaced by.
         """
-        assert writer.pixels == writer.pixels.reading(split.pixels, "a loader", f"split {split.name!r}"), (
-            "another nodata"
-        )
         self.split, self.writer = split, writer
         self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = processes or threads, prefetch, pin

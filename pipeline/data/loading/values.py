@@ -2,16 +2,29 @@
 
 import numpy as np
 
-from pipeline.architecture.pixels import FULL_RANGE, Pixels
+from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
 from pipeline.data.loading.decode import decode
 
 
-def batch_values(image: np.ndarray, pixels: Pixels) -> np.ndarray:
-    """(H, W, C) of `pixels.type` -> the same in `pixels.batch_type`; the image itself where nothing changes.
+def model_values(image: np.ndarray, pixels: Pixels, model: Pixels) -> np.ndarray:
+    """`batch_values` for a model that reads images of `pixels`, by `Pixels.reading`; channels that these do not have are the model's mean."""
+    if pixels is model and model == RGB8:
+        return image
+    values = batch_values(image, pixels, model.batch_type)
+    if pixels.channels == model.channels:
+        return values
+    of_model = np.empty((*values.shape[:2], model.num_channels), values.dtype)
+    of_model[:] = model.mean
+    of_model[..., [model.channels.index(channel) for channel in pixels.channels]] = values
+    return of_model
 
-    Wider types are scaled by the range in float64, clipped to [0, 1] and rounded to float32. NaN and nodata become `low`.
+
+def batch_values(image: np.ndarray, pixels: Pixels, kind: str = "") -> np.ndarray:
+    """(H, W, C) of `pixels.type` -> the same in `kind`: `pixels.batch_type` or float32. The image itself where nothing changes.
+
+    To float32, values are scaled by the range in float64, clipped to [0, 1] and rounded. NaN and nodata become `low`.
     """
-    kind = pixels.batch_type
+    kind = kind or pixels.batch_type
     is_missing = None if pixels.nodata is None else image == pixels.nodata
     if kind != "float32":
         if pixels.type == "bool":

@@ -4,25 +4,28 @@ The views of an image are numbered over all its groups, in order. View 0 takes i
 others take theirs from a seed of their own, which is hashed from the seed and the view's number.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.split import Split
 from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode, inspect, left_out
 from pipeline.data.loading.jpeg_region import Region
-from pipeline.data.loading.values import batch_values
+from pipeline.data.loading.values import model_values
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
 # Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the arrays. Raises DecodeError.
 WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
+# Row -> how its file is decoded; None where all are decoded as the pixels of the batch.
+ReadAs = Callable[[int], Pixels] | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Views:
 class ViewWriter:
     """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all groups.
 
-    pixels: how images are read (`Pixels.reading`), and what the values of the views mean.
+    pixels: what the values of the views mean.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -51,7 +54,20 @@ def view_seed(seed: int, number: int) -> int:
     return int(random_numbers.bits(seed, Purpose.VIEW, number)) if number else seed
 
 
-def train_views(views: Sequence[Views], seed: int, by_region: bool = True, pixels: Pixels = RGB8) -> ViewWriter:
+def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
+    """(pixels, read_as) for the functions below, with which a model reads a split. Raises UserError as `Pixels.reading`."""
+    found = [
+        model.reading(part.pixels, "the model", where) for part, where in zip(split.parts, split.set_names, strict=True)
+    ]
+    if model.type != ANY_TYPE and len({*found}) == 1:
+        return found[0], None
+    firsts = np.cumsum([len(part) for part in split.parts]).tolist()
+    return model, lambda row: found[bisect_right(firsts, row)]
+
+
+def train_views(
+    views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None, by_region: bool = True
+) -> ViewWriter:
     """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such views cannot have.
 
     by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same. It is reduced
@@ -75,7 +91,8 @@ def train_views(views: Sequence[Views], seed: int, by_region: bool = True, pixel
                 for region, out, config in zip(regions, outs, settings, strict=True)
             )
 
-        image = _decoded(data, pixels, choose, factor, by_region)
+        own = read_as(row) if read_as else pixels
+        image = model_values(decode(data, choose, factor, by_region, own), own, pixels)
         box = bounding_box(regions)
         for out, region, (config, seed) in zip(outs, regions, drawn, strict=True):
             augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row, pixels)
@@ -83,16 +100,9 @@ def train_views(views: Sequence[Views], seed: int, by_region: bool = True, pixel
     return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write, pixels)
 
 
-def _decoded(data: bytes, pixels: Pixels, *options: Any) -> np.ndarray:
-    """What `decode` returns with these options, as values of a batch."""
-    more: dict[str, Any] = {} if pixels.is_rgb8 else {"pixels": pixels}
-    image = decode(data, *options, **more)
-    return image if pixels == RGB8 else batch_values(image, pixels)
-
-
 def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
     """`train_views` for one view of 8-bit RGB."""
-    return train_views((Views(1, image_size, config),), seed, by_region)
+    return train_views((Views(1, image_size, config),), seed, by_region=by_region)
 
 
 def remembering_train_view(
@@ -112,19 +122,24 @@ def remembering_train_view(
     return ViewWriter(((1, image_size, image_size),), write)
 
 
-def eval_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, times: int = 1) -> ViewWriter:
+def eval_view(
+    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None, times: int = 1
+) -> ViewWriter:
     """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a side."""
     size = ImageSize.parse(image_size)
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
-        augment.write_eval_view(_decoded(data, pixels), outs[0], config, times)
+        own = read_as(row) if read_as else pixels
+        augment.write_eval_view(model_values(decode(data, pixels=own), own, pixels), outs[0], config, times)
 
     return ViewWriter(((1, size.height * times, size.width * times),), write, pixels)
 
 
-def shown_view(config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8) -> ViewWriter:
+def shown_view(
+    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None
+) -> ViewWriter:
     """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
-    return eval_view(config, image_size, pixels, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
+    return eval_view(config, image_size, pixels, read_as, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
 
 
 def noting_left_out(writer: ViewWriter, found: dict[int, set[str]]) -> ViewWriter:

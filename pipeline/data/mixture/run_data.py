@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -102,7 +103,8 @@ def open_run_data(
         datasets.append(other)
         splits.append(part)
     _refuse_same(mixture.sets, datasets)
-    range_notes = _notes_of_ranges(mixture.sets, datasets)
+    pixels = Pixels.of_all([each.pixels for each in datasets])
+    range_notes = _notes_of_ranges(mixture.sets, datasets, pixels)
     for entry in mixture.sets[1:]:
         _refuse_needless(entry, labels)
     try:
@@ -143,7 +145,9 @@ def open_run_data(
     _refuse_without_score(evaluated, reads_labels and bool(dataset.classes))
     epoch_samples = round(len(split) / first_share(shares, 0))
     epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
-    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes])
+    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes], pixels)
+    if pixels != own.pixels:
+        dataset = replace(dataset, info={**dataset.info, "pixels": pixels.to_dict()})
     _refuse_remote(data, mixed)
     _refuse_unlabelled(mixed, own, labels)
     return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
@@ -306,18 +310,18 @@ def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
             )
 
 
-def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> list[str]:
-    """A line for each set whose values are read by the range of the first set, not its own. Raises UserError for other channels, types or
-    nodata than those of the first set."""
+def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixels: Pixels) -> list[str]:
+    """Lines about sets that are not read as they would be alone. pixels: `Pixels.of_all` sets."""
     own, path = datasets[0].pixels, datasets[0].path
-    notes = []
+    if pixels.type != ANY_TYPE:
+        return [
+            f"{entry.path} is read by the range of {path}"
+            for entry, dataset in zip(sets, datasets, strict=True)
+            if replace(dataset.pixels, nodata=own.nodata) != own
+        ]
+    notes = [f"the sets differ in channels or type, so each is read by its own range: {pixels}"]
     for entry, dataset in zip(sets, datasets, strict=True):
-        if own.reading(dataset.pixels, f"a model of {path}", f"data.mix: {entry.path}") != own:
-            raise UserError(
-                f"data.mix: {entry.path} has nodata = {dataset.pixels.nodata}, and {path} has {own.nodata}: mix sets of the same nodata."
-            )
-        if dataset.pixels != own:
-            notes.append(f"{entry.path} is read by the range of {path}")
+        notes += pixels.filled_notes(dataset.pixels, entry.path)
     return notes
 
 

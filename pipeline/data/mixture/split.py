@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 import pyarrow as pa
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
@@ -135,9 +136,12 @@ class MixedSplit(Split):
 
 def mix(
     mixture: Mixture, datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None],
-    lines: Sequence[str],
+    lines: Sequence[str], pixels: Pixels,
 ) -> MixedSplit:  # fmt: skip
-    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere."""
+    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere.
+
+    pixels: of a model that reads all.
+    """
     main = splits[0]
     sizes = np.concatenate([split.shard_sizes for split in splits])
     rows = np.concatenate([[0], np.cumsum([len(split) for split in splits])])
@@ -145,6 +149,7 @@ def mix(
     return MixedSplit(
         **inherited
         | {
+            "pixels": pixels,
             "shard_paths": [path for split in splits for path in split.shard_paths],
             "shard_sizes": sizes,
             "shard_starts": np.concatenate([[0], np.cumsum(sizes)]),

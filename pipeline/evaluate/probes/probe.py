@@ -221,15 +221,16 @@ class RunProbe:
         return found
 
 
-def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset) -> RunProbe:
+def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset, pixels: Pixels) -> RunProbe:
     """Open the probe of a run that has one. Raises UserError for data without samples.
 
     own, own_split: what the run trains on. dataset: what it is probed on, which has labels if the probe reads them.
+    pixels: of the model.
     """
     settings = config.probe
     if not settings.reads_labels:
         return RunProbe(config, own_split, None)
-    own.pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
+    pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     splits = []
     for setting, name in (("probe.train_split", settings.train_split), ("probe.split", settings.split)):

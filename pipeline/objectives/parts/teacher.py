@@ -56,7 +56,7 @@ class TaughtObjective(Objective):
         super().check_pixels(config, pixels)
         read = cls.published(config).config.pixels
         if not read.is_rgb8:
-            pixels.reading(
+            pixels.refuse_others(
                 read, f"a model of {config.data.path}", f"objective.teacher = {cls.settings(config).teacher}"
             )
 

@@ -189,6 +189,11 @@ class ShardConfig:
         "One file per channel: a regular expression in the key with the groups sample and channel, as "
         "(?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.",
     )
+    missing_channels: Literal["skip", "mean"] = setting(
+        "skip",
+        "What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read as their mean.",
+        needs="channel_pattern",
+    )
     pages: Literal["", "first", "middle", "channels", "samples"] = setting(
         "",
         "What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or the middle one "

@@ -160,7 +160,7 @@ def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str
                 found, expected = ([np.zeros((24, 24, 3), np.uint8) for _ in "12"] for _ in "ab")
                 for outs, by_region in ((found, True), (expected, False)):
                     outs.append(np.zeros((16, 20, 3), np.uint8))
-                    train_views(groups, SEED, by_region).write(data, outs, 1, row)
+                    train_views(groups, SEED, by_region=by_region).write(data, outs, 1, row)
                 assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
                 if reduced:
                     continue

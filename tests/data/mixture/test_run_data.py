@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tiny import make_dataset
 
 from pipeline import objectives
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
-from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.loading.views import train_view
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.views import Views, read_by, train_view, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
 from pipeline.data.mixture.label_use import data_notes, label_notes
 from pipeline.data.mixture.order import train_order
@@ -180,7 +183,7 @@ def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     settings = config(sets, "", "probe.every=1 epochs", f"probe.data={probed.path}", "probe.split=extra")
     for mix, runs in (("{path: b, weight: 1}", ""), ("{path: b, split: extra, weight: 1}", "r")):
         data = opened(sets, mix, labels="unread")
-        run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed)
+        run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed, data.split.pixels)
         assert run_probe.trained_by(data.trained_on("r")) == runs
 
 
@@ -218,15 +221,75 @@ def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: 
     assert "\n" not in str(refused.value)
 
 
-def test_sets_of_other_channels_or_types_are_refused(sets: Path) -> None:
-    make_dataset(sets / "bands", {"train": 30}, pixels=Pixels.full_range(("red", "green", "blue", "nir"), "uint16"))
-    with pytest.raises(UserError, match=r"bands.*nir"):
-        opened(sets, "{path: bands, weight: 1}")
+def read_all(split: MixedSplit, model: Pixels) -> dict[int, np.ndarray]:
+    """Row -> what a model reads of it, float32 (C, H, W)."""
+    pixels, read_as = read_by(model, split)
+    writer = train_views((Views(1, 16, AugmentConfig(crop="none", flip=False)),), 0, pixels, read_as)
+    rows = np.arange(len(split))
+    with Loader(split, writer, 2, 1, max_bad_share=0.0) as loader:
+        (batch,) = loader.batches([(rows, 0 * rows)])
+    return dict(
+        zip(rows.tolist(), normalise(batch.images, torch.device("cpu"), torch.float32, pixels).numpy(), strict=True)
+    )
+
+
+def test_sets_of_other_channels_or_types_are_each_read_by_their_own_range(sets: Path) -> None:
+    """Against the arrays in float64; a channel that a set does not have is exactly 0."""
+    bands = Pixels(
+        ("nir", "green", "blue"),
+        "uint16",
+        (9.0, 99.0, 0.0),
+        (999.0, 60_000.0, 9e3),
+        (0.2, 0.3, 0.4),
+        (0.1, 0.2, 0.3),
+        500.0,
+    )
+    maps = Pixels(("blue", "height"), "float32", (-2.0, -99.0), (2.0, 99.0), (0.6, 0.7), (0.3, 0.2))
+    make_dataset(sets / "bands", {"train": 30}, pixels=bands)
+    make_dataset(sets / "maps", {"train": 30}, pixels=maps)
+    data = opened(sets, "{path: bands, weight: 1}, {path: maps, weight: 1}")
+    split, model = data.split, data.split.pixels
+    assert isinstance(split, MixedSplit)
+    assert (model.channels, model.batch_type) == ((*RGB8.channels, "nir", "height"), "float32")
+    assert (model.mean, model.std) == ((0.5, 0.5, 0.5, 0.2, 0.7), (0.5, 0.5, 0.5, 0.1, 0.2))
+    assert data.dataset.pixels == model
+    for word in ("bands has no red", "maps has no red, green, nir", "a has no nir, height"):
+        assert any(word in note for note in split.notes())
+    assert (
+        Pixels(**{name: tuple(value) if isinstance(value, list) else value for name, value in model.to_dict().items()})
+        == model
+    )
+    assert read_all(split, model).keys() == set(range(150))
+    for row, found in read_all(split, model).items():
+        part, own = split.part_of(row)
+        of_set, image = part.pixels, decode(ShardReader(part).read(own), pixels=part.pixels).astype(np.float64)
+        share = ((image - of_set.low) / np.subtract(of_set.high, of_set.low)).clip(0, 1)
+        share[image == (of_set.nodata or -1)] = 0
+        for place, channel in enumerate(model.channels):
+            if channel not in of_set.channels:
+                assert not found[place].any()
+                continue
+            expected = (share[..., of_set.channels.index(channel)] - model.mean[place]) / model.std[place]
+            assert np.abs(found[place] - expected).max() < 1e-5
+    for one in (bands, maps, RGB8):
+        assert model.reading(one, "", "").low == one.low
+    with pytest.raises(UserError, match=r"height.*\(depth\)"):
+        model.reading(replace(RGB8, channels=("depth",), low=(0,), high=(1,), mean=(0.5,), std=(1,)), "weights", "data")
+
+
+def test_sets_of_the_same_channels_and_type_are_read_by_the_first_range_and_their_own_nodata(sets: Path) -> None:
     make_dataset(sets / "dark", {"train": 30}, pixels=Pixels(high=(90.0, 80.0, 70.0)))
-    assert any("dark" in note and "range" in note for note in opened(sets, "{path: dark, weight: 1}").notes())
-    make_dataset(sets / "holes", {"train": 30}, pixels=Pixels(nodata=255.0))
-    with pytest.raises(UserError, match=r"holes.*nodata"):
-        opened(sets, "{path: holes, weight: 1}")
+    make_dataset(sets / "holes", {"train": 30}, pixels=Pixels(nodata=200.0))
+    data = opened(sets, "{path: dark, weight: 1}, {path: holes, weight: 1}")
+    assert [note.endswith("a") for note in data.notes() if "range" in note] == [True]
+    split = data.split
+    assert isinstance(split, MixedSplit)
+    assert split.pixels == RGB8
+    for row, found in read_all(split, split.pixels).items():
+        part, own = split.part_of(row)
+        image = decode(ShardReader(part).read(own)).astype(np.float32)
+        image[image == (part.pixels.nodata or -1)] = 0
+        assert np.array_equal(found, (image / np.float32(127.5) - 1).transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(("num_images", "has"), [(0, "no images"), (10, "images, but no labels")])
@@ -261,7 +324,7 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
                 open_run_data(trained, 0, 20, labels)
     probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
     with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
-        open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train))
+        open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train), RGB8)
 
 
 def test_sets_with_one_and_with_several_labels_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

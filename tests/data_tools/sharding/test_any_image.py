@@ -396,6 +396,56 @@ def test_a_data_set_of_arrays_in_parquet(ray_cluster: int, tmp_path: Path) -> No
             shard.run(settings(tmp_path / f"{name}.parquet", tmp_path / "no"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"), [("uint16", "012"), ("float32", "012"), ("uint8", ["red", "green", "blue"])]
+)
+def test_a_missing_channel_is_its_mean_of_the_others(
+    kind: str, named: list[str], ray_cluster: int, tmp_path: Path, capfd
+) -> None:
+    """Seeded. All is known from the files alone: an index of the tars finds the same."""
+    written = {key: (values / 20).astype(kind) for key, values in arrays(kind, 3).items()}
+    has = {key: np.random.default_rng(number).permutation(3) > number % 3 - 1 for number, key in enumerate(written)}
+    files = {
+        f"{key}-{name}.tiff": tiff(values[..., place])
+        for key, values in written.items()
+        for place, name in enumerate(named)
+        if has[key][place]
+    }
+    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "channels": list(named), "merge_copies": True}
+    source, num_lacking = write_folder(files, tmp_path / "raw"), sum(not any_of.all() for any_of in has.values())
+    dataset = shard.run(settings(source, tmp_path / "out", missing_channels="mean", **joining))
+    said, found, pixels = capfd.readouterr().out, stored(dataset), dataset.pixels
+    assert num_lacking == 8
+    assert f"{num_lacking} images with fewer channels" in said
+    assert found.keys() == written.keys()
+    for place in range(3):
+        there = np.concatenate([values[..., place].ravel() for key, values in written.items() if has[key][place]])
+        low, high = pixels.low[place], pixels.high[place]
+        scaled = (there.clip(low, high).astype(np.float64) - low) / (high - low)
+        assert pixels.mean[place] == pytest.approx(scaled.mean(), abs=1e-9 if kind != "float32" else 1e-3)
+        assert pixels.std[place] == pytest.approx(scaled.std(), abs=1e-9 if kind != "float32" else 1e-3)
+        mean = np.float64(low + pixels.mean[place] * (high - low))
+        for key, values in written.items():
+            filled = (mean if kind == "float32" else np.rint(mean)).astype(kind)
+            assert np.array_equal(
+                found[key][..., place], values[..., place] if has[key][place] else np.full((18, 22), filled)
+            )
+    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
+        for member in (member for member in tar if member.name.endswith("tiff")):
+            plain = tifffile.imread(io.BytesIO(tar.extractfile(member).read()))
+            key = member.name.removesuffix(".tiff")
+            assert np.array_equal(plain, written[key][..., has[key]].squeeze(2 if has[key].sum() == 1 else ()))
+    for path in (tmp_path / "out").glob("*.tar"):
+        (tmp_path / "tars").mkdir(exist_ok=True)
+        (tmp_path / "tars" / path.name).write_bytes(path.read_bytes())
+    indexed = index.run(IndexConfig(source=str(tmp_path / "tars")))
+    assert f"{num_lacking} images with fewer channels" in capfd.readouterr().out
+    assert indexed.pixels == pixels
+    verify.run(VerifyConfig(data=str(tmp_path / "out")))
+    complete = shard.run(settings(source, tmp_path / "skipped", max_bad_share=0.9, **joining))
+    check(complete, {key: values for key, values in written.items() if has[key].all()})
+
+
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
     written = arrays("uint16", 2, 4)
     written["dog/01"][..., 0] = written["cat/00"][..., 0]  # The same first file.
