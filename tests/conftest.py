@@ -21,7 +21,6 @@ from tiny import make_dataset
 
 from pipeline import ray_tasks
 from pipeline.process import waits
-from pipeline.process.running_time import running_time
 from pipeline.process.start import without_collection
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
@@ -61,7 +60,6 @@ def notice_after_600(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
     monkeypatch.setattr(waits, "_AGAIN_SECONDS", 1e6)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=lambda seconds: time.sleep(0.002))
     monkeypatch.setattr(waits, "time", clock)
-    monkeypatch.setattr(waits, "running_time", lambda: running_time() + ahead[0])
     monkeypatch.setattr(waits, "_board", waits._Board())
     return forward
 

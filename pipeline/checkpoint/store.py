@@ -36,7 +36,6 @@ from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.process.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
-from pipeline.process.running_time import running_time
 
 if TYPE_CHECKING:  # The writer process starts in 0.2 s without it.
     from pipeline.settings.run import RunConfig
@@ -127,22 +126,22 @@ class Reach:
 
     def __init__(self) -> None:
         self._begun: dict[int, float] = {}  # By thread.
-        self._since = running_time()
+        self._since = time.monotonic()
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """A small request of this thread."""
-        begin = self._begun[threading.get_ident()] = running_time()
+        begin = self._begun[threading.get_ident()] = time.monotonic()
         try:
             yield
         finally:
             del self._begun[threading.get_ident()]
-            if running_time() - begin > SILENCE_SECONDS:
-                self._since = running_time()
+            if time.monotonic() - begin > SILENCE_SECONDS:
+                self._since = time.monotonic()
 
     def seconds_since(self, moment: float) -> float:
-        """Seconds since `moment` (`running_time`) or since the last outage; 0 during one."""
-        now = running_time()
+        """Seconds since `moment` (time.monotonic) or since the last outage; 0 during one."""
+        now = time.monotonic()
         if any(now - begin > SILENCE_SECONDS for begin in self._begun.copy().values()):
             return 0.0
         return now - max(moment, self._since)
@@ -289,7 +288,7 @@ class Checkpoints:
     def clean_up(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
         """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
         reach = Reach()
-        seen, since = self._progress(), running_time()
+        seen, since = self._progress(), time.monotonic()
         said = False
         while seen and reach.seconds_since(since) < silence:
             time.sleep(min(0.2, silence / 4))
@@ -299,7 +298,7 @@ class Checkpoints:
                 if now and not said:
                     say(f"{self.folder}: a checkpoint is still being written by the previous run: waiting for it")
                     said = True
-                seen, since = now, running_time()
+                seen, since = now, time.monotonic()
         for path in self.unfinished():
             self.discard(path)
         if isinstance(self.folder, Path):

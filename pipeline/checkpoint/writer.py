@@ -54,7 +54,6 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, to_path
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.process import waits
 from pipeline.process.committed import Checksum
-from pipeline.process.running_time import running_time
 
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
@@ -227,7 +226,7 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
                 parts[rank] = status.part
             last, since = heard.get(rank, (WriterStatus(), 0.0))
             if rank not in heard or status != last:
-                heard[rank] = status, running_time()
+                heard[rank] = status, time.monotonic()
             elif reach.seconds_since(since) > give_up:
                 raise LostWriterError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "

@@ -96,7 +96,7 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
 def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
     """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
     objective = on_meta.make(cls, config, (shallow(model, config.train.freeze) or [model])[0], torch.float32)
-    with across_ranks.on_meta(1) as others, on_meta.QuickOperators():
+    with across_ranks.on_meta(1) as others:
         on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
     return others.are_asked
 
@@ -189,7 +189,7 @@ def _saved_by(
     for module in added:
         module.register_forward_hook(leave_added)
     kept_by = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with OperatorsOfAGpu(), on_meta.QuickOperators(), kept_by:
+    with OperatorsOfAGpu(), kept_by:
         out = forward()
     assert out.is_meta
     outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)

@@ -50,7 +50,7 @@ def traffic(config: Config, micro_batch: int, dtype: torch.dtype) -> tuple[Traff
 def _count(config: Config, images: int, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
     with torch.device("meta"):
         model = build(config).to(dtype)
-    with OperatorsOfAGpu(), on_meta.QuickOperators():
+    with OperatorsOfAGpu():
         with _Counting() as forward:
             logits = model(*meta_inputs(config, images, dtype))
         with _Counting() as backward:

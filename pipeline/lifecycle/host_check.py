@@ -1,4 +1,4 @@
-"""Checks a run's hosts before the start (versions, paths, disk, clock, network) and writes DeepSpeed's environment file.
+"""Checks a run's hosts before the start (versions, paths, disk, network) and writes DeepSpeed's environment file.
 
 `python -m pipeline.lifecycle.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -44,7 +43,7 @@ _ANSWER = b"host_check: "
 
 @dataclass(frozen=True)
 class Answer:
-    """Properties of a host. missing: requested paths that do not exist. port: where it accepts the measuring connection."""
+    """Properties of a host. missing: requested paths that do not exist. port: where it accepts a connection, as ranks do."""
 
     versions: dict[str, str]
     missing: list[str]
@@ -104,7 +103,7 @@ def write_environment(launch: LaunchConfig) -> list[str]:
 
 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-    """Return one host's `answer`, with its clock offset; or {"error": reason} if there is none."""
+    """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of its ranks are."""
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
@@ -133,7 +132,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
         facts: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
-        facts["clock_offset"] = _clock_offset(facts["addresses"], facts["port"])
+        _connect(facts["addresses"], facts["port"]).close()
         return facts
     except (OSError, ValueError) as error:
         return {"error": str(error)}
@@ -185,8 +184,6 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
             lines.append(f"{host}: has no permission to write to the output folder")
         if a["free_bytes"] < config.min_free_gb * 1e9:
             lines.append(f"{host}: {a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}")
-        if abs(a["clock_offset"]) > config.max_clock_offset:
-            lines.append(f"{host}: its clock is {a['clock_offset']:+.1f} s from this host's")
         if on_gpus and slots[host] > a["gpus"]:
             lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
     return lines
@@ -194,30 +191,14 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
 
 def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
     """Return a text table, one line per host."""
-    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free", "clock"]]
+    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free"]]
     for (host, number), a in zip(slots.items(), answers, strict=True):
         if "error" in a:
-            rows.append([host, str(number), *["-"] * 6])
+            rows.append([host, str(number), *["-"] * 5])
             continue
-        rows.append(
-            [host, str(number), str(a["gpus"]), str(a["cores"]), a["versions"]["torch"], a["versions"]["deepspeed"],
-             f"{a['free_bytes'] / 1e9:,.0f} GB", f"{a['clock_offset']:+.3f} s"]
-        )  # fmt: skip
+        versions, free = a["versions"], f"{a['free_bytes'] / 1e9:,.0f} GB"
+        rows.append([host, *map(str, (number, a["gpus"], a["cores"])), versions["torch"], versions["deepspeed"], free])
     return "\n".join(aligned(rows))
-
-
-def _clock_offset(addresses: Sequence[str], port: int) -> float:
-    """A host's clock minus this one's in seconds, asked over a connection to `_serve`, as those that ranks make to each other."""
-    connection = _connect(addresses, port)
-    with connection, connection.makefile("rb") as replies:
-        offsets = []
-        for _ in range(5):
-            begin = time.time()
-            connection.sendall(b"t")
-            theirs = float(replies.readline())
-            end = time.time()
-            offsets.append((end - begin, theirs - (begin + end) / 2))
-    return min(offsets)[1]
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket:
@@ -228,16 +209,6 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
         except OSError as error:
             last = error
     raise OSError(f"none of {', '.join(addresses)} can be reached at port {port}: {last}")
-
-
-def _serve(listener: socket.socket) -> None:
-    """Serve one connection of `_clock_offset`."""
-    connection, _ = listener.accept()
-    with connection:
-        connection.settimeout(_START_SECONDS)  # The host that asks may die.
-        for _ in range(5):
-            connection.recv(1)
-            connection.sendall(f"{time.time()}\n".encode())
 
 
 def _own_addresses() -> list[str]:
@@ -270,4 +241,4 @@ if __name__ == "__main__":
     with socket.create_server(("", 0)) as server:
         server.settimeout(_START_SECONDS)
         print(_ANSWER.decode() + json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
-        _serve(server)
+        server.accept()[0].close()

@@ -1,7 +1,7 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
 A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
-`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/lifecycle/launcher_process.py).
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline.process.launcher_process.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
 process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
 accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
@@ -35,10 +35,11 @@ from pipeline.base.errors import (
     mistake_in_words,
 )
 from pipeline.base.words import how_to_resume, on_one_line
-from pipeline.lifecycle.launcher_process import find_launcher
 from pipeline.lifecycle.rank_store import RankStore
 from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.process import waits
+from pipeline.process.launcher import key_of_start
+from pipeline.process.launcher_process import end_restarts, find_launcher
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
@@ -166,7 +167,7 @@ class Stop:
                 if where:
                     time.sleep(_POLL_SECONDS)  # Rank 0, which may have the same error, goes first.
                 if not self._told("end"):
-                    self._store.set(_key("end"), f"{how} {where}{line}")
+                    self._store.set(key_of_start("end"), f"{how} {where}{line}")
                 self._thread.join(_END_SECONDS)  # The thread ends this process, as on the other ranks.
         self._record(how, line + (asked if how == "failed" else ""))
 
@@ -284,12 +285,12 @@ class Stop:
         self._say_stopped(RESUME, reason)
         with contextlib.suppress(OSError):
             self.show_end("stopped", reason)
-        alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME])
+        alone = threading.Timer(_FAREWELL_SECONDS, _exit, [RESUME, reason])
         alone.daemon = True
         alone.start()
         with contextlib.suppress(RuntimeError):  # Another rank has exited already.
             self._ranks.barrier()
-        _exit(RESUME)
+        _exit(RESUME, reason)
 
     # ------------------------------------------------------------------ after the loss of another rank
     def _leave_lost(self, error: str) -> NoReturn:
@@ -303,7 +304,7 @@ class Stop:
             said = os.dup(2)
             self.folder.take_stderr()  # torch prints C++ frames when the store is lost.
         try:
-            speaks = self._store.add(_key("speaker"), 1) == 1
+            speaks = self._store.add(key_of_start("speaker"), 1) == 1
         except RuntimeError:  # The store is lost, so rank 0, which hosts it, is.
             speaks = self.folder.rank == 1
         self._record("failed", line)
@@ -366,8 +367,8 @@ class Stop:
     def _told(self, name: str) -> str:
         """What a rank has told the others: why they are to "stop", or how and why they "end"; empty if nothing."""
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
-            if self._store is not None and self._store.check(_key(name)):
-                return self._store.get(_key(name))
+            if self._store is not None and self._store.check(key_of_start(name)):
+                return self._store.get(key_of_start(name))
         return ""
 
     def _want(self, reason: str) -> None:
@@ -375,7 +376,7 @@ class Stop:
             self.reason = self.reason or reason
             with contextlib.suppress(RuntimeError):
                 if self._store is not None:
-                    self._store.set(_key(), self.reason)
+                    self._store.set(key_of_start("stop"), self.reason)
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
                 self._tell(
@@ -383,7 +384,7 @@ class Stop:
                 )
                 if self._store is not None and self.folder.rank == 0:
                     _spread()
-                _exit(RESUME)
+                _exit(RESUME, reason)
 
     def _tell(self, line: str) -> None:
         if self.folder.rank == 0:
@@ -406,7 +407,10 @@ class Stop:
                 stop_file(self.folder.path).unlink(missing_ok=True)
 
 
-def _exit(code: int) -> NoReturn:
+def _exit(code: int, stopped_by: str = "") -> NoReturn:
+    # torchrun sends SIGTERM to start the ranks again with those of a host that joins or has left.
+    if code == 2 or (code == RESUME and stopped_by != signal.Signals.SIGTERM.name):
+        end_restarts()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -422,11 +426,6 @@ def _spread() -> None:
 
 def _code(how: Ending) -> int:
     return 1 if how == "failed" else 2
-
-
-def _key(name: str = "stop") -> str:
-    # torchrun's store outlives the ranks that it restarts.
-    return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

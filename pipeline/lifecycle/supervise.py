@@ -36,7 +36,6 @@ from pipeline.lifecycle.run_folder import (
 from pipeline.lifecycle.stop import BY_FILE, BY_LAUNCHER, BY_LIMIT
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_outputs
-from pipeline.process.running_time import running_time
 from pipeline.process.start import check_program, silence_broken_output
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.operate import SuperviseConfig
@@ -262,7 +261,7 @@ class Launch:
     def wait(self) -> None:
         """Wait for the last process on all hosts; forwards stop requests of the supervisor to the run."""
         while (left := self._what_is_left()) is not None:
-            now = running_time()
+            now = time.monotonic()
             if self._asked_at == float("inf") and self.signals:
                 self._ask(f"{signal.Signals(self.signals[0]).name}: asking the run to commit and stop")
             elif self._asked_at == float("inf") and now - self._ended_at > _ORPHAN_SECONDS:
@@ -287,7 +286,7 @@ class Launch:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._process.pid:
                     self.code = self._process.returncode = os.waitstatus_to_exitcode(ended[1])
-                    self._ended_at = running_time()
+                    self._ended_at = time.monotonic()
             return "a process on this host"
         except ChildProcessError:
             try:
@@ -295,12 +294,12 @@ class Launch:
             except OSError as error:
                 if not is_outage(error) or self.signals:
                     raise
-                self._ended_at = running_time()  # Ranks on other hosts could not be asked to stop, either.
+                self._ended_at = time.monotonic()  # Ranks on other hosts could not be asked to stop, either.
                 return "perhaps a run"
 
     def _ask(self, line: str) -> None:
         self.say("stop", line)
-        self._asked_at = running_time()
+        self._asked_at = time.monotonic()
         self._made_stop_file = not is_stop_asked(self.folder)
         try:
             stop_file(self.folder).touch()

@@ -23,7 +23,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.words import counted
 from pipeline.process import distributed, waits
-from pipeline.process.running_time import running_time
 
 _EXIT_CODE = 1
 # How long a rank waits for the reports of the others, in seconds; the one that speaks for all is given some more.
@@ -44,7 +43,7 @@ class PublishedWait:
 class Watchdog:
     """Ends a run that makes no progress, and names the rank that the others wait for, with host, step, phase and stack.
 
-    Each rank calls `at` before each phase. After `minutes` (of `running_time`) without a call and without an announced wait of
+    Each rank calls `at` before each phase. After `minutes` without a call and without an announced wait of
     any rank, it writes `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective call
     waits for the others, so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its host is down).
     Then all end with code 1. minutes: 0 is no watchdog. record: called with a line, and whether other ranks are the cause, before the end.
@@ -55,7 +54,7 @@ class Watchdog:
         record: Callable[[str, bool], None] = lambda line, lost_others: None,
     ) -> None:  # fmt: skip
         self.folder, self.rank, self.hosts, self.seconds, self.record = folder, rank, hosts, minutes * 60, record
-        self._at = (running_time(), 0, "start")
+        self._at = (time.monotonic(), 0, "start")
         self._over = threading.Event()
         self._waited_at = -float("inf")  # When a wait that may last was seen last.
         self._published: waits.Wait | None = None
@@ -72,7 +71,7 @@ class Watchdog:
 
         All of them have collective calls, but a rank in "step" always waits for the others; elsewhere its stack shows it.
         """
-        self._at = (running_time(), step, phase)
+        self._at = (time.monotonic(), step, phase)
 
     def close(self) -> None:
         self._over.set()
@@ -82,11 +81,11 @@ class Watchdog:
             since, step, phase = self._at
             with contextlib.suppress(OSError):  # Of a folder that cannot be reached.
                 self._publish()
-                if self._is_waited_for(running_time() - since):
-                    self._waited_at = running_time()
-            idle = running_time() - max(since, self._waited_at)
+                if self._is_waited_for(time.monotonic() - since):
+                    self._waited_at = time.monotonic()
+            idle = time.monotonic() - max(since, self._waited_at)
             if idle > self.seconds and self._at[0] == since:
-                self._end(step, phase, running_time() - since)
+                self._end(step, phase, time.monotonic() - since)
                 return
         with contextlib.suppress(OSError):
             self._withdraw()
@@ -127,7 +126,7 @@ class Watchdog:
 
     def _waits_of_others(self) -> dict[int, PublishedWait]:
         """By rank. The limit counts from when this rank saw the wait first, because clocks of hosts differ."""
-        now, found = running_time(), {}
+        now, found = time.monotonic(), {}
         for file in sorted(self.folder.glob("wait-*.json")):  # One listing, for any number of ranks.
             rank = int(file.stem.removeprefix("wait-"))
             if rank == self.rank or rank >= len(self.hosts):

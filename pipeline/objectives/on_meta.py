@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial, wraps
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Config, ViTConfig, build
@@ -130,86 +128,6 @@ def loss(objective: "Objective", read: "Inputs") -> Tensor:
     return objective(*read)[0]
 
 
-class QuickOperators(TorchDispatchMode):
-    """Within it, common operators on the meta device are quick: PyTorch finds the shapes of most in Python, in 0.3 to 2 ms each.
-
-    Left to PyTorch are all others, and these where an input is on another device or no floating-point number, or the order of the
-    output's elements in memory would follow from the inputs'.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = _RULES.get(func)
-        found = rule(*args) if rule and all(map(_is_plain, tree_leaves(args))) else None
-        return func(*args, **(kwargs or {})) if found is None else found
-
-
-def _is_plain(argument: Any) -> bool:
-    if not isinstance(argument, Tensor):
-        return True
-    return argument.is_meta and argument.is_floating_point()
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)  # A tenth of empty_like's time.
-
-
-def _elementwise(*args: Any) -> Tensor | None:
-    first, *others = (argument for argument in args if isinstance(argument, Tensor))
-    if not all(map(Tensor.is_contiguous, (first, *others))):
-        return None
-    shape, dtype = first.shape, first.dtype
-    for other in others:
-        dtype = dtype if other.dtype == dtype else torch.result_type(_empty(shape, dtype), other)
-        if other.shape != shape:
-            sizes = [{*pair} - {1} for pair in zip_longest(reversed(shape), reversed(other.shape), fillvalue=1)]
-            if any(len(pair) > 1 for pair in sizes):
-                return None  # PyTorch refuses it.
-            shape = torch.Size(pair.pop() if pair else 1 for pair in reversed(sizes))
-    return _empty(shape, dtype)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor | None:
-    return _empty((a.shape[0], b.shape[1]), a.dtype) if a.shape[1] == b.shape[0] else None
-
-
-def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor | None:
-    shapes = [list(tensor.shape) for tensor in tensors]
-    together = sum(shape[dim] for shape in shapes)
-    for shape in shapes:
-        shape[dim] = together
-    are_alike = len({tensor.dtype for tensor in tensors}) == 1 and all(shape == shapes[0] for shape in shapes)
-    return _empty(shapes[0], tensors[0].dtype) if are_alike and all(map(Tensor.is_contiguous, tensors)) else None
-
-
-def _layer_norm(x: Tensor, normalized: Sequence[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    of_positions = (*x.shape[: -len(normalized)], *[1] * len(normalized))
-    return _empty(x.shape, x.dtype), _empty(of_positions, torch.float32), _empty(of_positions, torch.float32)
-
-
-def _layer_norm_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    _, x, _, _, _, weight, bias, wanted = args
-    return tuple(
-        _empty(like.shape, like.dtype) if is_wanted else None
-        for like, is_wanted in zip((x, weight, bias), wanted, strict=True)
-    )
-
-
-_aten = torch.ops.aten
-_RULES: dict[Any, Callable[..., Any]] = {
-    _aten.addmm.default: lambda bias, a, b: _product(a, b),
-    _aten.mm.default: _product,
-    _aten.cat.default: _cat,
-    _aten.native_layer_norm.default: _layer_norm,
-    _aten.native_layer_norm_backward.default: _layer_norm_backward,
-    **dict.fromkeys(
-        [_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.neg.default,
-         _aten.pow.Tensor_Scalar, _aten.sqrt.default, _aten.exp.default, _aten.clamp.default, _aten.clamp_min.default,
-         _aten.relu.default, _aten.gelu.default, _aten.gelu_backward.default, _aten.silu.default],
-        _elementwise,
-    ),
-}  # fmt: skip
-
-
 @remembered
 def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     """Floating-point operations of training on one image: of matrix products and convolutions, forward and backward.
@@ -226,7 +144,7 @@ def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     objective = make(cls, config, model, torch.float32)
     read = inputs(objective, config, _IMAGES, torch.float32)
     begin_step(objective)
-    with QuickOperators(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         found, values = objective(*read)
         found.backward()
     _check_step(objective, config, values)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipeline.base.errors import CrashError, OneRankCrashError, OneRankError, UserError
 from pipeline.base.words import counted
 from pipeline.process import waits
-from pipeline.process.launcher import busy_port, free_port
+from pipeline.process.launcher import busy_port, free_port, key_of_start
 
 T = TypeVar("T")
 # This many missing ranks are named.
@@ -168,8 +168,7 @@ def all_started(
     say = partial(print, file=sys.stderr, flush=True) if speaks else lambda line: None
     crash = OneRankCrashError if speaks and not ranks.is_main else CrashError
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Torchrun's store outlives the ranks that it restarts.
-    count = f"vit_pipeline/started/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    count = key_of_start("started")
     names = [f"{count}/{rank}" for rank in range(ranks.world_size)]
     # Torch's own store joins this one on rank 0. Torchrun's agent has one already.
     hosts_it = ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

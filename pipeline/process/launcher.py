@@ -68,6 +68,13 @@ def ranks_on_host() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
 
 
+def key_of_start(name: str) -> str:
+    """A key of the ranks' store that belongs to this start of the ranks: torchrun's store may outlive ranks that it restarts."""
+    # Of a host that has joined, the number of restarts is another one. With this variable, each start has a store of its own.
+    is_own = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    return f"vit_pipeline/{name}/{0 if is_own else os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
 def refuse_busy_port() -> None:
     """Raise UserError on rank 0 if another process listens on MASTER_PORT, where the ranks connect."""
     port = os.environ.get("MASTER_PORT")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.base.progress import duration
-from pipeline.process.running_time import running_time
 from pipeline.process.start import rank
 
 NOTICE_SECONDS = 2.0
@@ -37,7 +36,7 @@ class Wait:
     kind: str = ""
     is_silent: bool = False
     say: Say | None = None
-    begin: float = field(default_factory=running_time)
+    begin: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
         setting = f" ({self.setting})" if self.setting else ""
@@ -45,7 +44,7 @@ class Wait:
 
     @property
     def age(self) -> float:
-        return running_time() - self.begin
+        return time.monotonic() - self.begin
 
     @property
     def left(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from pipeline.base.errors import CrashError, UserError, exit_code, is_of_one_rank, mistake_in_words
 from pipeline.base.words import counted
 from pipeline.process.launcher import forget_launcher
+from pipeline.process.launcher_process import end_restarts
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
@@ -48,7 +49,7 @@ def main(
     if not by_launcher:
         forget_launcher(starts_launcher)
     try:
-        with mistakes_in_one_line():
+        with mistakes_in_one_line(by_launcher):
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):
                 print(more, end="\n\n")
             settings = read_settings(cls, sys.argv[1:], about, subject, flag)
@@ -108,8 +109,8 @@ def read_settings(
 
 
 @contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """Report a UserError, or an OSError about a path, in one line with exit code 2.
+def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
+    """Report a UserError, or an OSError about a path, in one line with exit code 2. by_launcher: it may be a rank of a launcher.
 
     A CrashError, and the failure of a disk or a file server, is reported in one line with exit code 1, Ctrl-C with exit code 130.
     """
@@ -137,6 +138,8 @@ def mistakes_in_one_line() -> Iterator[None]:
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
         else:
             _let_rank_0_speak()
+        if by_launcher and exit_code(error) == 2:
+            end_restarts()
         sys.exit(exit_code(error))
 
 

@@ -44,7 +44,6 @@ from pipeline.checkpoint.writer import WriterError, save
 from pipeline.data.storage.retry import Retry
 from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
-from pipeline.process.running_time import RunningClock
 
 ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -341,7 +340,7 @@ def test_a_checkpoint_is_read_again_while_the_file_server_fails(
         committed.newest_complete(tmp_path)
     failures["state.json"] = 10**6  # As on a disk with a bad sector.
     clock = itertools.count(step=100.0)
-    monkeypatch.setattr(waits, "running_time", lambda: next(clock))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
     assert verify(path) == "state.json cannot be read (Stale file handle)"
     failures["checksums.json"] = 10**6
     assert verify(path) == "checksums.json cannot be read (Stale file handle)"
@@ -410,8 +409,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] = time
     """What waits in a writer or for one goes by this clock."""
     now = [0.0]
     for module in (store, writer):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep))
-        monkeypatch.setattr(module, "running_time", lambda: now[0])
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
     return now
 
 
@@ -430,23 +428,6 @@ def test_what_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert newest_complete(tmp_path) == "step-00000020"
     assert len(said) == 1
     assert "waiting" in said[0]
-
-
-def test_writers_that_were_suspended_together_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's, which looks for a heartbeat in vain, is the first to run again."""
-    pauses = iter((1.0, 3600.0, 1.0))
-
-    def pause(seconds: float) -> None:
-        if (passing := next(pauses, None)) is None:
-            save(*job(tmp_path, 20, 1, 2))
-        now[0] += passing or 0.0
-
-    now = clock(monkeypatch, sleep=pause)
-    running_clock = RunningClock(lambda: now[0])
-    for module in (store, writer):
-        monkeypatch.setattr(module, "running_time", running_clock.seconds)
-    save(*job(tmp_path, 20, 0, 2))
-    assert newest_complete(tmp_path) == "step-00000020"
 
 
 # -------------------------------------------------------------------- in a bucket

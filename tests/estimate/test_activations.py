@@ -1,16 +1,13 @@
 """What the forward pass keeps: counted on the meta device, and of real tensors by the same hooks of autograd's."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from live_tensors import operators_of_a_gpu
 from model_parts import ALL_PARTS
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pipeline.estimate import activations, operators
 from pipeline.estimate.activations import saved_bytes
@@ -104,51 +101,3 @@ def test_it_grows_with_the_batch() -> None:
     assert saved_bytes(config, 1, torch.float32, False).total == pytest.approx(2 * one, rel=0.02)
     assert saved_bytes(config, 1, torch.bfloat16, True).total < one / 10
     assert input_bytes(config.image_size, 2, "fp32") == 2 * 3 * 384 * 384 * 4
-
-
-def described(found: Any) -> list[Any]:
-    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-    return [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]
-
-
-# Operators of tensors of shapes (3, 5, 8), (8,) and (5, 1).
-OPERATORS: dict[str, Callable[..., Tensor]] = {
-    "norm": lambda x, y, z: F.layer_norm(x, (8,)),
-    "norm with weights": lambda x, y, z: F.layer_norm(x, (8,), y, y + 1),
-    "norm of a slice": lambda x, y, z: F.layer_norm(x[:, 1:], (8,), y),
-    "dense layer": lambda x, y, z: F.linear(x, x[0], z[:, 0]),
-    "product of matrices": lambda x, y, z: x[0] @ x[1].T,
-    "elements": lambda x, y, z: F.gelu(x + y) - F.relu(z * 2) / x.exp().clamp(min=1) + x.sqrt() ** 2 - F.silu(-x),
-    "of another type": lambda x, y, z: x.float() * y + z.double(),
-    "one number": lambda x, y, z: (x.sum() - 1) * y.double() + x.mean().clamp(0, 1),
-    "transposed": lambda x, y, z: (x.transpose(0, 1) * 2).mT + F.gelu(x.transpose(0, 1)).mT,
-    "of integers": lambda x, y, z: x * torch.arange(8, device="meta") + torch.arange(8, device="meta") / 3,
-    "together": lambda x, y, z: torch.cat([x, x * y, x[:1]]) + torch.cat([x, z[None].expand(3, 5, 2)], dim=-1).sum(),
-    "types together": lambda x, y, z: torch.cat([x.flatten(), y.double()], -1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
-def test_quick_operators_save_and_return_what_those_of_pytorch_do(
-    operators: Callable[..., Tensor], dtype: torch.dtype
-) -> None:
-    def seen() -> list[Any]:
-        inputs = [torch.empty(n, dtype=dtype, device="meta", requires_grad=True) for n in ((3, 5, 8), (8,), (5, 1))]
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-            out = operators(*inputs)
-        gradients = torch.autograd.grad(out.sum(), inputs, allow_unused=True)
-        return [described(saved), described(out), described(gradients)]
-
-    expected = seen()
-    with on_meta.QuickOperators():
-        assert seen() == expected
-
-
-def test_quick_operators_refuse_what_pytorch_refuses() -> None:
-    x, y = torch.empty(3, 5, device="meta"), torch.empty(4, 5, device="meta")
-    with on_meta.QuickOperators():
-        for wrong in (torch.add, torch.mm, lambda *both: torch.cat(both, 1)):
-            with pytest.raises(RuntimeError, match=r"[Ss]ize|must match|same reduction dim"):
-                wrong(x, y)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,28 @@ mount -t tmpfs tmpfs /run
 mkdir /run/sshd
 exec /usr/sbin/sshd -D -e -f "$1"
 """
+
+
+@dataclass(frozen=True)
+class Site:
+    """Three hosts, what their user has (`folder`: this repository; the data), and that user's environment."""
+
+    nodes: list[Host]
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self, *command: str | Path, log: Path) -> subprocess.Popen:
+        """A command on node1, where the user is."""
+        with open(log, "w") as file:
+            return self.nodes[0].start(
+                *command, cwd=self.folder, env=self.environment, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def run(self, *command: str | Path) -> tuple[int, str]:
+        """Its exit code and what it prints."""
+        log = self.folder / "command.log"
+        code = self.start(*command, log=log).wait(timeout=500)
+        return code, log.read_text()
 
 
 def readme_commands() -> list[list[str]]:

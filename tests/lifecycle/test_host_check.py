@@ -15,9 +15,7 @@ from pipeline.lifecycle.host_check import problems
 from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
-ANSWER = {
-    "versions": {}, "missing": [], "writable": True, "free_bytes": 10**12, "gpus": 0, "cores": 2, "clock_offset": 0.0,
-}  # fmt: skip
+ANSWER = {"versions": {}, "missing": [], "writable": True, "free_bytes": 10**12, "gpus": 0, "cores": 2}
 
 
 def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +36,6 @@ def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     found = host_check.ask("node1", ["/nowhere"], str(tmp_path))
     assert found["missing"] == ["/nowhere"]
-    assert abs(found["clock_offset"]) < 1
 
 
 def test_what_is_installed_on_no_host_is_missing_on_all() -> None:

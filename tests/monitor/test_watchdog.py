@@ -19,7 +19,6 @@ from pipeline.lifecycle.run_folder import RunFolder, Status, forget_last_start, 
 from pipeline.monitor import watchdog
 from pipeline.monitor.watchdog import diagnosis
 from pipeline.process import waits
-from pipeline.process.running_time import RunningClock
 
 FORK = multiprocessing.get_context("fork")  # A rank that need not import what this process has imported.
 
@@ -59,42 +58,6 @@ def test_clocks_that_differ_by_hours_hide_no_report(tmp_path: Path) -> None:
     for hours in (-5, 5):
         os.utime(tmp_path / "rank-00001.txt", (now, now + 3600 * hours))
         assert [report.startswith(reads) for report in dogs[0]._read().values()] == [False, True]
-
-
-def test_a_process_that_was_stopped_itself_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ctrl-Z, or a scheduler that suspends jobs: what passed meanwhile does not count, what passes afterwards does."""
-    now, ends = 0.0, []
-
-    class Over:
-        """Each wait takes the next of these seconds; after the last, the run is over."""
-
-        def __init__(self, *seconds: float) -> None:
-            self.seconds = iter(seconds)
-
-        def wait(self, timeout: float) -> bool:
-            nonlocal now
-            passed = next(self.seconds, None)
-            now += passed or 0
-            return passed is None
-
-    def end(step: int, phase: str, seconds: float) -> None:
-        ends.append(seconds)
-
-    monkeypatch.setattr(watchdog, "running_time", RunningClock(lambda: now).seconds)
-    dog = watchdog.Watchdog(tmp_path, 0, ["a"], minutes=0)  # Without a thread.
-    dog.seconds = 10
-    monkeypatch.setattr(dog, "_end", end)
-    for passing, expected in (
-        ((4, 4), []),
-        ((4, 700, 4), []),
-        ((4, 4, 4), [12]),
-        ((700, 4, 4, 4), [12]),
-    ):
-        dog.at(1, "step")
-        monkeypatch.setattr(dog, "_over", Over(*passing))
-        dog._watch()
-        assert ends == expected
-        ends.clear()
 
 
 def read_from_a_dead_disk(seconds: float) -> None:

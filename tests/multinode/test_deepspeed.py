@@ -4,71 +4,23 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hosts
 import psutil
 import pytest
 import yaml
-from cluster import CPU_RANKS, PATH, copy_repository, start_sshd, wait_for, write_ssh
+from cluster import CPU_RANKS, Site, wait_for
 from hosts import Host
 from polling import until
-from ranks import ROOT, metrics, settings, without_mlflow
+from ranks import metrics, settings
 
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
 STEPS = 36
 # 3 ranks, and 2 once node3 is gone.
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
-
-
-@dataclass(frozen=True)
-class Site:
-    """Three hosts, what their user has (`folder`: this repository; the data), and that user's environment."""
-
-    nodes: list[Host]
-    folder: Path
-    environment: dict[str, str]
-
-    def start(self, *command: str | Path, log: Path) -> subprocess.Popen:
-        """A command on node1, where the user is."""
-        with open(log, "w") as file:
-            return self.nodes[0].start(
-                *command, cwd=self.folder, env=self.environment, stdout=file, stderr=subprocess.STDOUT
-            )
-
-    def run(self, *command: str | Path) -> tuple[int, str]:
-        """Its exit code and what it prints."""
-        log = self.folder / "command.log"
-        code = self.start(*command, log=log).wait(timeout=500)
-        return code, log.read_text()
-
-
-@pytest.fixture(scope="module")
-def site(can_have_hosts: None, can_have_ssh: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    home = tmp_path_factory.mktemp("site")
-    folder = copy_repository(home / "vit")
-    with hosts.network(3, [home, ROOT, Path(sys.prefix)]) as nodes:
-        client = write_ssh(home, nodes)
-        (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name, slots in SLOTS.items()))
-        environment = {
-            "PATH": PATH,
-            "HOME": str(home),
-            "PDSH_SSH_ARGS_APPEND": f"-F {client}",
-            "PDSH_RCMD_TYPE": "ssh",
-            **CPU_RANKS,
-            "PYTHONPATH": without_mlflow(home),
-        }
-        daemons = [start_sshd(node, home) for node in nodes]
-        yield Site(nodes, folder, environment)
-        for node, daemon in zip(nodes, daemons, strict=True):
-            node.kill()
-            daemon.wait()
 
 
 def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.base.errors import Interrupted, OneRankError, is_outage
 from pipeline.base.words import on_one_line
-from pipeline.process.running_time import running_time
 from pipeline.process.waits import Wait, waiting
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Retry:
                 for pattern, advice in _PERMANENT.items():
                     if re.search(pattern, reason):
                         raise StorageError(f"{url}: {advice}. ({short})") from None
-                now = running_time()
+                now = time.monotonic()
                 if not deadline:
                     deadline, wait.is_silent = now + self.seconds, False
                 if now >= deadline:

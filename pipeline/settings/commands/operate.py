@@ -113,7 +113,6 @@ class HostsConfig:
         "Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets].",
     )
     min_free_gb: float = setting(20.0, "Free space that the output folder needs, in GB.", min=0)
-    max_clock_offset: float = setting(5.0, "Largest accepted difference from this host's clock, in seconds.", min=0)
 
 
 @dataclass(frozen=True, kw_only=True)

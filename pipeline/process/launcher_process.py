@@ -55,6 +55,18 @@ def find_launcher() -> LauncherProcess | None:
     return found
 
 
+def end_restarts() -> None:
+    """Make torchrun end instead of starting the ranks of this host again, of which a mistake would be repeated, and a stop be undone.
+
+    Its agent knows no exit code after which it does not restart, but ends when it is asked to.
+    """
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+        launcher = find_launcher()
+        if launcher and launcher.name in _TORCHRUN:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(launcher.pid, signal.SIGTERM)
+
+
 def _started_over_ssh(launcher: int, parent: int) -> bool:
     """Whether `parent` is the sshd of the launcher's session; False if the launcher was detached (nohup, setsid)."""
     with contextlib.suppress(OSError, ValueError):
