@@ -18,6 +18,7 @@ from ranks import metrics, settings
 
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
+pytestmark = pytest.mark.hosts
 STEPS = 36
 # 3 ranks, and 2 once node3 is gone.
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
