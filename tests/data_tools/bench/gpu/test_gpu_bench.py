@@ -1,4 +1,4 @@
-"""The benchmark on a GPU, on a CPU: its whole path, its time budget, and what survives failures and kills; the predictions."""
+"""The benchmark on a GPU, on a CPU: its whole path, its time budget, and what survives failures and kills."""
 
 import json
 import os
@@ -12,9 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import forked
-import measure_operations
 import pytest
-import torch
 from forked import Forge
 
 from data_tools.bench import apart
@@ -26,83 +24,12 @@ from data_tools.bench.gpu.gpu_step import DEFAULTS, Case, Setup
 from data_tools.bench.record import BenchRecord
 from pipeline.base.errors import UserError
 from pipeline.estimate.memory import rank_memory
-from pipeline.estimate.operators import ATTENTION, GELU, MATRICES, NORMS, OTHER, traffic
-from pipeline.model import ViTConfig, configure, training_flops_per_image
 from pipeline.process.outputs import try_outputs
 from pipeline.settings import schema
 from pipeline.settings.commands.bench import GpuBenchConfig
 
 ROOT = Path(__file__).parents[4]
 TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")
-
-
-# ---------------------------------------------------------------------- predictions
-@pytest.mark.parametrize(
-    ("name", "pixels"), [("ViT-L/16", 224), ("ViT-L/16", 384), ("ViT-H/14", 224), ("ViT-B/16", 224)]
-)
-def test_predicted_arithmetic_is_that_of_the_model(name: str, pixels: int) -> None:
-    config = configure(name, pixels, 1000)
-    found = measure_operations.operations(config, 8)
-    flops = sum(o.model_flops * (config.depth if o.in_block else 1) for o in found)
-    assert flops == pytest.approx(8 * training_flops_per_image(config), rel=1e-12)
-
-
-def test_bounds_by_hand() -> None:
-    """L/16 at 224 px on an H100: 197 tokens, D 1024."""
-    sheet = measure_operations.find_sheet("NVIDIA H100 80GB HBM3")
-    assert sheet is not None
-    assert (sheet.kind, sheet.tflops, sheet.bandwidth) == ("H100", 989.0, 3.35e12)
-    config = configure("ViT-L/16", 224, 1000)
-    found = {o.name: o for o in measure_operations.operations(config, 128)}
-    tokens = 128 * 197
-    assert found["qkv products"].flops == 6 * tokens * 1024 * 3072
-    assert found["qkv products"].seconds(sheet) == 6 * tokens * 1024 * 3072 / 989e12
-    assert found["GELU"].seconds(sheet) == pytest.approx(2 * tokens * 4096 * 5 / 3.35e12)
-    whole, reached = (
-        measure_operations.bound(config, 128, sheet),
-        measure_operations.bound(config, 128, sheet, tflops=790),
-    )
-    assert whole.seconds < reached.seconds
-    assert all(o.seconds(sheet) <= o.seconds(sheet, is_fused=False) for o in found.values())
-    assert found["optimizer"].seconds(sheet) < found["optimizer"].seconds(sheet, is_fused=False)
-    # Less per image with more images, because the optimizer's traffic is the same.
-    assert measure_operations.bound(config, 256, sheet).mfu > whole.mfu
-    assert whole.mfu == pytest.approx(128 * training_flops_per_image(config) / whole.seconds / 989e12)
-    assert measure_operations.find_sheet("some CPU") is None
-
-
-@pytest.mark.slow
-def test_measured_operations_are_recognised() -> None:
-    """In a profile of the real step every row has a time, except the softmax, which is part of attention."""
-    rows = {o.name for o in measure_operations.operations(TINY.config, TINY.batch)}
-    measured = measure_operations.profile(TINY)
-    assert rows - measured.keys() == {"attention softmax", "q, k, v gradients into one"} - measured.keys()
-    others = measured.keys() - rows
-    assert all(name.startswith("other: ") for name in others)
-    assert not [name for name in others if "Optimizer" in name], "it contains operations that count by themselves"
-    assert all(measured[name] > 0 for name in measured.keys() & rows)
-    table = measure_operations.predictions(TINY, None, measured)
-    assert len(table.splitlines()) == 2 + len(rows)
-    assert table.count("not measured") == len(rows - measured.keys())
-
-
-@pytest.mark.parametrize("model", ["ViT-L/16", "ViT-H/14"])
-def test_memory_traffic_counted_by_hand_is_that_of_the_operators_that_run(model: str) -> None:
-    """Two counts with nothing in common. By hand, the norm before the head and the sums outside of blocks are left out."""
-    config = configure(model, 224, 1000)
-    assert isinstance(config, ViTConfig)
-    forward, backward = traffic(config, 64, torch.bfloat16)
-    by_hand = {o.name: o.bytes * (config.depth if o.in_block else 1) for o in measure_operations.operations(config, 64)}
-    kinds = {
-        MATRICES: (["qkv products", "output product", "MLP products", "patch embedding"], 0.01),
-        ATTENTION: (["attention products"], 0.01),
-        GELU: (["GELU"], 0.01),
-        NORMS: (["layer norms"], 0.03),
-        OTHER: (["residuals", "bias gradients", "q, k, v gradients into one"], 0.03),
-    }
-    for kind, (names, tolerance) in kinds.items():
-        counted = forward.bytes[kind] + backward.bytes[kind]
-        assert sum(by_hand[name] for name in names) == pytest.approx(counted, rel=tolerance), kind
 
 
 # ---------------------------------------------------------------------- exactness
