@@ -133,12 +133,12 @@ def load_images(path: str, split: str, most: int) -> list[np.ndarray]:
 def patches(photos: Sequence[np.ndarray], num: int, seed: int) -> list[np.ndarray]:
     rng, found = np.random.default_rng(seed), []
     for number in range(num):
-        photo = photos[number % len(photos)]
-        height, width = photo.shape[:2]
+        whole = photos[number % len(photos)]
+        height, width = whole.shape[:2]
         side, aspect = 2 ** rng.uniform(5, np.log2(min(height, width))), 2 ** rng.uniform(-0.4, 0.4)
         h, w = min(max(round(side * aspect), 24), height), min(max(round(side / aspect), 24), width)
         y, x = rng.integers(height - h + 1), rng.integers(width - w + 1)
-        found.append(np.ascontiguousarray(photo[y : y + h, x : x + w]))
+        found.append(np.ascontiguousarray(whole[y : y + h, x : x + w]))
     return found
 
 
