@@ -1,4 +1,4 @@
-"""CPU time of augmentation, the operations after the crop, and of mixing: the numbers in docs/preprocessing.md.
+"""CPU time of augmentation, the operations after the crop: the numbers in docs/preprocessing.md.
 
     python tests/measure/measure_augmentation.py photos.tar --images 200 --rounds 9
 
@@ -16,9 +16,6 @@ import numpy as np
 import torch
 from measure_loading import read_raw
 
-from pipeline.architecture.pixels import RGB8
-from pipeline.data.loading.loader import normalise
-from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views, train_views
 from pipeline.settings.run import AugmentConfig
 
@@ -56,17 +53,6 @@ def measure(files: list[bytes], side: int, rounds: int) -> None:
     large, small = AugmentConfig(area_min=0.32), AugmentConfig(area_max=0.32)  # DINOv2's crops
     drawn["2 large views, 8 small ones"] = partial(draw, Views(2, side, large), Views(8, side * 3 // 7, small))
     _table(drawn, len(files), rounds)
-
-    batch = torch.randint(0, 256, (64, side, side, 3), dtype=torch.uint8)
-
-    def on_device(mixing: Mixing | None) -> None:
-        images = normalise(batch, torch.device("cpu"), torch.float32, RGB8)
-        if mixing is not None:
-            mix_images(images, torch.ones(len(batch), dtype=torch.bool), mixing)
-
-    box = (side // 4, side // 4, side - side // 4, side - side // 4)
-    mixings = {"normalise": None, "+ Mixup": Mixing(0.7, None), "+ CutMix": Mixing(0.75, box)}
-    _table({name: partial(on_device, mixing) for name, mixing in mixings.items()}, len(batch), rounds)
 
 
 def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int) -> None:

@@ -53,7 +53,7 @@ from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.run import AugmentConfig
 
-_SHORT, _QUALITY, _PER_SHARD, _SHUFFLED, _CLASSES = 256, 95, 500, 1000, 10
+_SHORT, _PER_SHARD, _SHUFFLED, _CLASSES = 256, 500, 1000, 10
 _MEAN, _DEVIATION = (torch.tensor(x)[:, None, None] for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 # (path, class)
 Files = Sequence[tuple[Path, int]]
@@ -216,16 +216,13 @@ def _others(
     given: argparse.Namespace, files: Files, folder: Path, shards: Sequence[str], cores: int
 ) -> Iterator[Contestant]:
     """Other loaders, configured as in their documentation. Each imports its library itself: what is missing is one line of the result."""
-    litdata, mosaic = folder / "litdata", folder / "mosaic"
-    for name, write, path in (("litdata", _write_litdata, litdata), ("streaming", _write_mosaic, mosaic)):
-        try:
-            write(files, path)
-        except ImportError as error:
-            print(f"{name}: not measured, {error}")
+    try:
+        _write_mosaic(files, mosaic := folder / "mosaic")
+    except ImportError as error:
+        print(f"MosaicML streaming: not measured, {error}")
     readers: dict[str, tuple[Callable[..., Iterable[tuple[Any, Any]]], Any, str]] = {
         "files + DataLoader": (_read_files, files, "torch"),
         "webdataset": (_read_webdataset, shards, "webdataset"),
-        "LitData": (_read_litdata, litdata, "litdata"),
         "MosaicML streaming": (_read_mosaic, mosaic, "streaming"),
         "Grain": (_read_grain, files, "grain"),
         "SPDL": (_read_spdl, files, "spdl"),
@@ -248,21 +245,14 @@ def _others(
         yield Contestant(f"DALI, region, {method}", work, cores, "nvidia.dali.fn")
 
 
-class _Files(torch.utils.data.Dataset):
-    """Like torchvision's ImageFolder, with a given view."""
-
-    def __init__(self, files: Files, view: Callable[[bytes], Any]) -> None:
-        self.files, self.view = files, view
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i: int) -> tuple[Any, int]:
-        return self.view(self.files[i][0].read_bytes()), self.files[i][1]
+def _batch(view: Any, part: Files) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(np.stack([view(path.read_bytes()) for path, _ in part])), torch.tensor([k for _, k in part])
 
 
 def _read_files(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    return torch.utils.data.DataLoader(_Files(files, view), batch, shuffle=True, num_workers=workers)
+    """As torchvision's ImageFolder in a DataLoader."""
+    make = partial(_batch, view)
+    return torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=make)  # type: ignore[arg-type]
 
 
 def _read_webdataset(shards: Sequence[str], view: Any, batch: int, workers: int) -> Iterable[Any]:
@@ -273,46 +263,23 @@ def _read_webdataset(shards: Sequence[str], view: Any, batch: int, workers: int)
     return webdataset.WebLoader(dataset, batch_size=None, num_workers=workers)
 
 
-def _with_views(base: Any, view: Any) -> Any:
-    """A class of data sets, whose samples are bytes, with the view in their place."""
-
-    class Samples(base):
-        def __getitem__(self, index: Any) -> tuple[Any, int]:
-            sample = super().__getitem__(index)
-            return view(sample["image"]), sample["label"]
-
-    return Samples
-
-
-def _litdata_sample(file: tuple[Path, int]) -> dict[str, Any]:
-    return {"image": file[0].read_bytes(), "label": file[1]}
-
-
-def _write_litdata(files: Files, folder: Path) -> None:
-    import litdata
-
-    litdata.optimize(_litdata_sample, list(files), str(folder), chunk_bytes="64MB", num_workers=1, verbose=False)
-
-
-def _read_litdata(folder: Path, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    import litdata
-
-    dataset = _with_views(litdata.StreamingDataset, view)(str(folder), shuffle=True)
-    return litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
-
-
 def _write_mosaic(files: Files, folder: Path) -> None:
     import streaming
 
     with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}) as writer:
-        for file in files:
-            writer.write(_litdata_sample(file))
+        for path, label in files:
+            writer.write({"image": path.read_bytes(), "label": label})
 
 
 def _read_mosaic(folder: Path, view: Any, batch: int, workers: int) -> Iterable[Any]:
     import streaming
 
-    dataset = _with_views(streaming.StreamingDataset, view)(local=str(folder), shuffle=True, batch_size=batch)
+    class Samples(streaming.StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[Any, int]:
+            sample = super().__getitem__(index)
+            return view(sample["image"]), sample["label"]
+
+    dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
     return torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers)
 
 
@@ -329,14 +296,9 @@ def _read_spdl(files: Files, view: Any, batch: int, workers: int) -> Iterable[An
     """One batch per thread, its fastest configuration."""
     from spdl.pipeline import PipelineBuilder
 
-    def make(part: Files) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(np.stack([view(path.read_bytes()) for path, _ in part])), torch.tensor(
-            [k for _, k in part]
-        )
-
     shuffled = random.Random(0).sample(files, len(files))
     parts = [shuffled[i : i + batch] for i in range(0, len(shuffled), batch)]
-    pipeline = PipelineBuilder().add_source(parts).pipe(make, concurrency=workers).add_sink(4)
+    pipeline = PipelineBuilder().add_source(parts).pipe(partial(_batch, view), concurrency=workers).add_sink(4)
     with (built := pipeline.build(num_threads=workers)).auto_stop():
         yield from built
 
@@ -372,16 +334,13 @@ def sharding(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[
             work = partial(work, files, out, cores, *arguments)
             return Contestant(f"{name}, cores: {cores}", work, cores, module, partial(_empty, out))
 
-        small = {"resize_short": _SHORT, "jpeg_quality": _QUALITY}
         yield one("ours, inspect=header", "pandas", _ours, {"inspect": "header"})  # pyarrow imports pandas.
         yield one("ours, inspect=decode", "pandas", _ours, {})
         yield one("ShardWriter", "webdataset", _in_processes, _write)
         yield one("ShardWriter + fsync + SHA-256", "webdataset", _in_processes, partial(_write, finish=_sync_and_hash))
         yield one("MDSWriter", "streaming", _in_processes, lambda files, out, i: _write_mosaic(files, out / str(i)))
         for method in ("area", "antialias"):
-            yield one(f"ours, resized, {method}", "pandas", _ours, {**small, "resize_filter": method})
-        yield one("ShardWriter + Pillow, antialias", "webdataset", _in_processes, partial(_write, encode=_shrunk))
-        yield one("img2dataset, area", "img2dataset", _img2dataset)
+            yield one(f"ours, resized, {method}", "pandas", _ours, {"resize_short": _SHORT, "resize_filter": method})
 
 
 def _empty(folder: Path) -> None:
@@ -411,13 +370,13 @@ def _in_processes(files: Files, out: Path, cores: int, write: Callable[[Files, P
     yield len(files)
 
 
-def _write(files: Files, out: Path, number: int, encode: Any = Path.read_bytes, finish: Any = None) -> None:
+def _write(files: Files, out: Path, number: int, finish: Any = None) -> None:
     """Write by ShardWriter. finish: called with the path of each complete shard."""
     import webdataset
 
     with webdataset.ShardWriter(f"{out}/{number}-%06d.tar", maxcount=_PER_SHARD, verbose=0, post=finish) as sink:
         for path, label in files:
-            sink.write({"__key__": path.stem, "jpg": encode(path), "cls": label})
+            sink.write({"__key__": path.stem, "jpg": path.read_bytes(), "cls": label})
 
 
 def _sync_and_hash(path: str) -> None:
@@ -425,29 +384,6 @@ def _sync_and_hash(path: str) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         hashlib.file_digest(file, "sha256")
-
-
-def _shrunk(path: Path) -> bytes:
-    image = Image.open(path).convert("RGB")
-    scale = min(1.0, _SHORT / min(image.size))
-    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=_QUALITY)
-    return buffer.getvalue()
-
-
-def _img2dataset(files: Files, out: Path, cores: int) -> Iterator[int]:
-    """Run img2dataset on file:// URLs, to measure no network. Its start-up is included."""
-    from img2dataset import download
-
-    urls = out.with_name("urls.txt")
-    urls.write_text("".join(f"{path.resolve().as_uri()}\n" for path, _ in files))
-    download(
-        url_list=str(urls), output_folder=str(out), output_format="webdataset", input_format="txt", image_size=_SHORT,
-        resize_mode="keep_ratio", resize_only_if_bigger=True, encode_quality=_QUALITY, processes_count=cores,
-        thread_count=2 * cores, number_sample_per_shard=_PER_SHARD, enable_wandb=False,
-    )  # fmt: skip
-    yield len(files)
 
 
 def main() -> None:

@@ -82,4 +82,4 @@ def test_sharding_and_augmentation_are_measured(source: Path, capsys: pytest.Cap
     assert rows
     assert all(len(row) == 3 for row in rows), rows
     measure_augmentation.measure(read_raw(source, 8), 32, 1)
-    assert len(capsys.readouterr().out.splitlines()) == len(measure_augmentation.SETTINGS) + 5
+    assert len(capsys.readouterr().out.splitlines()) == len(measure_augmentation.SETTINGS) + 2
