@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from data_tools.bench.corpus import NUM_CLASSES, noise_batch
-from data_tools.bench.gpu.gpu_step import pipeline_engine
+from data_tools.bench.gpu_step import Case, pipeline_engine, settings
+from data_tools.bench.noise import NUM_CLASSES, noise_views
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8
 from pipeline.data.loading.loader import Batch, normalise
@@ -27,7 +27,7 @@ from pipeline.monitor.profile import Meter
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.parameters import optimizers
 from pipeline.process.distributed import Ranks, from_environment
-from pipeline.settings.run import EngineConfig, OptimizerConfig
+from pipeline.settings.run import OptimizerConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import start_ranks
 
@@ -37,9 +37,8 @@ _LR = 1e-3
 def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
     """A step as in `loop.py`, with its clock, meter and mean loss of all ranks. Returns the loss."""
     model, optimizer = _model_and_optimizer(given)
-    engine = pipeline_engine(
-        Classification(model, "softmax"), optimizer, EngineConfig(precision=given.precision), given.batch
-    )
+    run = settings(Case(given.model, given.pixels, given.batch, 0.0), f"engine.precision={given.precision}")
+    engine = pipeline_engine(run, Classification(model, "softmax"), optimizer)
     meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
 
     def step(number: int) -> float:
@@ -88,7 +87,7 @@ def main() -> None:
     given = parser.parse_args()
     ranks = from_environment()
     start_ranks(ranks, timeout_minutes=10)
-    batch = noise_batch(given.batch, given.pixels)
+    batch = noise_views([(1, given.pixels, given.pixels)], given.batch)
     steps = [make(given, ranks, batch) for make in (pipeline_step, bare_step)]
     print("loss of the first step: pipeline {:.5f}, bare PyTorch {:.5f}".format(*(step(0) for step in steps)))
     ratios = []
