@@ -91,7 +91,7 @@ DEFAULTS = Setup(engine=True, fused=True, deterministic=True)
 def settings(case: Case, *overrides: str) -> RunConfig:
     """A run of the case, with the defaults."""
     return schema.load(RunConfig, None, [
-        "name=bench", "data.path=none", "data.streams=1", "train.length=1000000 steps", "schedule.warmup=0 steps", f"model.name={case.model}",
+        "name=bench", "data.path=none", "data.streams=1", "train.length=1000000 steps", "schedule.warmup=0 steps", "train.loss=softmax", f"model.name={case.model}",
         f"model.image_size={case.pixels}", f"train.global_batch={case.batch}", f"train.micro_batch={case.batch}", *overrides,
     ])  # fmt: skip
 

@@ -14,7 +14,6 @@ import fnmatch
 import importlib
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,6 @@ def difference(theirs: Any, ours: Any, size: tuple[int, int]) -> float:
     return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
 
 
-warnings.filterwarnings("ignore")
 with tempfile.TemporaryDirectory() as directory:
     if sys.argv[1:]:
         of_timm(sys.argv[1:], Path(directory))
