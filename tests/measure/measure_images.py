@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from measure_loading import Contestant, crop, decode_alone, load_batches, print_table, race, read_files
+from measure_loading import Contestant, crop, decode_alone, load_batches, print_table, race
 
 from data_tools.sharding import shard
 from pipeline.data.dataset.manifest import open_dataset
@@ -50,11 +50,11 @@ def run(config: argparse.Namespace, folder: Path) -> None:
             for n, side, least, most in groups
         ]
         writer = train_views(views, 0, pixels=split.pixels)
-        theirs = partial(tiff_views, [group for group in groups for _ in range(group[0])])
+        each = [group for group in groups for _ in range(group[0])]
         for what, work in (
             ("decode, crop and resize alone", partial(decode_alone, split, writer, config.batch, cores)),
             ("our loader", partial(load_batches, split, writer, config.batch, cores)),
-            ("tifffile + DataLoader", partial(read_files, files, theirs, config.batch, cores)),
+            ("tifffile + DataLoader", partial(read_tiffs, files, each, config.batch, cores)),
         ):
             contestants.append(Contestant(f"{what}, {name}", work, cores))
     print_table(race(contestants, config.rounds))
@@ -89,6 +89,20 @@ def tiff_views(views: Sequence[tuple[int, int, float, float]], data: bytes) -> l
         view = cv2.resize(image[top : top + height, left : left + width], (side, side), interpolation=cv2.INTER_LINEAR)
         made.append(np.ascontiguousarray(cv2.flip(view, 1)) if random.random() < 0.5 else view)
     return made
+
+
+def read_tiffs(
+    files: Sequence[tuple[Path, int]], views: Sequence[tuple[int, int, float, float]], batch: int, workers: int
+) -> Iterator[int]:
+    """Yields the number of images of each batch of torch's DataLoader."""
+    made = partial(collate, views)
+    for found in torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=made):  # type: ignore[arg-type]
+        yield len(found[0])
+
+
+def collate(views: Sequence[tuple[int, int, float, float]], part: Sequence[tuple[Path, int]]) -> list[torch.Tensor]:
+    of_images = [tiff_views(views, path.read_bytes()) for path, _ in part]
+    return [torch.from_numpy(np.stack(arrays)) for arrays in zip(*of_images, strict=True)]
 
 
 if __name__ == "__main__":
