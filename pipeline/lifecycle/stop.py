@@ -1,7 +1,7 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
 A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
-`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline.process.launcher_process.py).
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/process/launcher_process.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
 process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
 accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
