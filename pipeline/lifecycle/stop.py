@@ -31,7 +31,6 @@ from pipeline.base.errors import (
     UserError,
     exit_code,
     is_of_one_rank,
-    is_outage,
     mistake_in_words,
 )
 from pipeline.base.words import how_to_resume, on_one_line
@@ -148,7 +147,7 @@ class Stop:
         if line is None:
             text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
             lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
-            self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)), is_outage(error))
+            self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)))
             if lost_others:
                 self._leave_lost(text)
             self._record("failed", text + asked)
@@ -159,7 +158,7 @@ class Stop:
         )
         alone = is_of_one_rank(error)
         if alone or isinstance(error, CrashError):
-            self.folder.say_failure(line, lost_others=False, outage=is_outage(error))
+            self.folder.say_failure(line, lost_others=False)
         where = f"rank {self.folder.rank} on {socket.gethostname()}: " if self.folder.rank else ""
         if alone and self._store is not None:
             # The others may be blocked in a collective, and would say that this rank was killed.

@@ -1,7 +1,6 @@
 """`deepspeed --hostfile` on three hosts, with sshd and pdsh as on any cluster; one of them dies, and the run is finished."""
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -109,11 +108,12 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     process.wait()
 
 
-def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: Path) -> None:
+def test_a_host_dies_and_the_run_is_finished_on_those_that_the_hostfile_still_names(site: Site, dataset: Path) -> None:
+    """By the supervisor. A person edits the hostfile."""
     from test_train import plain_losses  # Needs torch, which a host without network namespaces is spared.
 
     log = site.folder.parent / "supervise.out"
-    supervise = (sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--")
+    supervise = (sys.executable, "launch/supervise.py", "pause_seconds=1", "--")
     process, folder, run = start_run(site, dataset, "three", f"train.length={STEPS} steps", log=log, before=supervise)
 
     def step() -> int:
@@ -121,23 +121,12 @@ def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: 
         return status.step if status and status.status == "running" else 0
 
     wait_for(lambda: step() >= 6, process, log)
+    (site.folder / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     site.nodes[2].kill()
-    died_at = step()
-    assert died_at < STEPS - 5
+    assert step() < STEPS - 5
     assert process.wait(timeout=500) == 0, log.read_text()
-
-    story = [json.loads(line) for line in (folder / "supervise.jsonl").read_text().splitlines()]
-    told = ("start", "failed", "hosts", "finished")
-    assert [event["event"] for event in story if event["event"] in told] == [
-        "start",
-        "failed",
-        "hosts",
-        "start",
-        "finished",
-    ]
     said = (folder / "log.txt").read_text()
-    assert "24 = 3 ranks x 2 x 4 samples" in said
-    assert "24 = 2 ranks x 2 x 6 samples" in said
+    assert re.findall(r"24 = (\d) ranks", said) == ["3", "2"]
     found = metrics(folder)
     assert list(found) == list(range(1, STEPS + 1))
     # Other samples, or another order, are off by ten percent.
