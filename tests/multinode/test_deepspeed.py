@@ -23,6 +23,10 @@ STEPS = 36
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
 
 
+def write_hostfile(site: Site, slots: dict[str, int]) -> None:
+    (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
+
+
 def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: Path) -> None:
     """All fit; then one that lacks the data, and one that is not there."""
     data, out = site.folder.parent / "elsewhere/data", site.folder.parent / "runs"
@@ -33,6 +37,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
         section, _, field = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[field] = value if field == "env" else yaml.safe_load(value)
     (site.folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    write_hostfile(site, SLOTS)
     ask = (sys.executable, "launch/hosts.py", "hostfile=hosts", "run=run.yaml", "min_free_gb=0")
     code, said = site.run(*ask)
     assert code == 0, said
@@ -41,7 +46,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     assert (site.folder / ".deepspeed_env").stat().st_mode & 0o777 == 0o600
 
     site.nodes[1].run("mount", "-t", "tmpfs", "tmpfs", data.parent)
-    (site.folder / "hosts").write_text("node1 slots=1\nnode2 slots=2\nnode9 slots=1\n")
+    write_hostfile(site, {"node1": 1, "node2": 2, "node9": 1})
     code, said = site.run(*ask)
     assert code == 2
     assert f"unfit: node2: {data} is missing" in said
@@ -65,7 +70,7 @@ def start_run(
     data, out = home / "data", home / "runs"
     if not data.exists():
         shutil.copytree(dataset, data)
-    (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
+    write_hostfile(site, slots)
     (site.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in CPU_RANKS.items()))
     run = settings(data, out, name, "evaluate.every=100%", "checkpoint.every=5 steps", *more)
     launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
@@ -121,7 +126,7 @@ def test_a_host_dies_and_the_run_is_finished_on_those_that_the_hostfile_still_na
         return status.step if status and status.status == "running" else 0
 
     wait_for(lambda: step() >= 6, process, log)
-    (site.folder / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    write_hostfile(site, {"node1": 1, "node2": 1})
     site.nodes[2].kill()
     assert step() < STEPS - 5
     assert process.wait(timeout=500) == 0, log.read_text()
