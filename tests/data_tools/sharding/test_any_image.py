@@ -36,6 +36,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
@@ -337,6 +338,11 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
         shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
     rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
     check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    filling = settings(Path(lacking), tmp_path / "filled", missing_channels="mean", **wanted)
+    refuse_without_effect(filling)
+    filled = shard.run(filling)
+    assert filled.left_out == {"channels": 2}
+    assert len(stored(filled)) == len(written)
     with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
         shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
     bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
