@@ -505,6 +505,33 @@ def test_a_file_says_that_its_pages_are_channels(ray_cluster: int, tmp_path: Pat
     check(dataset, {f"{key}_ome": values for key, values in written.items()})
 
 
+def test_to_rgb8_takes_the_channels_that_are_named_red_green_and_blue(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 4)
+    named, rgb = ["blue", "green", "nir", "red"], [3, 1, 0]
+
+    def reduced(values: np.ndarray, places: list[int]) -> np.ndarray:
+        return np.rint(values[..., places] / 257).astype(np.uint8)
+
+    bands = write_folder({f"{key}.tif": tiff(values) for key, values in written.items()}, tmp_path / "bands")
+    check(shard.run(settings(bands, tmp_path / "first", to_rgb8=True)), {key: reduced(values, [0, 1, 2]) for key, values in written.items()})  # fmt: skip
+    by_name = shard.run(settings(bands, tmp_path / "named", to_rgb8=True, channels=named))
+    check(by_name, {key: reduced(values, rgb) for key, values in written.items()})
+    with pytest.raises(UserError, match="has 3 names"):
+        shard.run(settings(bands, tmp_path / "no", to_rgb8=True, channels=named[:3]))
+    files = write_folder(
+        {f"{key}-{name}.tif": tiff(values[..., n]) for key, values in written.items() for n, name in enumerate(named)},
+        tmp_path / "files",
+    )
+    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "to_rgb8": True}
+    joined = shard.run(settings(files, tmp_path / "joined", **joining))
+    assert joined.left_out == {"bits": 12}
+    check(joined, {key: reduced(values, rgb) for key, values in written.items()})
+    one = shard.run(settings(files, tmp_path / "one", **joining, channels=["nir"]))
+    check(one, {key: reduced(values, [2, 2, 2]) for key, values in written.items()})
+    with pytest.raises(UserError, match="missing_channels"):
+        settings(files, tmp_path / "no", missing_channels="mean", **joining)
+
+
 def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: int, tmp_path: Path, capfd) -> None:
     photographs = {f"cat/{i}.jpg": jpeg(i) for i in range(20)}
     png = imagecodecs.png_encode(np.full((9, 9), 40_000, np.uint16))
