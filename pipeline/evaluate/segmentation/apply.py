@@ -130,6 +130,7 @@ def _draw(
     seen = np.bincount(np.concatenate([numbers.ravel() for *_, numbers in drawn]), minlength=len(colours))
     named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
     legend = [(classes.names[number], colours[number] / 255) for number in named]
-    shown = "" if pixels.is_rgb8 else f" ({pixels.describe_shown()})"
-    note = f"Images{shown}, and below each the mask that a linear layer on frozen patch tokens predicts."
+    note = "Images, and below each the mask that a linear layer on frozen patch tokens predicts."
+    if not pixels.is_rgb8:
+        note += f" {pixels.describe_shown()}"
     return gallery(rows, f"Masks by {weights}", note, legend=legend)

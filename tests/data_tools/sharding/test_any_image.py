@@ -36,6 +36,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
@@ -337,6 +338,11 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
         shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
     rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
     check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    filling = settings(Path(lacking), tmp_path / "filled", missing_channels="mean", **wanted)
+    refuse_without_effect(filling)
+    filled = shard.run(filling)
+    assert filled.left_out == {"channels": 2}
+    assert len(stored(filled)) == len(written)
     with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
         shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
     bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
@@ -497,6 +503,33 @@ def test_a_file_says_that_its_pages_are_channels(ray_cluster: int, tmp_path: Pat
     dataset = shard.run(settings(write_folder(ome, tmp_path / "raw"), tmp_path / "out", channels=["dapi", "actin"]))
     assert dataset.pixels.channels == ("dapi", "actin")
     check(dataset, {f"{key}_ome": values for key, values in written.items()})
+
+
+def test_to_rgb8_takes_the_channels_that_are_named_red_green_and_blue(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 4)
+    named, rgb = ["blue", "green", "nir", "red"], [3, 1, 0]
+
+    def reduced(values: np.ndarray, places: list[int]) -> np.ndarray:
+        return np.rint(values[..., places] / 257).astype(np.uint8)
+
+    bands = write_folder({f"{key}.tif": tiff(values) for key, values in written.items()}, tmp_path / "bands")
+    check(shard.run(settings(bands, tmp_path / "first", to_rgb8=True)), {key: reduced(values, [0, 1, 2]) for key, values in written.items()})  # fmt: skip
+    by_name = shard.run(settings(bands, tmp_path / "named", to_rgb8=True, channels=named))
+    check(by_name, {key: reduced(values, rgb) for key, values in written.items()})
+    with pytest.raises(UserError, match="has 3 names"):
+        shard.run(settings(bands, tmp_path / "no", to_rgb8=True, channels=named[:3]))
+    files = write_folder(
+        {f"{key}-{name}.tif": tiff(values[..., n]) for key, values in written.items() for n, name in enumerate(named)},
+        tmp_path / "files",
+    )
+    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "to_rgb8": True}
+    joined = shard.run(settings(files, tmp_path / "joined", **joining))
+    assert joined.left_out == {"bits": 12}
+    check(joined, {key: reduced(values, rgb) for key, values in written.items()})
+    one = shard.run(settings(files, tmp_path / "one", **joining, channels=["nir"]))
+    check(one, {key: reduced(values, [2, 2, 2]) for key, values in written.items()})
+    with pytest.raises(UserError, match="missing_channels"):
+        settings(files, tmp_path / "no", missing_channels="mean", **joining)
 
 
 def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: int, tmp_path: Path, capfd) -> None:
