@@ -145,7 +145,7 @@ def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_pat
     assert np.abs(found["zoom"] - found["bicubic"]).max() > 1e-3
 
 
-def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys) -> None:
+def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "random.pt", 0), tmp_path / "table.parquet"
     (tmp_path / "query.png").write_bytes((photos / "bee" / "3.png").read_bytes())
     found = run(weights, photos, out, f"like={tmp_path / 'query.png'}", "num_like=3")

@@ -64,18 +64,6 @@ def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
     assert saved.metric(saved.score) == declared["photos (2)_20nn"]
 
 
-def test_a_long_name_is_cut_to_what_mlflow_takes_and_loses_no_record(tmp_path: Path) -> None:
-    """The whole line was a damaged one, the loss of that step included."""
-    names = [f"{'photos ' * 35}{number}{' of a folder' * 20}_20nn" for number in range(2)]
-    tracker = Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "run", RunFacts("a", "pretrain"))
-    tracker.log(1, {"loss": 2.0, names[0]: 0.25, names[1]: 0.75})
-    tracker.finish("FINISHED")
-    (record,), num_damaged = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert list(record.metrics.values()) == [2.0, 0.25, 0.75]
-    assert all(name == "loss" or (len(name) == 200 and name.endswith("_20nn")) for name in record.metrics)
-    assert num_damaged == 0
-
-
 def test_a_new_record_does_not_continue_a_damaged_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1')
