@@ -79,27 +79,6 @@ def test_a_linked_image_has_the_class_of_the_folder_that_it_is_in(
     assert [here.labels_of(row).tolist() for row in range(2)] == [[1], [0]]
 
 
-def test_links_of_a_folder_that_lead_nowhere_are_counted(tmp_path: Path) -> None:
-    """They were left out without a word, as after a move of what they link to."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jpg").write_bytes(b"a")
-    for name in ("b.jpg", "c.jpg", "notes.txt"):
-        (tmp_path / "in" / name).symlink_to(tmp_path / "moved" / name)
-    (tmp_path / "in" / "d.jpg").symlink_to(tmp_path / "in" / "d.jpg")
-    split = open_adhoc_split([str(tmp_path / "in")], "val", "all", []).split
-    assert len(split) == 1
-    assert f"left out: 3 links to files that are not there, such as {tmp_path / 'in' / 'b.jpg'}" in split.notes()
-
-
-def test_a_folder_of_links_that_lead_nowhere_is_told_from_an_empty_one(tmp_path: Path) -> None:
-    for name in ("a.jpg", "cats"):
-        (tmp_path / name).symlink_to(tmp_path / "moved" / name)
-    said = f"no image in this folder or below it, but 2 links to files that are not there, such as {tmp_path}/a.jpg."
-    with pytest.raises(UserError) as error:
-        open_adhoc_split([str(tmp_path)], "val", "all", [])
-    assert str(error.value) == f"images = {tmp_path}: {said}"
-
-
 @pytest.mark.parametrize("damage", ["cut off", "damaged header"])
 def test_the_images_behind_damage_in_a_tar_are_missed(damage: str, tmp_path: Path) -> None:
     """tarfile stopped there as if at the end, and those images were left out without a word."""

@@ -1,6 +1,5 @@
 """Each command that reads weights reports broken ones in one line, exits with 2, and writes nothing."""
 
-import json
 import runpy
 import subprocess
 import sys
@@ -48,18 +47,8 @@ def broken(kind: str, folder: Path) -> tuple[Path, str]:
         content = path.read_bytes()
         path.write_bytes(content.replace(b'\\"depth\\": 1', b'\\"depth\\": x', 1))
         return path, f"its metadata {METADATA}"
-    if kind == "another architecture":
-        (folder / "config.json").write_text(json.dumps({"model_type": "swin"}))
-        torch.save({"patch_embed.proj.weight": torch.zeros(1)}, folder / "pytorch_model.bin")
-        return folder, 'model_type = "swin"'
-    if kind == "a pickle":
-        torch.save(torch.nn.Linear(2, 2), folder / "model.pth")
-        return folder / "model.pth", "save the state dict as .safetensors"
-    save(model, folder / "model.pt")
-    content = torch.load(folder / "model.pt")
-    content["model"]["layer_norm_eps"] = 1e30
-    torch.save(content, folder / "model.pt")
-    return folder / "model.pt", "layer_norm_eps = 1e+30"
+    torch.save(torch.nn.Linear(2, 2), folder / "model.pth")
+    return folder / "model.pth", ".safetensors"
 
 
 def arguments(command: str, weights: Path, folder: Path) -> list[str]:
@@ -68,7 +57,7 @@ def arguments(command: str, weights: Path, folder: Path) -> list[str]:
     return [f"weights={weights}", *(f"{name}={places.get(value, value)}" for name, _, value in given)]
 
 
-@pytest.mark.parametrize("kind", ["class names", "metadata", "another architecture", "a pickle", "a range"])
+@pytest.mark.parametrize("kind", ["class names", "metadata", "a pickle"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_broken_weights_are_one_line(
     command: str,

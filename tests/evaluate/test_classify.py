@@ -3,7 +3,6 @@
 import math
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from sklearn import metrics
 from torch import Tensor
 
-from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.evaluate.classify import Predictions, confusion, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks
@@ -220,21 +217,3 @@ def test_labels_of_a_second_split(make_dataset) -> None:
     """The label offsets of a later split start at an offset within the file."""
     dataset = make_dataset({"train": [[0, 1], [2]], "val": [[3], [4, 5]]}, list("abcdefg"))
     assert label_table(dataset.split("val")).tolist() == [[3, -1], [4, 5]]
-
-
-def test_fifty_thousand_images_of_imagenet_21k_are_scored() -> None:
-    """No step is quadratic in the classes in memory or time, or loops over images."""
-    n, num_classes = 50_000, 21_843
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, num_classes, n)
-    starts = np.arange(n + 1)
-    index = ManifestIndex(starts[1:], starts[1:], starts, labels.astype(np.int32), max_labels=1)
-    split = Split(
-        name="val", shard_paths=[], shard_sizes=np.array([n]), shard_starts=np.array([0, n]), shard_bytes=np.array([0]),
-        shard_sha256=None, storage=None, index=index, excluded_rows=np.empty(0, np.int64), excluded_by={}, table=SimpleNamespace(has_groups=False), pixels=RGB8, left_out={},
-    )  # fmt: skip
-    top = np.stack([np.where(rng.random(n) < 0.5, labels, 0), *rng.integers(0, num_classes, (4, n))], 1)
-    predictions = Predictions(top, np.ones(top.shape, np.float32), np.ones(n), np.ones(n, bool), {})
-    assert score(predictions, split, num_classes).top1 == pytest.approx(0.5, abs=0.02)
-    report = per_class(*outcomes(predictions, split), num_classes)
-    assert report.support.sum() == n

@@ -19,7 +19,6 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.evaluate import predict
-from pipeline.evaluate.adhoc_split import open_adhoc_split
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.explain import features
 from pipeline.settings import schema
@@ -132,24 +131,6 @@ def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_
     assert capsys.readouterr().out.count("2 images with an alpha") == 2
 
 
-def test_labels_of_a_tar(tmp_path: Path) -> None:
-    import webdataset
-
-    path = tmp_path / "shard.tar"
-    buffer = io.BytesIO()
-    Image.new("RGB", (9, 9)).save(buffer, "PNG")
-    with webdataset.TarWriter(str(path)) as writer:
-        for key, label in {"a/x.y": 2, "b": 7, "c": None}.items():
-            own = {} if label is None else {"cls": label}
-            writer.write({"__key__": key.replace(".", "_"), "png": buffer.getvalue(), **own})
-    pictures = open_adhoc_split([str(path)], "val", "all", CLASSES)
-    assert [pictures.split.labels_of(row).tolist() for row in range(3)] == [[2], [], []]
-    assert pictures.split.keys([0, 2]) == ["shard.tar/a/x_y.png", "shard.tar/c.png"]
-    assert pictures.true_classes(CLASSES) is pictures
-    other = pictures.true_classes(["x", "y", "z"])
-    assert (other.split.max_labels, other.split.labels_of(0).tolist(), len(other.split)) == (0, [], 3)
-
-
 def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dataset, tmp_path: Path) -> None:
     """Labels of classes that the weights do not have are shown, and not used for the loss."""
     data.path.rename(tmp_path / "first")
@@ -199,39 +180,14 @@ def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -
         run(save(tmp_path / "odd.pt", classes=CLASSES, class_names=["one"]), data.path)
 
 
-def test_a_name_that_is_not_utf8(weights: Path, data: Dataset, tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    folder.mkdir()
-    (folder / "1.png").write_bytes(files_of(data)[0])
-    (row,) = run(weights, folder, "top=1", f"out={tmp_path / 'table.csv'}")
-    assert row["image"] == f"{tmp_path}/caf\\udce9/1.png"
-    assert row["class"] is not None
-    with pytest.raises(UserError, match=r"samples.parquet: its path is not UTF-8"):
-        run(weights, data.path.rename(folder / "data"))
-
-
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
     (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
     (tmp_path / "bad.jpg").write_bytes(b"junk")
-    (tmp_path / "names.txt").write_text("one\ntwo\n")
-    (tmp_path / "none.txt").write_text("")
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
-        ("empty: no image in this folder", tmp_path / "empty"),
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
-        ("photos is a data set: give it alone", f"['{data.path}','{tmp_path}']"),
-        ("from a bucket, only a single data set can be read", f"['s3://a/b','{tmp_path}']"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
-        ("split = train has no effect: it selects from a data set, and images = .* is none. Leave", data.split("val").shard_paths[0], "split=train"),
-        ("exclude = none has no effect: it selects", data.split("val").shard_paths[0], "exclude=none"),
-        ("nowhere: no such file or folder", "nowhere", "split=train"),
         ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
-        ("names.txt has 2 lines, .* 3 classes", data.path, f"class_names={tmp_path / 'names.txt'}"),
-        ("missing.txt cannot be read: No such file", data.path, "class_names=missing.txt"),
-        ("none.txt is empty", data.path, f"class_names={tmp_path / 'none.txt'}"),
-        ("top = 0 must be at least 1", data.path, "top=0"),
-        ("must end with .csv or .parquet", data.path, "out=table.txt"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
@@ -256,16 +212,6 @@ def test_a_small_folder_may_have_some_unreadable_images(weights: Path, data: Dat
         UserError, match=r"11 samples of 12 cannot be read, more than max_bad_share = 0.001 allows \(10\)"
     ):
         run(weights, folder)
-
-
-def test_a_part_of_a_split(data: Dataset) -> None:
-    split = data.split("val")
-    part = split.only(np.array([1, 2, 4, 5]))
-    assert part.keys(range(len(part))) == ["val1", "val2", "val4", "val5"]
-    assert [part.labels_of(row).tolist() for row in range(4)] == [[2], [1], [0, 2], []]
-    smaller = part.only(np.array([0, 2]))
-    assert (len(smaller), smaller.keys([0, 1]), smaller.shard_sizes.tolist()) == (2, ["val1", "val4"], [2])
-    assert smaller.place_of(1)[0] == split.place_of(4)[0]
 
 
 def test_names_that_are_no_utf_8_are_shown_and_written(

@@ -123,11 +123,6 @@ def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
     np.testing.assert_allclose(patch_distances(model.config).mean(), sum(apart) / len(apart), rtol=1e-5)
 
 
-def test_mean_distance_of_a_hybrid_is_in_pixels() -> None:
-    config = models.configure("R50+ViT-B/16", (32, 48))
-    assert patch_distances(config)[0].tolist() == pytest.approx([0, 16, 32, 16, 16 * 2**0.5, 16 * 5**0.5])
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
     model, images = vit(**KINDS[kind]), random_images()
@@ -145,27 +140,6 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
                 mean = attention[image].double().numpy().mean(0)
                 through = through @ (half * np.eye(N) + (1 - half) * mean)
             np.testing.assert_allclose(expected[image].flatten(), through[N - h * w :], atol=1e-6)
-
-
-def test_rollout_of_uniform_and_of_identity_attention() -> None:
-    model = uniform(num_heads=1)
-    found = compute_attention(model, random_images(), 8)
-    # ((U + I) / 2)^L = U + (I - U) / 2^L
-    np.testing.assert_allclose(found.rollout, (1 - 2.0**-3) / 17, rtol=1e-5)
-    np.testing.assert_allclose(found.product, 1 / 17, rtol=1e-5)
-    np.testing.assert_allclose(found.maps, 1 / 17, rtol=1e-5)
-
-    # Each token is a unit vector of its own, so that it attends to itself alone.
-    for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    with torch.no_grad():
-        model.positions[0, :, :17] = torch.eye(17)
-        for block in model.blocks:
-            block.attention_norm.weight.fill_(1)
-            block.attention.qkv.weight[:24] = block.attention.qkv.weight[24:48] = 20 * torch.eye(24)
-    found = compute_attention(model, random_images(), 8)
-    for values in (found.rollout, found.product, found.maps, found.distances):
-        np.testing.assert_allclose(values, 0, atol=1e-6)
 
 
 def test_maps_are_the_row_of_the_class_token_or_the_mean_of_all() -> None:

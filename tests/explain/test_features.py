@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -115,13 +114,6 @@ def test_the_table_has_what_the_head_reads(
     with pytest.raises(UserError, match="split = train has no effect"):
         run(weights, photos, tmp_path / "none.parquet", "split=train")
     assert not (tmp_path / "none.parquet").exists()
-    # A small folder with some unreadable images is no reason to stop, unless the user says so.
-    (photos / "unsorted" / "9.png").unlink()
-    capsys.readouterr()
-    run(weights, photos, tmp_path / "ten.parquet")
-    assert "18 images, 10 of them unreadable" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"1 sample of 18 cannot be read, more than max_bad_share = 0.0 allows \(0\)"):
-        run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0")
 
 
 def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) -> None:
@@ -140,19 +132,6 @@ def test_weights_without_a_head_and_a_data_set(dataset: Path, tmp_path: Path) ->
     assert [row["label"] for row in pq.read_table(out).to_pylist()] == [f"the {row['label']}" for row in table]
 
 
-def test_labels_are_readable_names_of_the_weights(photos: Path, tmp_path: Path) -> None:
-    model = models.create("ViT-mu/4", SIDE, 2)
-    extra = {
-        "preprocessing": {"image_size": SIDE, "eval_crop": "resize"},
-        "classes": CLASSES,
-        "class_names": ["an ant", "a bee"],
-    }
-    models.save(model, tmp_path / "named.pt", extra)
-    run(tmp_path / "named.pt", photos, tmp_path / "table.parquet")
-    labels = [row["label"] for row in pq.read_table(tmp_path / "table.parquet").to_pylist()]
-    assert labels == ["an ant"] * 4 + ["a bee"] * 4 + [None]
-
-
 def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_path: Path, capsys) -> None:
     weights, out = save(tmp_path / "bicubic.pt", kernel="bicubic"), tmp_path / "table.parquet"
     keys = [str(tmp_path / "large.png")]
@@ -164,19 +143,12 @@ def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_pat
         found[kernel] = np.array(pq.read_table(out)["vector"].to_pylist())
         np.testing.assert_allclose(found[kernel], expected(weights, keys, image_size=16, kernel=kernel), atol=1e-5)
     assert np.abs(found["zoom"] - found["bicubic"]).max() > 1e-3
-    weights = tmp_path / "resnet.pt"
-    models.save(models.create("BiT-R50x1", 32, 2, units=(1,), width=32), weights)
-    with pytest.raises(UserError, match="kernel = zoom resamples positions, and a ResNet has none"):
-        run(weights, photos, out, "kernel=zoom")
-    run(weights, photos, out)
-    assert len(pq.read_table(out)["vector"][0]) == 128
 
 
-def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys) -> None:
+def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "random.pt", 0), tmp_path / "table.parquet"
     (tmp_path / "query.png").write_bytes((photos / "bee" / "3.png").read_bytes())
     found = run(weights, photos, out, f"like={tmp_path / 'query.png'}", "num_like=3")
-    said = capsys.readouterr().out
 
     rows = [row for row in pq.read_table(out).to_pylist() if row["vector"]]
     vectors = np.array([row["vector"] for row in rows])
@@ -187,12 +159,8 @@ def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path, capsys)
     assert [key for key, _ in found] == [rows[i]["key"] for i in order]
     np.testing.assert_allclose([cosine for _, cosine in found], cosines[order], atol=1e-6)
     assert found[0] == (str(photos / "bee" / "3.png"), pytest.approx(1))
-    assert f"1.0000  {photos / 'bee' / '3.png'}\n{found[1][1]:.4f}  {found[1][0]}\n" in said
-    assert said.endswith(f"sheet: {tmp_path / 'table.png'}\n")
     sheet = np.asarray(Image.open(tmp_path / "table.png").convert("RGB"))
     assert sheet.std() > 10
-    colours = {tuple(pixel) for pixel in sheet[-200:, 30:210].reshape(-1, 3).tolist()}
-    assert len(colours) > 2000  # Of an image of 8 px, enlarged smoothly.
 
     # More than there are: all that can be read.
     more = run(weights, photos, out, f"like={tmp_path / 'query.png'}", f"sheet={tmp_path / 'other.png'}")
@@ -232,35 +200,3 @@ def test_the_sheet_replaces_none_of_the_images(photos: Path, tmp_path: Path) -> 
             run(weights, images, tmp_path / f"{out}.parquet", f"like={photos / 'bee' / '1.png'}")
     assert (tmp_path / "blob.png").read_bytes() == before
     assert not [*tmp_path.rglob("*.parquet")]
-
-
-def test_weights_and_images_whose_names_are_not_utf8(photos: Path, tmp_path: Path) -> None:
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
-    photos.rename(folder)
-    weights, out = save(folder / "random.pt"), tmp_path / "table.parquet"
-    like = folder / os.fsdecode(b"\xe9.png")
-    like.write_bytes((folder / "bee" / "1.png").read_bytes())
-    run(weights, folder / "bee", out, f"like={like}")
-    table = pq.read_table(out)
-    assert table.schema.metadata[b"weights"] == f"{tmp_path}/caf\\udce9/random.pt".encode()
-    assert f"{tmp_path}/caf\\udce9/bee/1.png" in table["key"].to_pylist()
-
-
-def test_mistakes_are_one_line_and_write_nothing(photos: Path, tmp_path: Path) -> None:
-    weights, out = save(tmp_path / "random.pt"), tmp_path / "table.parquet"
-    bad = photos / "ant" / f"{BAD}.png"
-    (tmp_path / "table.png").mkdir()
-    for said, images, *more in (
-        ("nowhere: no such file or folder", "nowhere"),
-        ("out = table.csv must end with .parquet", photos, "out=table.csv"),
-        ("sheet = a.jpg must end with .png, and needs like", photos, "sheet=a.jpg", f"like={bad}"),
-        ("sheet = a.png must end with .png, and needs like", photos, "sheet=a.png"),
-        ("sheet = .*table.png: it is a folder, not a file", photos, f"like={bad}"),
-        ("like = .*photos is no image file on this machine", photos, f"like={photos}", f"sheet={tmp_path}/a.png"),
-        ("none of the 1 image of like = .*4.png can be read", photos, f"like={bad}", f"sheet={tmp_path}/a.png"),
-        ("none of the 1 image of .*4.png can be read", bad),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=said) as error:
-            run(weights, images, out, *more)
-        assert "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} == {"photos", "random.pt", "table.png"}

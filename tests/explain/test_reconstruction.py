@@ -94,15 +94,6 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
     assert "a decoder of 16 heads, which predicts normalised pixels" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("odd", [{"std": [0.5, 0, 0.5]}, {"num_heads": 0}, {"normalise": "yes"}, {"mean": [0.5]}])
-def test_odd_facts_of_a_decoder_are_refused_in_one_line(photos: Path, tmp_path: Path, odd: dict) -> None:
-    model = small()
-    save(model, tmp_path / "mae.safetensors", {"decoder": model.extra()["decoder"] | odd})
-    with pytest.raises(UserError, match=rf"mae\.safetensors.*decoder.*{next(iter(odd))}") as error:
-        draw(tmp_path / "mae.safetensors", photos, tmp_path / "out")
-    assert "\n" not in str(error.value)
-
-
 def test_other_weights_have_none(photos: Path, tmp_path: Path) -> None:
     models.save(small().backbone, tmp_path / "plain.pt")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="these weights hold no decoder of MAE"):

@@ -21,6 +21,7 @@ import pytest
 import scipy.io
 import simplejpeg
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google_crc32c import value as crc32c
 from PIL import Image
 from raw_images import encoded, write_folder, write_tar, write_zip
 
@@ -504,20 +505,8 @@ def tfrecord(contents: list[bytes]) -> bytes:
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _crc_of_byte(crc: int) -> int:
-    for _ in range(8):
-        crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc
-
-
-_CRC_TABLE = [_crc_of_byte(byte) for byte in range(256)]
 
 
 def _example_class() -> type:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,12 +18,10 @@ from pipeline.model import (
     num_parameters,
     save,
     save_safetensors,
-    to_huggingface,
     to_npz,
     to_timm,
 )
 from pipeline.model.channels import with_channels
-from pipeline.model.convert.preprocessing import written_scale
 from pipeline.model.files import write_folder
 
 BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
@@ -59,12 +56,6 @@ def test_a_model_of_any_channels_is_built_counted_saved_and_read(name: str, pixe
         assert torch.equal(again.features(images), features)
     with pytest.raises(ValueError, match=str(pixels.num_channels)):
         model(torch.randn(2, 3, *config.image_size))
-
-
-def test_models_of_8_bit_rgb_save_what_they_saved_before() -> None:
-    for name in NAMES:
-        assert "pixels" not in config_of(name, RGB8).to_dict()
-        assert config_of(name, RGB8) == config_from_dict(config_of(name, RGB8).to_dict())
 
 
 def test_weights_of_rgb_see_the_same_picture_in_the_same_channels() -> None:
@@ -157,33 +148,3 @@ def test_timm_folders_of_other_channels(name: str, tmp_path: Path) -> None:
     assert again.config.pixels == replace(data, mean=pixels.mean, std=pixels.std)
     assert torch.equal(next(again.parameters()), next(model.parameters()))
     assert any("a, b, c, d, e" in line for line in said)
-
-
-@pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
-def test_features_equal_those_of_transformers(pixels: Pixels, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = create("ViT-mu/4", 16, 0, seed=1, pixels=pixels, gelu="erf").eval()
-    tensors, config, processor = to_huggingface(model, None, {})
-    write_folder(tmp_path / "hf", tensors, {"config.json": config, "preprocessor_config.json": processor})
-    theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
-    images = torch.randn(2, pixels.num_channels, 16, 16)
-    with torch.no_grad():
-        found, expected = theirs(images).last_hidden_state[:, 0], model(images)
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert config["num_channels"] == pixels.num_channels
-    assert (processor["do_rescale"], bool(written_scale(pixels))) == (
-        (True, False) if pixels is BANDS else (False, True)
-    )
-    assert processor["rescale_factor"] == pytest.approx(1 / 65535 if pixels is BANDS else 1)
-    again = load(tmp_path / "hf").eval()
-    assert again.config.pixels == pixels
-    assert torch.equal(again(images), model(images))
-
-
-def test_a_range_must_fit_its_channels() -> None:
-    for wrong in ({"low": (0.0,)}, {"std": (0.0,) * 5}, {"channels": ("a",) * 5}, {"high": (-1.0,) * 5}):
-        with pytest.raises(UserError, match="pixels"):
-            replace(BANDS, **wrong)  # type: ignore[arg-type]
-    assert not BANDS.is_clipped
-    assert replace(BANDS, high=(1000.0,) * 5).is_clipped
-    assert np.allclose(RGB8.divisor_and_offset(), [[127.5] * 3, [1.0] * 3])

@@ -7,7 +7,6 @@ import torch
 from families import FAMILIES, SIZES, difference, random_family, randomised
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.base.errors import UserError
 from pipeline.model import create, load, read_weights, to_huggingface
 from pipeline.model.convert import mae
 from pipeline.model.convert.names import NAMES, vit_entries
@@ -111,18 +110,3 @@ def test_mae_of_hugging_face_computes_its_own_gelu(gelu, name):
     model = Mae(create("ViT-mu/8", 16, 0, gelu=gelu), MaeSettings(decoder_width=32, decoder_depth=1, decoder_heads=4))
     decoder = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("backbone.")}
     assert mae.to_huggingface(model.backbone, decoder, model.facts, {})[1]["hidden_act"] == name
-
-
-@pytest.mark.parametrize(
-    ("odd", "said"), [(None, "is missing"), (torch.zeros(()), r"should be \(1, 32\), but is \(\)")]
-)
-def test_an_odd_mlp_of_a_decoder_is_named(odd, said, tmp_path):
-    model = Mae(create("ViT-mu/8", 16, 0, gelu="erf"), MaeSettings(decoder_width=32, decoder_depth=1, decoder_heads=4))
-    decoder = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("backbone.")}
-    facts = replace(model.facts, normalise=False)
-    tensors = mae.to_facebook(model.backbone, decoder, facts)
-    key = "decoder_blocks.0.mlp.fc1.weight"
-    tensors = {name: tensor for name, tensor in tensors.items() if name != key} | ({} if odd is None else {key: odd})
-    torch.save({"model": tensors}, tmp_path / "mae.pth")
-    with pytest.raises(UserError, match=rf'"{key}" .*{said}'):
-        read_weights(tmp_path / "mae.pth")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.base.errors import UserError
-from pipeline.model import create, load, read_weights, to_huggingface
-from pipeline.model.files import write_folder, write_safetensors
+from pipeline.model import create, load, to_huggingface
+from pipeline.model.files import write_safetensors
 
 
 @pytest.fixture
@@ -62,14 +62,3 @@ def test_what_is_missing_is_named(sharded):
     index.write_text("{}")
     with pytest.raises(UserError, match=r"index\.json: .*must be a mapping"):
         load(sharded)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_class_names_are_written_whatever_the_locale(model, tmp_path, monkeypatch, encoding):
-    """The last is that of a folder whose name is not UTF-8."""
-    classes = ["Käfer", "ant", "bee", "fly", "caf\udce9"]
-    monkeypatch.setattr("io.text_encoding", lambda given, level=2: given or encoding)
-    tensors, config, processor = to_huggingface(model, classes, {})
-    write_folder(tmp_path / "hub", tensors, {"config.json": config, "preprocessor_config.json": processor})
-    assert "Käfer" in (tmp_path / "hub" / "config.json").read_bytes().decode()
-    assert read_weights(tmp_path / "hub")[2]["classes"] == classes

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from model_parts import randomised
 
-from pipeline.base.errors import UserError
-from pipeline.model import create, load, read_weights, save, to_npz
+from pipeline.model import create, load, read_weights, to_npz
 
 D, GRID, HEADS = 16, 4, 4
 TABLE = "Transformer/posembed_input/pos_embedding"
@@ -85,30 +84,6 @@ def test_big_visions_logits_are_those_of_the_equations(tmp_path, random_arrays, 
     np.testing.assert_allclose(logits(model, images), expected, atol=2e-5)
 
 
-SLIPS = {
-    "pos_embedding": lambda a: a.reshape(1, GRID, GRID, D).swapaxes(1, 2).reshape(a.shape),
-    "MAPHead_0/probe": lambda a: a[..., ::-1],
-    f"{MAP}/query/kernel": lambda a: a.transpose(0, 2, 1),
-    f"{MAP}/key/kernel": lambda a: a.transpose(0, 2, 1),
-    f"{MAP}/value/kernel": lambda a: a.reshape(D, D).T.reshape(a.shape),
-    f"{MAP}/query/bias": lambda a: a.T,
-    f"{MAP}/value/bias": lambda a: a.T,
-    f"{MAP}/out/kernel": lambda a: a.transpose(1, 0, 2),
-    "MAPHead_0/MlpBlock_0/Dense_0/kernel": lambda a: a.T,
-    "MAPHead_0/MlpBlock_0/Dense_1/kernel": lambda a: a.T,
-    "Transformer/encoderblock_1/MlpBlock_0/Dense_0/kernel": lambda a: a.T,
-    "embedding/kernel": lambda a: a.transpose(1, 0, 2, 3),
-}
-
-
-@pytest.mark.parametrize("key", SLIPS)
-def test_transposed_tensors_of_big_vision_change_the_logits(tmp_path, random_arrays, equations, images, key):
-    arrays = big_vision(random_arrays, "map")
-    slipped = load(write(tmp_path, arrays | {key: SLIPS[key](arrays[key])}))
-    expected = equations(as_equations_take_it(arrays), images, layout="linen")
-    assert np.abs(logits(slipped, images) - expected).max() > 1e-2
-
-
 def test_assumptions_about_big_vision_files_are_reported(tmp_path, random_arrays):
     arrays = {f"params/img/{key}": array for key, array in big_vision(random_arrays, "token").items()}
     said = []
@@ -169,22 +144,6 @@ def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_
     back = load(write(tmp_path, to_npz(model))).eval()
     assert back.config.positions == "learned"
     assert torch.equal(back(images), model(images))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "layout", "message"),
-    [
-        ("ViT-mu/4", {"positions": "relative"}, None, "cannot hold relative positions"),
-        ("ViT-mu/4", {"positions_at": "blocks"}, None, "cannot hold positions that are added before every block"),
-        ("ViT-mu/4", {"patch_stride": 2}, None, "cannot hold overlapping patches"),
-        ("ViT-mu/4", {"pool": "gap"}, "released", "cannot hold pool = gap"),
-        ("R26+S/32", HYBRID, "big_vision", "cannot hold a ResNet stem"),
-        ("Axial-ViT-mu/4", {}, None, "cannot hold axial attention"),
-    ],
-)
-def test_unsupported_models_are_refused(name, changes, layout, message):
-    with pytest.raises(UserError, match=message):
-        to_npz(create(name, 16, 5, **changes), layout)
 
 
 # ---------------------------------------------------------------------- ResNets
@@ -287,28 +246,11 @@ def stem_cells(arrays, images):
     return F.relu(y + norm(conv(x, f"{unit}/conv_proj"), f"{unit}/gn_proj")).permute(0, 2, 3, 1).numpy()
 
 
-CONV_SLIPS = {  # kernels to transpose: height for width, or inputs for outputs
-    "bit": ["resnet/root_block", "resnet/block1/unit01/a", "resnet/block1/unit01/b", "resnet/block2/unit01/b"],
-    "hybrid": ["conv_root", "block1/unit1/conv1", "block1/unit1/conv2"],
-}
-
-
-def slipped(array):
-    return array.swapaxes(0, 1) if array.shape[0] > 1 else array.swapaxes(2, 3)
-
-
 def test_bits_file_computes_the_logits_of_its_authors_code(tmp_path, images):
     arrays = bit_arrays()
     expected = bit_logits(arrays, images)
     model = load(write(tmp_path, arrays), image_size=16)
     np.testing.assert_allclose(logits(model, images), expected, atol=1e-3)
-    for key in CONV_SLIPS["bit"]:
-        kernel = f"{key}/standardized_conv2d/kernel"
-        wrong = load(write(tmp_path, arrays | {kernel: slipped(arrays[kernel])}), image_size=16)
-        assert np.abs(logits(wrong, images) - expected).max() > 0.1, key
-    head = "resnet/head/conv2d/kernel"
-    wrong = load(write(tmp_path, arrays | {head: arrays[head].swapaxes(2, 3)}), image_size=16)
-    assert np.abs(logits(wrong, images) - expected).max() > 0.1
     numbered = {key.replace("standardized_conv2d/", "standardized_conv2d_17/"): a for key, a in arrays.items()}
     assert same(load(write(tmp_path, numbered), image_size=16), model)
 
@@ -321,27 +263,3 @@ def test_a_hybrids_file_computes_the_logits_of_its_authors_code(tmp_path, random
     model = load(write(tmp_path, arrays))
     assert (model.config.stem, model.config.image_size) == ((1,), (16, 16))
     np.testing.assert_allclose(logits(model, images), expected, atol=1e-4)
-    for key in CONV_SLIPS["hybrid"]:
-        wrong = load(write(tmp_path, arrays | {f"{key}/kernel": slipped(arrays[f"{key}/kernel"])}))
-        assert np.abs(logits(wrong, images) - expected).max() > 1e-2, key
-
-
-def test_a_bad_resnet_file_names_the_key(tmp_path):
-    arrays = bit_arrays()
-    for key, array, message in (
-        ("resnet/group_norm/beta", None, r'"resnet/group_norm/beta" \(256,\) is missing'),
-        (
-            "resnet/block1/unit02/b/standardized_conv2d/kernel",
-            np.ones((3, 3, 31, 32), np.float32),
-            "but is .3, 3, 31, 32",
-        ),
-    ):
-        changed = {k: a for k, a in (arrays | {key: array}).items() if a is not None}
-        with pytest.raises(UserError, match=message):
-            load(write(tmp_path, changed))
-
-
-def test_resnets_in_our_format(tmp_path):
-    model = random_model("BiT-R50x1", units=(1, 1), width=32)
-    save(model, tmp_path / "bit.pt")
-    assert same(load(tmp_path / "bit.pt"), model)

@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -35,12 +34,6 @@ def test_zoom_is_scipys(old, new):
     np.testing.assert_allclose(resampled[:, 1:].numpy(), as_the_official_code(positions[:, 1:], old, new), atol=1e-12)
 
 
-def test_a_table_without_class_row():
-    positions = table(9)
-    resampled = resample_positions(positions, (5, 4), "zoom", (3, 3))
-    np.testing.assert_allclose(resampled.numpy(), as_the_official_code(positions, (3, 3), (5, 4)), atol=1e-12)
-
-
 def cubic(distance, a):
     """Keys' kernel (1981)."""
     x = np.abs(distance)
@@ -75,19 +68,6 @@ def test_bicubic_is_that_of_the_formulae(kernel, old, new):
     expected = np.einsum("yh,xw,hwd->yxd", rows, columns, positions[0, 1:].numpy().reshape(*old, -1))
     assert torch.equal(resampled[:, 0], positions[:, 0])
     np.testing.assert_allclose(resampled[0, 1:].numpy(), expected.reshape(new[0] * new[1], -1), atol=1e-12)
-
-
-def test_the_kernels_differ():
-    positions = table(17)
-    grown = [
-        resample_positions(positions, (7, 7), kernel, (4, 4)) for kernel in ("zoom", "bicubic", "bicubic_antialias")
-    ]
-    assert all((a - b).abs().max() > 0.01 for a, b in itertools.combinations(grown, 2))
-
-
-def test_the_same_grid_is_the_same_table():
-    positions = table(17)
-    assert resample_positions(positions, (4, 4), "zoom", (4, 4)) is positions
 
 
 def test_the_dtype_stays_and_bf16_is_not_computed_in_bf16():

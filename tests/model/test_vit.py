@@ -1,13 +1,11 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from model_parts import randomised
 
-from pipeline.base.errors import UserError
-from pipeline.model import VisionTransformer, config_from_dict, configure, create, to_npz
+from pipeline.model import create, to_npz
 from pipeline.model.layers import attention, kernel_names
 
 
@@ -28,39 +26,6 @@ def test_forward_is_the_equations_of_the_paper(equations, gelu, representation):
     expected = equations(to_npz(model), images.permute(0, 2, 3, 1).double().numpy(), gelu)
     with torch.no_grad():
         assert model(images) == pytest.approx(expected, abs=2e-5)
-
-
-def test_the_two_gelus_differ_by_more_than_the_tolerance_of_the_test_above(equations):
-    model = randomised(tiny())
-    images = random_images(3, 8, 12, 3).double().numpy()
-    tanh, erf = (equations(to_npz(model), images, gelu) for gelu in ("tanh", "erf"))
-    assert np.abs(tanh - erf).max() > 1e-4
-
-
-def test_features_are_what_the_head_reads():
-    model = randomised(tiny(representation=True))
-    images = random_images(2, 3, 8, 12)
-    features = model.features(images)
-    assert features.shape == (2, 24)
-    assert features.abs().max() < 1
-    assert torch.equal(model.head(features), model(images))
-    headless = randomised(tiny(num_classes=0))
-    assert torch.equal(headless(images), headless.features(images))
-    assert headless(images).shape == (2, 24)
-
-
-def test_activation_checkpointing_runs_each_block_again_and_changes_no_gradient():
-    images, gradients = random_images(2, 3, 8, 12), []
-    for switch in (False, True):
-        model = randomised(tiny(dropout=0.1)).train()
-        model.activation_checkpointing = switch
-        runs = []
-        model.blocks[1].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
-        torch.manual_seed(0)
-        model(images).square().sum().backward()
-        assert len(runs) == (2 if switch else 1)
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,21 +119,10 @@ def test_kernels_decay_and_nothing_else():
     assert kernels <= {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 12, 8), (2, 1, 8, 12), (3, 8, 12), (2, 8, 12, 3)])
+@pytest.mark.parametrize("shape", [(2, 3, 12, 8), (2, 1, 8, 12)])
 def test_images_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"this model reads \(B, 3, 8, 12\)"):
         tiny()(torch.zeros(shape))
-
-
-def test_integer_images_are_refused():
-    with pytest.raises(ValueError, match="uint8"):
-        tiny()(torch.zeros(2, 3, 8, 12, dtype=torch.uint8))
-
-
-def test_a_meta_model_costs_nothing():
-    with torch.device("meta"):
-        model = VisionTransformer(configure("ViT-G/14"))
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -182,17 +136,6 @@ def test_importing_the_model_imports_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
-
-
-def test_a_config_survives_plain_data():
-    config = configure("ViT-B/16", (224, 448), 10, representation=True, gelu="erf", dropout=0.1)
-    assert config_from_dict(config.to_dict()) == config
-    with pytest.raises(UserError, match="unknown field 'widht'; did you mean \"width\""):
-        config_from_dict(config.to_dict() | {"widht": 3})
-    incomplete = config.to_dict()
-    del incomplete["depth"]
-    with pytest.raises(UserError, match="depth"):
-        config_from_dict(incomplete)
 
 
 @pytest.mark.parametrize(

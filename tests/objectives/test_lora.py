@@ -1,11 +1,9 @@
 """LoRA: nothing changes at first, factors alone are trained, and a checkpoint's weights have their product."""
 
 import numpy as np
-import pytest
 import torch
 
 from pipeline import objectives
-from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import with_factors
 from pipeline.model import build, configure
 from pipeline.objectives.objective import Objective, constants, stored_name
@@ -77,15 +75,3 @@ def test_it_is_planned() -> None:
     )
     assert free.activations > frozen.activations, "gradients go through all blocks"
     assert objectives.training_flops(config, MODEL) > objectives.training_flops(run_of(*without), MODEL)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("train.freeze=none", "needs train.freeze=backbone"),
-        ("train.lora_layers=[query]", "query is no dense layer of the model's blocks, which are down, out, qkv, up"),
-    ],
-)
-def test_what_has_no_factors_is_refused(setting: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        objectives.create(run_of(setting), build(MODEL))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from model_parts import ALL_PARTS
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
@@ -20,8 +19,6 @@ from pipeline.model.convert.names import NAMES, vit_entries
 from pipeline.model.position import sincos2d
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, MaeSettings, as_places
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
 
 SMALL = MaeSettings(decoder_width=32, decoder_depth=2, decoder_heads=4)
 
@@ -40,24 +37,6 @@ def batch_of(rows: list[int], epoch: int = 0, size: int = 32) -> Batch:
 
 def given(objective: Mae, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     return objective.inputs(batch, torch.device("cpu"), None)
-
-
-@pytest.mark.parametrize("normalise", [True, False])
-def test_the_loss_is_its_formula(normalise: bool) -> None:
-    generator = np.random.default_rng(0)
-    images, predictions = generator.normal(size=(2, 3, 8, 12)), generator.normal(size=(2, 6, 48))
-    removed = generator.random((2, 6)) < 0.7
-    terms = []
-    for b, n in np.argwhere(removed):
-        row, column = n // 3 * 4, n % 3 * 4
-        pixels = images[b, :, row : row + 4, column : column + 4].transpose(1, 2, 0).ravel()
-        if normalise:
-            pixels = (pixels - pixels.mean()) / np.sqrt(pixels.var(ddof=1) + 1e-6)
-        terms.append(((predictions[b, n] - pixels) ** 2).mean())
-    found = mae.loss(*map(torch.from_numpy, (images, predictions, removed)), patch_size=4, normalise=normalise)
-    assert found.item() == pytest.approx(np.mean(terms), rel=1e-5)
-    none = np.zeros_like(removed)
-    assert mae.loss(*map(torch.from_numpy, (images, predictions, none)), patch_size=4, normalise=normalise) == 0
 
 
 def test_masks_are_drawn_from_seed_epoch_and_sample() -> None:
@@ -108,30 +87,6 @@ def test_kept_patches_keep_their_places_with_rope_and_the_decoder_is_the_papers(
     assert all(p.grad is not None and p.grad.isfinite().all() for p in objective.parameters())
 
 
-def test_the_encoder_sees_kept_patches_only() -> None:
-    objective = small()
-    views, facts = given(objective, batch_of([0, 1]))
-    tokens = objective.encode(views[0], facts["kept"])
-    assert tokens.shape[1] == 1 + objective.num_kept
-    hidden = mae.patches_of(torch.ones_like(views[0]), 8) * (facts["places"] == objective.num_kept)[..., None]
-    shown = hidden.view(2, 4, 4, 8, 8, 3).permute(0, 5, 1, 3, 2, 4).reshape(views[0].shape) == 0
-    assert torch.equal(objective.encode(views[0] * shown, facts["kept"]), tokens)
-
-
-def test_it_runs_on_the_meta_device_where_blocks_cost_their_kept_share() -> None:
-    settings = replace(SMALL, decoder_width=4, decoder_depth=1, decoder_heads=1)
-    with torch.device("meta"):
-        objective = small(size=128, settings=settings)
-        whole = build(configure("ViT-mu/8", 128, 0))
-    views, facts = given(small(size=128, settings=settings), batch_of([0, 1], size=128))
-    views, facts = (views[0].to("meta"),), {name: tensor.to("meta") for name, tensor in facts.items()}
-    with FlopCounterMode(display=False) as part:
-        objective.loss(views, facts)
-    with FlopCounterMode(display=False) as full:
-        whole(views[0])
-    assert part.get_total_flops() < 0.45 * full.get_total_flops()
-
-
 def test_positions_are_those_of_mae() -> None:
     """util/pos_embed.py of facebookresearch/mae: half of the channels for columns, then half for rows."""
     config = configure("ViT-mu/8", (24, 32), 0, positions="sincos2d_mae")
@@ -141,33 +96,6 @@ def test_positions_are_those_of_mae() -> None:
     halves = [np.concatenate([np.sin(o := np.outer(part.ravel(), omega)), np.cos(o)], axis=1) for part in grid]
     expected = np.concatenate([np.zeros((1, config.width)), np.concatenate(halves, axis=1)])
     np.testing.assert_allclose(sincos2d(config)[0], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ("model={name: R50+ViT-B/16, representation: false}", "plain ViT"),
-        ("model={name: BiT-R50x1}", "plain ViT"),
-        ("model={name: ViT-B/16, representation: false, positions: relative}", "positions"),
-        ("model={name: ViT-B/16, pool: map}", "pool = map"),
-        ("objective={decoder_width: 30}", "objective.decoder_width = 30"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: str, text: str) -> None:
-    needed = ["name=try", "data.path=here", "train.length=1 epochs", "train.loss=mae", "model.name=ViT-B/16"]
-    given = needed if settings.startswith("model") else [*needed, "model.representation=false"]
-    with pytest.raises(UserError, match=text):
-        Mae.check(schema.load(RunConfig, None, [*given, settings]))
-
-
-def test_weights_whose_patches_leave_pixels_unseen_are_refused() -> None:
-    with pytest.raises(UserError, match=r"image_size = 30 is not divisible by patch_size = 8. Nearest sizes: 24 or 32"):
-        Mae(build(configure("ViT-mu/8", 30, 0, covered=False)), SMALL)
-
-
-def test_a_share_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="keeps none of 16 patches"):
-        small(settings=replace(SMALL, mask_share=0.99))
 
 
 def test_as_places() -> None:
@@ -224,24 +152,8 @@ def test_a_decoder_of_another_size_is_refused() -> None:
     saved = small(settings=MaeSettings(decoder_width=16, decoder_depth=1, decoder_heads=2))
     with pytest.raises(UserError) as refused:
         small().load_additions(decoder_of(saved), saved.facts)
-    assert str(refused.value).endswith(
-        "does not fit objective.decoder_width = 32, objective.decoder_depth = 2, objective.decoder_heads = 4. "
-        "Set objective.decoder_width=16 objective.decoder_depth=1 objective.decoder_heads=2."
-    )
-    with pytest.raises(
-        UserError, match=r"^init\.weights: its decoder does not fit: decoder_embed\.weight is 32 x 48\. Use"
-    ):
-        small().load_additions(decoder_of(small()) | {"decoder_embed.weight": torch.zeros(32, 48)}, DecoderFacts())
-    without = {name: tensor for name, tensor in decoder_of(small()).items() if name != "decoder_norm.bias"}
-    with pytest.raises(UserError, match=r"its decoder has no decoder_norm\.bias\. Use its encoder alone"):
-        small().load_additions(without, DecoderFacts())
-
-
-def test_a_decoder_of_another_image_size_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"positions for 65 tokens, and model\.image_size gives 17\. Set model\.image_size"
-    ):
-        small().load_additions(decoder_of(small(size=64)), small().facts)
+    for setting in ("decoder_width=16", "decoder_depth=1", "decoder_heads=2"):
+        assert f"objective.{setting}" in str(refused.value)
 
 
 def decoder_of(objective: Mae) -> dict[str, Tensor]:
@@ -253,7 +165,6 @@ def decoder_of(objective: Mae) -> dict[str, Tensor]:
     [
         ({"decoder_heads": 8}, "objective.decoder_heads = 8. Set objective.decoder_heads=4"),
         ({"normalise": False}, "objective.normalise = false. Set objective.normalise=true"),
-        ({"pixels": "imagenet"}, "Set objective.pixels=half"),
     ],
 )
 def test_a_decoder_that_predicts_something_else_is_refused(settings: dict, text: str) -> None:

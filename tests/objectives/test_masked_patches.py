@@ -11,7 +11,6 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.architecture.config import ViTConfig
 from pipeline.architecture.pixels import RGB8
-from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
@@ -188,20 +187,6 @@ def test_weights_of_it_are_a_plain_vit(tmp_path: Path, capsys: pytest.CaptureFix
             assert torch.equal(plain.state_dict()[name], tensor)
     assert load_model(WeightsConfig(weights=str(path))).loss_kind == "softmax"
     assert "mask token" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "said"),
-    [
-        ("ViT-Ti/16", {"representation": True}, "representation=false"),
-        ("ViT-Ti/16", {"pool": "map"}, "pool=token or pool=gap"),
-        ("Axial-ViT-Ti/16", {}, "axial"),
-        ("ViT-Ti/14", {"masked": "small_patch"}, "side divisible by 4"),
-    ],
-)
-def test_what_cannot_be_masked_is_refused(name: str, changes: dict, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        configure(name, 224, 0, **{"masked": "pixels", **changes})
 
 
 def test_a_hybrid_predicts_the_pixels_of_its_cells() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from pipeline.base.errors import UserError
 from pipeline.model import build, configure
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.parameters import optimizers
@@ -133,25 +132,6 @@ def test_any_cut_of_the_matrices_gives_the_same_step(
     torch.testing.assert_close(torch.cat([found[rank] for rank in range(world_size)]), expected, rtol=1e-5, atol=1e-7)
 
 
-PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
-
-
-# Depth, elements of matrices that are made orthogonal together, and batches: all of each of three shapes, or four of 32 x 32 and one of 32 x 128.
-@pytest.mark.parametrize(("depth", "elements", "batches"), [(2, 2**24, 3), (3, 2**24, 3), (2, 4 * 32 * 32, 2 + 2 + 2)])
-def test_products_are_those_of_batches_of_equal_matrices(
-    depth: int, elements: int, batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU, whose host launches each of them."""
-    monkeypatch.setitem(BATCH_ELEMENTS, "cpu", elements)
-    model = Classification(build(configure("ViT-mu/8", 16, 5, depth=depth), seed=3), "softmax")
-    optimizer = optimizers.build(model, model.decayed(), CONFIG)
-    gradients(model, 0)
-    with torch.profiler.profile() as profile:
-        optimizer.step()
-    products = sum(e.count for e in profile.key_averages() if e.key in PRODUCTS)
-    assert products == 5 * 3 * batches  # Five steps of three products.
-
-
 def test_arithmetic_of_orthogonal() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -174,19 +154,3 @@ def test_a_convolution_is_a_matrix_with_a_row_for_each_output(name: str) -> None
         if "BiT" in name
         else {"stem.root.weight", "patch_embedding.weight", "head.weight"}
     )
-    conv = next(n for n in names if named[n].dim() == 4 and named[n].shape[2] == 3)
-    reference = torch.nn.Parameter(named[conv].detach().flatten(1).clone())
-    gradients(model, 0)
-    reference.grad = named[conv].grad.flatten(1).clone()
-    optimizers.build(model, model.decayed(), CONFIG).step()
-    torch.optim.Muon([reference], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
-    # torch's Newton-Schulz is in bf16.
-    torch.testing.assert_close(named[conv].detach().flatten(1), reference.detach(), rtol=0.02, atol=2e-3)
-
-
-def test_what_has_no_hidden_layer_is_refused() -> None:
-    model = Classification(build(configure("BiT-R50x1", 32, 5, units=(1,))), "softmax")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.endswith("head.weight")
-    with pytest.raises(UserError, match="for the kernels of hidden layers"):
-        optimizers.build(model, {"backbone.head.weight"}, CONFIG)

@@ -20,7 +20,6 @@ from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shar
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
@@ -141,22 +140,6 @@ def test_the_teacher_s_view_has_the_crop_alone() -> None:
     assert (weak.size, weak.count) == (strong.size, strong.count) == (config.model.image_size, 1)
 
 
-@pytest.mark.parametrize(
-    ("augment", "said"),
-    [
-        (["augment.mixup=0.8"], ""),
-        (["augment.randaugment_layers=2", "augment.crop=none"], ""),
-        ([], "differ by crop and flip alone"),
-        (["augment.randaugment_magnitude=15"], "differ by crop and flip alone"),
-        (["augment.crop=none"], "differ by flip alone"),
-        (["augment.crop=none", "augment.flip=false"], "are the same"),
-    ],
-)
-def test_views_that_no_distortion_sets_apart_are_said(augment: list[str], said: str) -> None:
-    lines = objectives.without_effect(schema.load(RunConfig, None, given(Path("d"), *augment)))
-    assert [said in line for line in lines if "the teacher's view" in line] == [True] * bool(said)
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("bare") / "bare", {"train": 60}, labelled=False, seed=1)
@@ -172,36 +155,14 @@ def test_labels_are_those_that_there_are(dataset: Path, bare: Path) -> None:
     assert [len(part) for part in data.split.parts] == [20, 60, len(whole)]
     assert [len(data.split.labels_of(row)) for row in (0, 19, 20, 79, 80, len(data.split) - 1)] == [1, 1, 0, 0, 0, 0]
     assert data.dataset.classes == open_dataset(dataset).classes
-    assert label_notes(data, "pseudo_labels") == [f"20 of {len(data.split)} samples have a label"]
     assert data.split.set_names == [dataset.name, "bare", f"{dataset.name} without labels"]
     shown = [(facts.name, facts.num_classes) for facts in datasets_of(data) if facts.context == "training"]
     assert shown == [(dataset.name, 4), ("bare", 0), (f"{dataset.name} without labels", 0)]
-    without = open_run_data(replace(config.data, mix=[]), 0, 8, config.labels)
-    assert label_notes(without, "pseudo_labels") == [
-        "all samples have a label: nothing gets a pseudo-label. Add images without one (data.mix)"
-    ]
     # Leaving out the labels is another run.
     facts = mixture_facts(data.split)
     assert [one.get("labels", True) for one in facts["sets"]] == [True, True, False]
     read = [one | {"labels": True} for one in facts["sets"]]
     assert mixed_until({"mixture": facts}, 1) != mixed_until({"mixture": facts | {"sets": read}}, 1)
-
-
-@pytest.mark.parametrize(
-    ("loss", "entry", "said"),
-    [
-        ("pseudo_labels", "", "are the same data set"),
-        ("pseudo_labels", ", labels: false, eval_split: val", "eval_split reads its labels, and labels = false"),
-        ("pseudo_labels", ", labels: false, class_map: {a: b}", "class_map reads its labels, and labels = false"),
-        ("softmax", ", labels: false", "labels = false is for train.loss=pseudo_labels"),
-        ("lejepa", ", labels: false", "labels = false is for train.loss=pseudo_labels"),
-    ],
-)
-def test_labels_that_cannot_be_left_out_are_refused(dataset: Path, loss: str, entry: str, said: str) -> None:
-    copied = shutil.copytree(dataset, dataset.parent / "copy", dirs_exist_ok=True)
-    more = [f"data.mix=[{{path: {copied}, weight: 1{entry}}}]", "augment.crop=inception", "train.global_batch=8"]
-    with pytest.raises(UserError, match=said):
-        prepare(schema.load(RunConfig, None, [*given(dataset, *more), f"train.loss={loss}"]))
 
 
 def test_a_later_weight_of_a_set_without_its_labels_need_not_say_so_again(dataset: Path, bare: Path) -> None:
@@ -232,37 +193,16 @@ def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
         assert not np.isin(part.manifest_rows(np.arange(len(part))), dev).any()
 
 
-@pytest.mark.parametrize(
-    ("more", "name"),
-    [(["train.freeze=1 blocks"], "train.freeze"), (["optimizer.ema_decay=0.9"], "optimizer.ema_decay")],
-)
-def test_what_the_average_does_not_hold_is_refused(more: list[str], name: str) -> None:
-    """With frozen blocks, the teacher had random ones after a restart."""
-    config = schema.load(RunConfig, None, given(Path("d")))
-    if name == "train.freeze":  # Which asks for init.weights.
-        config = replace(config, train=replace(config.train, freeze="1 blocks"))
-    else:
-        config = schema.load(RunConfig, None, given(Path("d"), *more))
-    with pytest.raises(UserError, match=f"has a teacher, which is the average of all weights: leave out {name}"):
-        objectives.check(config)
-
-
 def test_without_any_label_it_is_refused(bare: Path, dataset: Path, tmp_path: Path) -> None:
     mix = f"data.mix=[{{path: {dataset}, weight: 1}}]"
     with pytest.raises(UserError, match=r"bare has no labels: name the set that has them in data\.path, and this one"):
         prepare(schema.load(RunConfig, None, given(bare, mix, "train.global_batch=8")))
-    with pytest.raises(UserError, match=r"is data\.path itself.* or give one of them labels: false"):
-        prepare(schema.load(RunConfig, None, given(dataset, mix)))
     unlabelled = shutil.copytree(bare, tmp_path / "unlabelled")
     rows = pq.read_table(bare / SAMPLES_FILE).select(ROWS.names)
     shards = [Shard(**shard) for shard in pq.read_table(bare / SHARDS_FILE).to_pylist()]
     write_dataset(unlabelled, shards, [rows.slice(0, 40), rows.slice(40)], ["a", "b"], {}, {})
     with pytest.raises(UserError, match="no training image has a label"):
         prepare(schema.load(RunConfig, None, given(unlabelled, "data.eval_split=")))
-    with pytest.raises(UserError, match="pseudo_labels needs labels, and this data set has none"):
-        prepare(schema.load(RunConfig, None, given(bare)))
-    with pytest.raises(UserError, match="pseudo_labels needs at least two classes"):
-        objectives.new_backbone(schema.load(RunConfig, None, given(bare)), 1)
 
 
 def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(

@@ -15,7 +15,7 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
 from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord
-from pipeline.review.statistics import PROPORTIONS, by_evaluation, comparable
+from pipeline.review.statistics import PROPORTIONS, by_evaluation
 
 DECLARED = {
     "test_alignment": Metric("", "lower", "eval"),
@@ -93,19 +93,11 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     counted = dataclasses.replace(record, parameters={**record.parameters, PROBED_IMAGES: "400"})
     assert str(counted.last_score) == "75.00 % [70.53, 78.99]"
     assert not counted.last_score.is_accuracy
-    assert ("probe pets_20nn", *("75.00 % [70.53, 78.99]", "20") * 2, "400") in report._score_rows(counted)
-    assert ("probe pets_20nn", *("75.00 %", "20") * 2, "–") in report._score_rows(record)
     records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}
     assert (record.scored, str(record.last_score)) == ("pets_20nn", "75.00 %")
-    assert next(comparable(records, list(by_evaluation(records).values()))) == (
-        "Both runs were scored on the same images (pets, split val, by pets 20nn): their scores can be compared."
-    )
     few = dataclasses.replace(record, settings={**record.settings, "probe.neighbour_images": 100})
     groups = list(by_evaluation(records | {"few": few}).values())
     assert groups == [["a", "b"], ["few"]]  # Fewer neighbours to choose from is another measure.
-    assert "Set 2, pets, split val, by pets 20nn, probe.neighbour_images=100: few." in comparable(
-        records | {"few": few}, groups
-    )
     # Shots of images in groups are other ones; of kNN nothing changes.
     shot, effective = "pets_5shot", {"pets_5shot_effective_images", "pets_20nn_effective_images"}
     grouped = dataclasses.replace(few, metrics=record.metrics | dict.fromkeys(effective, record.metrics[shot]))
@@ -124,28 +116,7 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     evaluated = {"val": val, "test": test, "again": test, "hot": hot}
     groups = list(by_evaluation(evaluated).values())
     assert groups == [["val"], ["test", "again"], ["hot"]]
-    said = list(comparable(evaluated, groups))
-    assert "Set 1, digits, split val, 400 images, fingerprint 863e11667db2eff9, by pets 20nn: val." in said
-    assert (
-        "Set 3, digits, split test, 400 images, fingerprint 863e11667db2eff9, by pets 20nn, temperature=1.0: hot."
-        in said
-    )
     assert str(test.last_score) == "75.00 % [70.53, 78.99]"
     (pair,) = compare.groups_of({"test": test, "again": dataclasses.replace(test)})[0].pairs
     assert (pair.difference.value, pair.difference.method) == (0, PROPORTIONS)
-    assert (
-        "probe pets_20nn",
-        "75.00 % [70.53, 78.99]",
-        "20",
-        "75.00 % [70.53, 78.99]",
-        "20",
-        "400",
-    ) in report._score_rows(test)
     assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
-    lines = list(
-        compare.summary(
-            records | {"other": from_folder(write_run(tmp_path / "b", evaluations={10: 0.25}, declared=DECLARED))}, []
-        )
-    )
-    assert ["pets 20nn 75.00 %" in line for line in lines] == [True, True, False]
-    assert "20nn" not in "".join(compare.summary(records, []))

@@ -1,6 +1,5 @@
 """What a run draws at its evaluations, in a process that training never waits for."""
 
-import io
 import math
 import shutil
 import sys
@@ -22,7 +21,6 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import report
 from pipeline.evaluate.classify import Predictions, label_table
-from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.monitor import tracking
 from pipeline.monitor.export import ExportTiming
@@ -30,7 +28,7 @@ from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.draw import _of_weights, draw, others
-from pipeline.review.figures import draw_run, draw_worst
+from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder
 from pipeline.review.record import parse_predictions
 from pipeline.settings import schema
@@ -129,13 +127,6 @@ def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> No
     same = write_run(tmp_path / "same", evaluations={10: 0.25, 20: 0.5})
     write_run(tmp_path / "finetuned", "init.weights=x", evaluations={20: 0.5})
     assert [record.folder for record in others(own)] == [same]
-    alone, beside = draw_run(from_folder(own)), draw_run(from_folder(own), others(own))
-    assert alone is not None
-    assert beside is not None
-    pixels = [np.asarray(Image.open(io.BytesIO(content)).convert("L")) for content in (alone, beside)]
-    assert pixels[0].shape == pixels[1].shape
-    light = [int(((image > 190) & (image < 220)).sum()) for image in pixels]  # Grey 0.8 is 204.
-    assert light[1] > light[0] + 100
 
 
 def test_losses_of_other_objectives_are_not_in_the_background(tmp_path: Path) -> None:
@@ -170,24 +161,6 @@ def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(
     assert attention is not None
     assert positions is None
     assert "not drawn: positions (positions = none adds nothing to the tokens)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("num_classes", [2, 1000])
-def test_few_and_many_classes(num_classes: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    true = rng.integers(-1, num_classes, 3000)
-    predicted = np.where(rng.random(3000) < 0.7, np.maximum(true, 0), rng.integers(-1, num_classes, 3000))
-    file = tmp_path / "predictions.npz"
-    np.savez_compressed(
-        file, rows=np.arange(3000), true=true, predicted=predicted, probability=rng.random(3000).astype(np.float32)
-    )
-    names = [f"class number {number} with $a_long name" for number in range(num_classes)]
-    found = parse_predictions(file.read_bytes(), str(file), "probability")
-    for content in (draw_confusion(found.true, found.predicted, names), draw_worst(found, names)):
-        assert content is not None
-        width, height = Image.open(io.BytesIO(content)).size
-        assert 300 < width < 2000
-        assert 100 < height < 2000
 
 
 # ---------------------------------------------------------------------- the process

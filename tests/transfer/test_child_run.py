@@ -10,10 +10,6 @@ from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.process import waits
-from pipeline.settings import schema
-from pipeline.settings.commands.reports import GridConfig
-from pipeline.settings.commands.study import StudyConfig
-from pipeline.settings.run import RunConfig
 from pipeline.transfer import child_run
 
 COMMAND = """
@@ -68,35 +64,9 @@ def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest
     assert child_run.wait_until_free(tmp_path) == "pid 8"
 
 
-def test_a_machine_without_the_command_says_how_to_bring_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(child_run, "_COMMANDS", tmp_path)
-    with pytest.raises(UserError, match=r"has no .*/pretrain.py. On a Ray cluster, use: ray job submit --working-dir"):
-        child_run.start_command("pretrain", [])
-
-
-@pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8", "''", "/dev/null"])
+@pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8"])
 def test_a_launcher_that_cannot_be_started_is_refused_in_one_line(launcher: str) -> None:
     with pytest.raises(
         UserError, match=r"^'.*': there is no such program, or it may not be run\. Name the launcher as"
     ):
         child_run.start_command("pretrain", [], launcher)
-
-
-def test_what_an_objective_cannot_measure_is_refused_before_any_run() -> None:
-    settings = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=1 steps", "checkpoint.best=val_top9"]
-    with pytest.raises(
-        UserError, match=r"checkpoint\.best = 'val_top9' must be one of test_top1, test_top5, test_loss"
-    ):
-        child_run.make_child("x", "configs/pretrain/cifar10_small.yaml", settings)
-
-
-@pytest.mark.parametrize("launcher", ["deepspeed --x 'y", 'torchrun "', "deepspeed \\"])
-def test_a_quote_that_is_not_closed_is_refused_with_the_settings(launcher: str) -> None:
-    for cls, settings in (
-        (GridConfig, ["name=g", "run=r", "lr=1"]),
-        (StudyConfig, ["name=s", "run=r", "question=ablation", "models=[{name: a},{name: b}]"]),
-    ):
-        with pytest.raises(UserError, match=r"launcher = .* has a quote that is not closed, or ends in a backslash\."):
-            schema.load(cls, None, [*settings, f"launcher={launcher}"])
-    with pytest.raises(UserError, match=r"launch\.env = .* has a quote that is not closed"):
-        schema.load(RunConfig, None, ["name=x", "data.path=d", "train.length=1 steps", "launch.env='A"])

@@ -1,7 +1,6 @@
 """A fine-tuning grid in MLflow: its runs send themselves below it; here without training, by their trackers alone."""
 
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun
-from pipeline.transfer.track import figures
-from pipeline.transfer.track.grid_page import _facts
-from pipeline.transfer.track.parent_page import ParentPage, uri_of_runs
-from pipeline.transfer.vtab_tasks import TASKS
+from pipeline.transfer.track.parent_page import uri_of_runs
 
 RUN = """
 name: x
@@ -70,9 +66,7 @@ def test_a_grid_and_its_runs_find_each_other(
     database: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(figures, "png", lambda figure: b"drawn")  # The last test of this file renders all figures.
     uri = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
     assert uri_of_runs(config.mlflow, TrackConfig(), config.out) == uri
     (tmp_path / "runs").mkdir()
@@ -111,22 +105,6 @@ def test_a_grid_and_its_runs_find_each_other(
 
 
 @pytest.mark.slow
-def test_a_grid_of_a_part_of_the_images_tells_their_number(config: GridConfig, tmp_path: Path) -> None:
-    limited = replace(config, mlflow="none", settings=[*config.settings, "data.limit=20"])
-    trial = grid.make_run(limited, "lr-0.1", 0.1, 3, 0.2)
-    dataset, num_train, _ = grid._check_data(trial, limited)
-    facts = _facts(limited, trial.config, dataset, num_train, 5)
-    assert [(used.context, used.num_samples) for used in facts.datasets] == [("training", 20), ("evaluation", 12)]
-    assert "tried on 20 % of 20 images of `train`, held out" in facts.description
-    grid.run(limited, start)
-    report = (tmp_path / "runs" / "tiny" / "report.md").read_text()
-    assert (
-        "of the 20 training images, held out at random (dev_share = 0.2); the final runs then train on all of them"
-        in report
-    )
-
-
-@pytest.mark.slow
 def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, tmp_path: Path) -> None:
     def fails(run: ChildRun, config: GridConfig) -> int:
         return 1
@@ -146,33 +124,3 @@ def test_a_grid_that_fails_or_sends_nothing(config: GridConfig, database: Path, 
     assert not (tmp_path / "runs" / "mlflow.db").exists()
     assert not (tmp_path / "runs" / "silent" / "mlflow.json").exists()
     assert uri_of_runs("none", TrackConfig(), config.out) == ""
-
-
-@pytest.mark.slow
-def test_a_parent_in_a_store_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """For a minute nothing said why no run began."""
-    monkeypatch.setattr("pipeline.process.waits.NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.transfer.track.parent_page._WAIT", 2.0)
-    page = ParentPage(RunFacts("tiny", "grid"), tmp_path / "tiny", tmp_path, "http://127.0.0.1:1", "vit")
-    assert page.parent_run() == ""
-    said = capfd.readouterr().err
-    assert f"waiting for MLflow at http://127.0.0.1:1 to have the run of {tmp_path / 'tiny'}, at most 2 s" in said
-    assert "has not answered: the runs of" in said
-    page.__exit__(None, None, None)
-
-
-@pytest.mark.slow
-def test_figures_are_drawn_of_whatever_has_ended(tmp_path: Path) -> None:
-    whole = {task.name: {rate: (0.5, 2, int(rate == 1)) for rate in (0.1, 1.0)} for task in TASKS}
-    without_diverged = {**whole, "dtd": {0.1: (0.5, 1, 0), 1.0: (0.4, 1, 0)}}
-    trials = [{"lr": 0.1, "top1": 0.9}, {"lr": 1.0, "diverged": "the loss is nan."}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Matplotlib says by a warning that labels are cut off.
-        drawn = [
-            *(figures.draw_rates_of_groups(tried) for tried in (whole, without_diverged, {"dtd": {0.1: (0.0, 1, 1)}})),
-            *(figures.draw_rates_of_grid(tried, 0.1) for tried in (trials, trials[:1], trials[1:])),
-            *(figures.draw_finals([{"seed": seed, "top1": 0.9} for seed in range(num)], "val") for num in (1, 3)),
-        ]
-    assert all(picture.startswith(b"\x89PNG") for picture in drawn)

@@ -18,8 +18,6 @@ from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer import report, vtab
-from pipeline.transfer.sweep import open_sweep
-from pipeline.transfer.track import sweep_page
 from pipeline.transfer.track.sweep_page import tracking_uri
 from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
@@ -144,15 +142,6 @@ def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str
     assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
     assert again.data.metrics["cells_done"] == 10
     assert again.data.metrics["task_svhn"] == pytest.approx(0.53)
-
-
-@pytest.mark.parametrize(
-    ("method", "tried"), [("finetune", "3 of 19 tasks, 2 settings."), ("linear", "3 of 19 tasks.")]
-)
-def test_only_fine_tuning_is_said_to_try_settings(prepared: list[str], tmp_path: Path, method: str, tried: str) -> None:
-    config = schema.load(VtabConfig, None, [*prepared, f"method={method}", "protocol.lr=[0.1,0.01]"])
-    sweep = open_sweep(config, tmp_path)
-    assert tried in sweep_page._facts(sweep, vtab._header(sweep, {}, {}), 6, "").description
 
 
 def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,17 +105,6 @@ def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset
     assert (outcomes[0]["steps"], outcomes[0]["num_images"], outcomes[0]["device"]) == (5, SPLITS["test"], "cpu")
 
 
-def test_scaled_decoding_is_refused_as_images_are_kept(data: Dataset) -> None:
-    with pytest.raises(UserError, match=r"protocol\.augment\.scaled_decoding has no effect"):
-        config(data, "protocol.augment.scaled_decoding=true")
-
-
-@pytest.mark.parametrize("twice", ["lr=[0.1,1e-1]", "weight_decay=[0,0.0]", "length=[5 steps,5 steps]"])
-def test_a_setting_is_not_tried_twice(data: Dataset, twice: str) -> None:
-    with pytest.raises(UserError, match=rf"protocol\.{twice.partition('=')[0]}"):
-        config(data, f"protocol.{twice}")
-
-
 @pytest.mark.parametrize("resize_filter", ["linear", "antialias", "bilinear"])
 @pytest.mark.parametrize("crop", ["none", "resize_crop", "resize_small_crop", "inception"])
 def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resize_filter: str) -> None:
@@ -235,19 +224,6 @@ def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) 
     assert outcome["val_accuracy"] == pytest.approx(on_val[best])
     expected = accuracy(best, "train800", "val200", tested="test")
     assert (outcome["accuracy"], outcome["steps"]) == (pytest.approx(expected), None)
-
-
-@pytest.mark.parametrize("method", ["linear", "knn"])
-def test_features_that_are_not_finite_are_told_in_one_line(data: Dataset, tmp_path: Path, method: str) -> None:
-    """They were an error of numpy's eigenvalues, or a score."""
-    model = models.create("ViT-mu/4", SIDE, 7, seed=3)
-    torch.nn.init.constant_(model.blocks[0].mlp.up.weight, 1e38)  # NaN itself is refused when weights are read.
-    models.save(model, tmp_path / "broken.pt")
-    settings = config(data, f"method={method}", f"weights={tmp_path / 'broken.pt'}")
-    with pytest.raises(
-        UserError, match=r"broken\.pt gives NaN or infinity for \d+ of 32 images, the first train800000"
-    ):
-        run_cell(job_of(VtabCell(TASK, "probe", None, 0, data.fingerprint), settings))
 
 
 def test_data_or_weights_that_changed_and_images_that_cannot_be_read_are_refused(data: Dataset, tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
 """Sweeps by features alone: method=linear and method=knn."""
 
-import shutil
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tiny import make_dataset
 from tiny_vtab import prepare, run_here
 
-from data_tools.sharding import shard
-from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.transfer import vtab
 from pipeline.transfer.score_table import columns
@@ -43,22 +38,3 @@ def test_a_data_set_of_another_origin_is_not_taken_for_a_task(tmp_path: Path) ->
     (tmp_path / "tasks" / "svhn").rename(tmp_path / "tasks" / "cifar100")
     sweep = open_sweep(schema.load(VtabConfig, None, settings), tmp_path / "out")
     assert sweep.unpublished == ["cifar100", "eurosat"]
-
-
-def test_images_without_exactly_one_label_are_refused(tmp_path: Path, ray_cluster: None) -> None:
-    settings = [*prepare(tmp_path), "protocol.lr=[0.1]", "method=linear"]
-    listed = tmp_path / "listed"
-    listed.mkdir()
-    for split, count in {"train800": 6, "val200": 3, "train800val200": 9, "test": 4}.items():
-        for i in range(count):
-            Image.new("RGB", (8, 8), (20 * i, 0, 0)).save(listed / f"{split}{i}.png")
-        rows = [f"{split}{i}.png,{'' if i == 0 else 'a;b' if i == 1 else 'ab'[i % 2]}" for i in range(count)]
-        (listed / f"{split}.csv").write_text("path,label\n" + "\n".join(rows if split == "test" else rows[2:]) + "\n")
-    splits = "splits={train800: train800.csv, val200: val200.csv, train800val200: train800val200.csv, test: test.csv}"
-    overrides = [f"source={listed}", f"out={tmp_path / 'tasks' / 'dtd'}", "layout=list", splits]
-    shutil.rmtree(tmp_path / "tasks" / "dtd")
-    shard.run(schema.load(ShardConfig, None, overrides))
-    with pytest.raises(
-        UserError, match=r"/dtd: 2 of 4 images of test have no label, or several, but a task of VTAB-1k has one"
-    ):
-        open_sweep(schema.load(VtabConfig, None, settings), tmp_path / "out")

@@ -16,8 +16,8 @@ def features(n: int, d: int, num_classes: int, seed: int) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize(("n", "d"), [(60, 12), (13, 12), (12, 12), (20, 50)])
-def test_equals_two_independent_solutions(n: int, d: int) -> None:
-    """scikit-learn's Ridge, and least squares with the strength as further rows: to 1e-6 of the largest score."""
+def test_scores_are_scikit_learns(n: int, d: int) -> None:
+    """Of its Ridge, to 1e-6 of the largest score."""
     num_classes = 6  # The last one has no sample.
     train, labels = features(n, d, num_classes - 1, seed=1)
     test, _ = features(1500, d, num_classes - 1, seed=3)
@@ -29,11 +29,9 @@ def test_equals_two_independent_solutions(n: int, d: int) -> None:
     fitted = fewshot.fit(train, labels, num_classes)
     for l2 in (1024.0, 1.0, 2.0**-10):
         ridge = Ridge(alpha=l2, fit_intercept=False, solver="svd").fit(x, targets)
-        more, nothing = np.sqrt(l2) * np.eye(d + 1), np.zeros((d + 1, num_classes))
-        weights = np.linalg.lstsq(np.concatenate([x, more]), np.concatenate([targets, nothing]), rcond=None)[0]
         found = fitted.scores(test, l2)
-        for expected in (ridge.predict(x_test), x_test @ weights):
-            assert np.abs(found - expected).max() < 1e-6 * np.abs(expected).max()
+        expected = ridge.predict(x_test)
+        assert np.abs(found - expected).max() < 1e-6 * np.abs(expected).max()
         assert np.array_equal(fitted.classify(test, l2), found.argmax(1))
         assert len(np.unique(found.argmax(1))) > 1
 
@@ -74,9 +72,3 @@ def test_shots_are_of_as_many_groups_as_there_are() -> None:
         alone = fewshot.choose_shots(labels, 2, 5, seed, np.arange(len(labels)))
         assert np.array_equal(alone, fewshot.choose_shots(labels, 2, 5, seed))
         assert np.array_equal(chosen[1], fewshot.choose_shots(labels, 2, 1, seed))
-
-
-def test_choosing_from_imagenet_21k() -> None:
-    labels = np.random.default_rng(0).integers(0, 21_843, 2_000_000)
-    chosen = fewshot.choose_shots(labels, 21_843, 5, 0)
-    assert len(chosen) == 5 * 21_843

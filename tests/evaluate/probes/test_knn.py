@@ -36,12 +36,3 @@ def test_votes_equal_scikit_learns(k: int, temperature: float) -> None:
 
     parts = knn.knn_predict(train, labels, test, 6, k, temperature, chunks=(7, 11))  # 11 is fewer than some k.
     torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-5)
-
-
-def test_the_nearest_outvotes_two_that_are_further() -> None:
-    train = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6], [-1.0, 0.0]])
-    labels = torch.tensor([0, 1, 1, 1])
-    test = torch.tensor([[5.0, 0.0]])
-    votes = knn.knn_predict(train, labels, test, 2, k=3, temperature=0.1)
-    assert votes.tolist() == [pytest.approx([1.0, 2 * np.exp(-2)], rel=1e-5)]
-    assert knn.knn_predict(train, labels, test, 2, k=3, temperature=10).argmax().item() == 1

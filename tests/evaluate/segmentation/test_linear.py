@@ -83,21 +83,6 @@ def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None
     assert drawn("steps=1", "seed=1") != whole[:1]
 
 
-def test_an_unreadable_pair_teaches_nothing_and_is_counted(write_pairs: Write) -> None:
-    images, masks = write_pairs(6)
-    config = settings(images, masks, "val_share=0.2", "steps=3")
-    train, _ = open_pairs(config, RGB8)
-    classes = scan(config, BadBudget(0.001), train)
-    (images / f"{train.names[0]}.png").write_bytes(b"no image" * 100)
-    problems: dict[int, str] = {}
-    with PairReader(train, classes) as reader:
-        found = list(crops.batches(reader, config, VIEW, 16, problems))
-    assert list(problems) == [0]
-    assert problems[0].startswith("no image")
-    empty = sum(bool((each == NO_CLASS).all()) for batch in found for each in batch.classes)
-    assert empty >= 1
-
-
 def test_logits_are_interpolated_between_the_centres_of_the_patches() -> None:
     """Where patches tile the image, as torch does; else a ramp over the centres stays a ramp in pixels."""
     logits = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))

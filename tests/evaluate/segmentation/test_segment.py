@@ -26,7 +26,6 @@ from pipeline.evaluate.segmentation.pairs import open_pairs
 from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare
 from pipeline.review.reader import read
-from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
 
 
@@ -226,22 +225,9 @@ def test_what_is_refused_before_anything_is_written(write_pairs: Write, weights:
         run.run(command(tmp_path / "bit.pt", places, out))
     with pytest.raises(UserError, match="short_side = 12 is smaller than image_size = 16, the side of the windows"):
         run.run(command(weights, places, out, "short_side=12"))
-    for given in ("split=val", "val_split=test", "exclude=none"):
-        with pytest.raises(UserError, match=rf"{given.replace('=', ' = ')} has no effect: it selects from a data set"):
-            run.run(command(weights, places, out, given))
-    with pytest.raises(UserError, match="unknown setting eval_crop"):
-        schema.load(SegmentConfig, None, ["weights=w", "images=i", "masks=m", "eval_crop=resize"])
     for number in range(12):
         Image.new("L", (5, 5), number % 3).save(places[1] / f"part.{number % 2}/{number}.png")
     with pytest.raises(UserError, match=r"max_bad_share.*32 x 24 pixels, its mask 5 x 5"):
-        run.run(command(weights, places, out))
-    places = write_pairs(12, "others")
-    for number in range(1, 12, 2):
-        (places[0] / f"part.1/{number}.png").write_bytes(b"no image")
-    with pytest.raises(
-        UserError,
-        match=r"samples of \d+ cannot be read, more than max_bad_share = 0.001 allows \(1\); the first is .*part.*no image",
-    ):
         run.run(command(weights, places, out))
     assert not out.exists()
 
@@ -268,19 +254,6 @@ def test_images_that_are_scored_on_twice_are_told(
     assert scores["num_samples"] == 1
 
 
-def test_groups_on_both_sides_are_told(
-    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The group is the first digit of 0, 2, 4, ..., 22, which are learnt from, and of 1, 3, ..., 23, which are scored on."""
-    images, masks = write_pairs(24)
-    other = (f"val_images={images / 'part.1'}", f"val_masks={masks / 'part.1'}", "group_pattern=^[0-9]")
-    given = (images / "part.0", masks / "part.0", *other, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1")
-    scores = run.run(settings(*given))
-    said = capsys.readouterr().out
-    assert "warning: 2 groups, such as '1', have images that are learnt from and others that are scored on" in said
-    assert scores["num_groups"] == 6
-
-
 def test_scores_of_images_that_weights_were_trained_on_are_marked(
     make_dataset: Callable[..., Dataset], weights: Path, tmp_path: Path
 ) -> None:
@@ -294,18 +267,6 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(
         models.save(models.load(weights), weights, {"preprocessing": {"image_size": 16}, "trained_on": sets})
         scores = run.run(settings(*places, f"weights={weights}", f"out={tmp_path / 'out'}", "steps=1"))
         assert scores["trained_by"] == by
-
-
-@pytest.mark.parametrize(
-    ("images", "name"),
-    [
-        ("CamVid/test", ("CamVid", "test")), ("photos", ("photos", "val")), ("./a/photos/*.png", ("photos", "val")), ("test", ("test", "val")),
-        ("/x/ADE/images/validation/", ("ADE", "validation")), ("ti/x.tar", ("x", "val")), ("images", ("images", "val")), ("/images/val", ("val", "val")), ("a/v1.2", ("v1.2", "val")),
-    ],
-)  # fmt: skip
-def test_names_of_data(images: str, name: tuple[str, str]) -> None:
-    assert run._scored_on(settings("i", "m", f"val_images={images}", "val_masks=v")) == name
-    assert run._scored_on(settings(images, "m")) == (name[0], "held-out")
 
 
 def test_a_second_command_for_the_same_folder_is_refused(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
