@@ -62,7 +62,7 @@ class RunData:
 
     def notes(self, labels: bool = True) -> list[str]:
         """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
-        return [*self.split.notes(labels), *(self.evaluation.notes() if self.evaluation else [])]
+        return [*dict.fromkeys(self.split.notes(labels) + (self.evaluation.notes() if self.evaluation else []))]
 
 
 def open_run_data(
