@@ -192,7 +192,7 @@ class ShardConfig:
     missing_channels: Literal["skip", "mean"] = setting(
         "skip",
         "What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read as their mean.",
-        needs="channel_pattern",
+        needs="channel_pattern|channel_columns",
     )
     pages: Literal["", "first", "middle", "channels", "samples"] = setting(
         "",

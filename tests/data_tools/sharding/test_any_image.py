@@ -19,6 +19,7 @@ from raw_images import encoded, jpeg, noise, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
+from data_tools.sharding.kinds import join_channels
 from data_tools.sharding.values import (
     FOLDER,
     ChannelCounts,
@@ -35,8 +36,8 @@ from pipeline.data.dataset.exclusion import write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.settings import schema
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
-from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -252,7 +253,7 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
 def test_the_usual_values_of_missing_pixels_are_settings(kind: str) -> None:
     lowest = float(np.finfo(kind if kind != "uint16" else "float32").min)
     data = {"source": "raw", "out": "out", "nodata": repr(lowest)}
-    assert build(ShardConfig, data, "settings").nodata == lowest
+    assert schema.build(ShardConfig, data, "settings").nodata == lowest
     image = np.array([[[55537], [lowest if kind != "uint16" else 0]]], kind)
     gray = Pixels(("gray",), kind, (), (), (), (), lowest)
     assert is_value(image, gray).sum() == (2 if kind == "uint16" else 1)
@@ -342,6 +343,16 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
     bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
     with pytest.raises(UserError, match="row 2"):
         shard.run(settings(Path(bare), tmp_path / "no", **wanted))
+
+
+def test_an_empty_cell_of_a_list_is_a_channel_to_fill(tmp_path: Path) -> None:
+    path = write_folder({name: tiff(np.zeros((9, 9), np.uint16)) for name in ("a.tif", "b.tif", "c.tif")}, tmp_path)
+    (path / "cells.csv").write_text("dapi,gfp,label\na.tif,b.tif,cat\n,c.tif,dog\n")
+    given = [f"source={path / 'cells.csv'}", "out=out", "channel_columns=[dapi,gfp]", "missing_channels=mean"]
+    config = schema.load(ShardConfig, None, given)
+    listing = join_channels(list_source(path / "cells.csv", config, tmp_path / "staging"), config)
+    parts = listing.rows(np.arange(len(listing)))["parts"]
+    assert [[file is None for file in files] for files in parts] == [[False, False], [True, False]]
 
 
 @pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
