@@ -1,4 +1,4 @@
-"""Command: measure how fast one GPU trains. See `data_tools/bench/gpu/`.
+"""Command: measure how fast one GPU trains. See `data_tools/bench/`.
 
 Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
 compiled, fused optimizer, deterministic kernels, batch sizes; the engine, from real shards. Takes at most `seconds`; results
@@ -24,11 +24,4 @@ from pipeline.settings.commands.bench import GpuBenchConfig
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gpu"]:
         del sys.argv[1]
-    elif sys.argv[1:2] in (["train"], ["data"]):
-        script = "measure_engine.py" if sys.argv[1] == "train" else "measure_loading.py"
-        print(
-            f"error: bench.py measures a GPU; tests/measure/{script} does what `bench.py {sys.argv[1]}` did.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    main(GpuBenchConfig, "data_tools.bench.gpu.gpu_bench", __doc__)
+    main(GpuBenchConfig, "data_tools.bench.gpu_bench", __doc__)

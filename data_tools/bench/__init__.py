@@ -1,4 +1,4 @@
-"""The benchmark of one GPU is in `gpu/`; here is what tests/measure uses as well: images, a process for each measurement, the record.
+"""The fastest exact settings of one GPU: `gpu_bench.py` decides what is measured, `gpu_step.py` measures, `results.py` says what was found.
 
 Imports sharding/ and sources/. Called by `launch/bench.py`.
 """

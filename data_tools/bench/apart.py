@@ -18,8 +18,6 @@ Row = dict[str, Any]
 # Yields rows as they are measured.
 Work = Callable[..., Iterable[Row]]
 
-_MAX_ERROR, _MAX_TRACEBACK = 200, 3000
-
 
 def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: str = "fork") -> Iterator[Row]:
     """Yields the rows of `work(*arguments)`, and at last {"failed": reason} if it raised, died, or took over `seconds`.
@@ -57,17 +55,10 @@ def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
     try:
         for row in work(*arguments):
             sender.send(row)
-    except KeyboardInterrupt:
-        sender.send({"failed": "interrupted"})
-    except Exception as error:
-        sender.send({"failed": reason(error), "traceback": traceback.format_exc()[-_MAX_TRACEBACK:]})
+    except (Exception, KeyboardInterrupt) as error:
+        text = f"{type(error).__name__}: {on_one_line(error)}"[:200]
+        sender.send({"failed": text, "traceback": traceback.format_exc()[-3000:]})
     sender.send(None)
     sys.stdout.flush()
     # What is still running (threads of a loader, a compiler's pool) must not keep the process.
     os._exit(0)
-
-
-def reason(error: BaseException) -> str:
-    """The error in one line, for a table."""
-    text = on_one_line(error)
-    return f"{type(error).__name__}: {text}"[:_MAX_ERROR]

@@ -194,6 +194,9 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     found = config.channel_columns or sorted({channel for _, channel in of_files})
     # As "1:dapi", the channel 1 has the name dapi.
     names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
+    if config.to_rgb8:
+        pairs = list(names.items())
+        names = dict(pairs[place] for place in _rgb_places(list(names.values())))
     channels = list(names)
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
@@ -232,6 +235,9 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
+    if num_lacking := len(skipped) - len(listing.skipped):
+        others += f"; {counted(num_lacking, 'sample')} without a file for each channel left out"
+        others += ", which missing_channels=mean keeps" * (config.missing_channels == "skip" and not config.to_rgb8)
     print(
         f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(names.values())}{others}"
     )
@@ -333,7 +339,12 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Enco
     values, missing = stored.page(page if page >= 0 else stored.pages // 2 if config.pages == "middle" else 0)
     unread = left_out(stored, pixels) - ({"pages"} if page >= 0 else set())
     if config.to_rgb8:
-        return png(_to_rgb8(values, stored)), "png", stored.width, stored.height, unread
+        names = config.channels or [""] * stored.channels
+        if len(names) != stored.channels:
+            raise DecodeError(
+                f"{stored.describe()}, where channels = [{','.join(names)}] has {counted(len(names), 'name')}"
+            )
+        return png(_to_rgb8(values, names, stored)), "png", stored.width, stored.height, unread
     return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
 
 
@@ -349,10 +360,13 @@ def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> En
         stored = stored_image(data)
         values, missing = stored.page(0)
         pages.append(_with_nodata(values, missing, pixels))
-        unread |= left_out(stored, None)
+        unread |= left_out(stored, pixels if config.to_rgb8 else None)
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
+    if config.to_rgb8:
+        values = np.concatenate(pages, axis=2)
+        return png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
     of_file = pixels.num_channels // len(files)
     lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
     description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
@@ -381,12 +395,18 @@ def to_tiff(values: np.ndarray, description: str = "") -> bytes:
     return file.getvalue()
 
 
-def _to_rgb8(values: np.ndarray, stored: StoredImage) -> np.ndarray:
-    """uint8 (H, W) or (H, W, 3): the range of the type becomes 0 to 255, of more channels the first three are kept. Raises DecodeError."""
+def _to_rgb8(values: np.ndarray, names: Sequence[str], stored: StoredImage) -> np.ndarray:
+    """uint8 (H, W) or (H, W, 3): the range of the type becomes 0 to 255; of (H, W, C), the channels of `_rgb_places`. Raises DecodeError."""
     if values.dtype.name not in FULL_RANGE:
         raise DecodeError(f"{stored.describe()}: floating-point values have no range that could become 0 to 255")
-    if stored.channels == 2:
+    if values.shape[2] == 2:
         raise DecodeError(f"{stored.describe()}: two channels are no gray and no RGB")
     low, high = FULL_RANGE[values.dtype.name]
     scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
-    return scaled[..., 0] if stored.channels == 1 else np.ascontiguousarray(scaled[..., :3])
+    return scaled[..., 0] if values.shape[2] == 1 else np.ascontiguousarray(scaled[..., _rgb_places(names)])
+
+
+def _rgb_places(names: Sequence[str]) -> list[int]:
+    """The places of red, green and blue among the names of channels, else of the first three."""
+    has_names = set(RGB_CHANNELS) <= set(names)
+    return [names.index(name) for name in RGB_CHANNELS] if has_names else list(range(len(names)))[:3]

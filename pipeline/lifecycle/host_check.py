@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -25,7 +26,6 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, remove_unfinished, replacing
 from pipeline.base.words import aligned, counted
-from pipeline.lifecycle.hosts import read_hostfile, ssh_options
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
@@ -80,6 +80,30 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     return answers
 
 
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Read DeepSpeed's hostfile, lines of `name slots=N`. Returns the slots of each host. Raises UserError."""
+    try:
+        lines = path.read_bytes().decode().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: the hostfile cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the hostfile cannot be read (it is no text in UTF-8).") from None
+    hosts: dict[str, int] = {}
+    for line in lines:
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d{0,5})", text, re.ASCII)
+        if not match or match[1] in hosts:
+            raise UserError(
+                f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'; to leave one out, begin its line with #."
+            )
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise UserError(f"{path} names no host: write lines as 'name slots=8'.")
+    return hosts
+
+
 def write_environment(launch: LaunchConfig) -> list[str]:
     """Write the variables that DeepSpeed's launcher exports on every host: NAME=value, or local variables matching a pattern.
 
@@ -100,6 +124,15 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     with replacing(_ENVIRONMENT_FILE, mode=0o600) as file:
         file.write("".join(lines).encode())
     return sorted(chosen)
+
+
+def ssh_options() -> list[str]:
+    """The options of ssh that pdsh takes from the environment. Raises UserError."""
+    text = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise UserError(f"PDSH_SSH_ARGS_APPEND = {text!r} in the environment has a quote that is not closed.") from None
 
 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 lock             locked by rank 0 while it lives; contains its host and process id
 status.json      how the last start ended; "running" also if it was killed
-previous_status.json   the same of the start before, while a supervisor runs the next one
 failures/*       error and traceback of each rank that failed by itself; a killed rank leaves none
 stop             created by a person or a supervisor: the run commits a checkpoint, removes this file and exits
 """
@@ -29,7 +28,6 @@ from pipeline.settings.run import RunConfig
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
 _UNKNOWN_HOLDER = "an unidentified run"
-_PREVIOUS = "previous_status.json"
 # In the identity of a checkpoint: the folder of its run, whatever folder a relative `out` began in.
 RUN_FOLDER = "the run's folder"
 # Begins a rank's failure record when its watchdog ended it (pipeline/monitor/watchdog.py).
@@ -50,13 +48,12 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed. lost_others: because it lost another rank, not by itself. outage: a disk or a file server failed."""
+    """Why a rank failed. lost_others: because it lost another rank, not by itself."""
 
     rank: int
     host: str
     error: str
     lost_others: bool
-    outage: bool = False
 
 
 class RunFolder:
@@ -115,14 +112,14 @@ class RunFolder:
                     return
                 raise
 
-    def say_failure(self, error: str, lost_others: bool, trace: str = "", outage: bool = False) -> None:
+    def say_failure(self, error: str, lost_others: bool, trace: str = "") -> None:
         """Write this rank's failure record, and its traceback if there is one, unless the disk fails."""
         with contextlib.suppress(OSError):
             if not self.ours:
                 return
             file = self._failure_file()
             file.parent.mkdir(exist_ok=True)
-            failure = Failure(self.rank, socket.gethostname(), error, lost_others, outage)
+            failure = Failure(self.rank, socket.gethostname(), error, lost_others)
             write_text(file, json.dumps(asdict(failure)))
             if trace:
                 write_text(file.with_suffix(".txt"), trace)
@@ -156,9 +153,9 @@ def holder(path: Path) -> str | None:
     return None
 
 
-def read_status(path: Path, name: str = "status.json") -> Status | None:
+def read_status(path: Path) -> Status | None:
     """Read status.json; None if it is missing or unreadable."""
-    return json_record.read_or_none(path / name, Status)
+    return json_record.read_or_none(path / "status.json", Status)
 
 
 def read_settings(path: Path) -> RunConfig:
@@ -203,7 +200,7 @@ def read_end(path: Path) -> Status | None:
 
 def last_end_in_words(path: Path) -> str:
     """How the last start of a run ended; empty if there was none. Only true while no start holds the folder's lock."""
-    status = read_end(path) or read_status(path, _PREVIOUS)
+    status = read_end(path)
     if status is None:
         return ""
     if status.status == "running":
@@ -222,14 +219,6 @@ def read_failures(path: Path) -> dict[int, Failure]:
         if failure := json_record.read_or_none(file, Failure):  # An unreadable record counts as missing.
             found[failure.rank] = failure
     return found
-
-
-def forget_last_start(path: Path) -> None:
-    """Set the status aside and remove the failure records, so that they are not mistaken for the next start's."""
-    if end := read_end(path):
-        write_text(path / _PREVIOUS, json.dumps(asdict(end)))
-    (path / "status.json").unlink(missing_ok=True)
-    shutil.rmtree(path / "failures", ignore_errors=True)
 
 
 def stop_file(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
 A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
-`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline.process.launcher_process.py).
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/process/launcher_process.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
 process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
 accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
@@ -31,7 +31,6 @@ from pipeline.base.errors import (
     UserError,
     exit_code,
     is_of_one_rank,
-    is_outage,
     mistake_in_words,
 )
 from pipeline.base.words import how_to_resume, on_one_line
@@ -148,7 +147,7 @@ class Stop:
         if line is None:
             text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
             lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
-            self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)), is_outage(error))
+            self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)))
             if lost_others:
                 self._leave_lost(text)
             self._record("failed", text + asked)
@@ -159,7 +158,7 @@ class Stop:
         )
         alone = is_of_one_rank(error)
         if alone or isinstance(error, CrashError):
-            self.folder.say_failure(line, lost_others=False, outage=is_outage(error))
+            self.folder.say_failure(line, lost_others=False)
         where = f"rank {self.folder.rank} on {socket.gethostname()}: " if self.folder.rank else ""
         if alone and self._store is not None:
             # The others may be blocked in a collective, and would say that this rank was killed.

@@ -69,10 +69,13 @@ def ranks_on_host() -> int:
 
 
 def key_of_start(name: str) -> str:
-    """A key of the ranks' store that belongs to this start of the ranks: torchrun's store may outlive ranks that it restarts."""
-    # Of a host that has joined, the number of restarts is another one. With this variable, each start has a store of its own.
-    is_own = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    return f"vit_pipeline/{name}/{0 if is_own else os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    """A key of the ranks' store that belongs to this start: the store of torchrun's agent outlives the ranks that it restarts.
+
+    Any other store ends with rank 0, and there the agents of two hosts may have different counts: of a rank that fails, one
+    agent sees the failure, and another one, which does not count it, sees that the first one starts again.
+    """
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if is_of_agent else 0}"
 
 
 def refuse_busy_port() -> None:

@@ -27,7 +27,7 @@ OBJECTIVES = {
     "distill_classes": "distill_classes:DistillClasses",
     "pseudo_labels": "pseudo_labels:PseudoLabels",
 }
-# Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for the supervisor, without torch.
+# Those whose loss is of all samples of a step at once: a step is one micro-batch of each rank. Here, for plans, without torch.
 OF_WHOLE_BATCH = frozenset({"lejepa"})
 # What objectives do with labels; those that are not listed read none. "partly": they learn those that there are, and some sets may have none.
 # "scored": only held-out images need some. Here, because data sets are opened before torch is imported.

@@ -2,21 +2,20 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_tools.bench.gpu.gpu_report import Exactness, write_report
-from data_tools.bench.gpu.gpu_step import Setup
-from data_tools.bench.record import BenchRecord
+from data_tools.bench.gpu_step import Case, Setup
+from data_tools.bench.results import BenchResults
 from pipeline.base.errors import UserError
 from pipeline.estimate.cluster import Cluster
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.estimate.measured import measured_mfu, read_measured
-from pipeline.model import configure
+from pipeline.model import configure, training_flops_per_image
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 
@@ -30,16 +29,15 @@ def plan(*overrides: str) -> PlanConfig:
 
 def write_bench(file: Path, gpu: str, steps: Sequence[tuple[str, int, Setup, float, float]]) -> str:
     """What the benchmark writes for steps of (model, batch, setup, milliseconds, loss). Returns the setting."""
-    record = BenchRecord("gpu", str(file))
-    record.facts["machine"]["gpu"] = gpu
+    results = BenchResults(str(file), 0.01)
+    results.machine["gpu"] = gpu
     for model, batch, setup, ms, loss in steps:
-        row: dict[str, Any] = {
-            "model": model, "batch": batch, "setup": vars(setup), "ms": ms, "losses": [loss], "loss_difference": abs(loss - 1),
-            "images_per_second": 1e3 * batch / ms, "tflops": 1.0, "peak_memory_gib": 1.0,
-        }  # fmt: skip
-        record.add(f"step {setup}", **row)
-    write_report(record, Exactness(0.01))
-    record.write()
+        name, pixels = model.split("@")
+        results.add(f"step {setup}", {
+            "model": model, "batch": batch, "setup": asdict(setup), "ms": ms, "losses": [loss], "images_per_second": 1e3 * batch / ms,
+            "gflops": training_flops_per_image(Case(name, int(pixels), batch, 0.0).config) / 1e9, "tflops": 1.0, "peak_memory_gib": 1.0,
+        })  # fmt: skip
+    results.report()
     return f"bench={file}"
 
 

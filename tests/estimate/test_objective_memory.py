@@ -15,7 +15,7 @@ from lejepa_step import tiny_lejepa
 from live_tensors import LiveTensors, operators_of_a_gpu
 from torch import nn
 
-from data_tools.bench.corpus import noise_views
+from data_tools.bench.noise import noise_views
 from pipeline import objectives
 from pipeline.base.metric import Metric
 from pipeline.data.loading.views import Views

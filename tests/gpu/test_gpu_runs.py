@@ -165,7 +165,7 @@ def little_memory(arguments: tuple[list[str], float]) -> None:
 
 def waits_in_steps(stages: list[int]) -> None:
     """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each ZeRO stage."""
-    from measure_memory import make_engine, noise
+    from rank_memory import make_engine, noise
 
     from pipeline.process.distributed import from_environment
     from pipeline.train.loop import training_step

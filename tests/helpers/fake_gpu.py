@@ -127,7 +127,7 @@ def plain_step() -> dict[str, Any]:
     """A step without DeepSpeed, as VTAB's cells take it."""
     import torch
     from host_syncs import HostSyncs
-    from measure_memory import noise
+    from rank_memory import noise
     from torch._subclasses import FakeTensorMode
 
     from pipeline.model import build, configure
@@ -159,7 +159,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     """The last of a few steps that log nothing: host synchronisations, devices and number types."""
     import torch
     from host_syncs import HostSyncs
-    from measure_memory import noise
+    from rank_memory import noise
     from torch._subclasses import FakeTensorMode
 
     from pipeline import objectives

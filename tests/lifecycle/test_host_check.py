@@ -11,11 +11,21 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.lifecycle import host_check
-from pipeline.lifecycle.host_check import problems
+from pipeline.lifecycle.host_check import problems, read_hostfile
 from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
 ANSWER = {"versions": {}, "missing": [], "writable": True, "free_bytes": 10**12, "gpus": 0, "cores": 2}
+
+
+@pytest.mark.parametrize("text", ["a", "a slots=1\na slots=2", "a slots=0", ""])
+def test_hostfiles_with_a_mistake(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"# in rack 3\n{text}\n")
+    with pytest.raises(UserError, match=str(file)):
+        read_hostfile(file)
+    file.write_text("# in rack 3\na slots=2\n\nb slots=1  # slow\n")
+    assert read_hostfile(file) == {"a": 2, "b": 1}
 
 
 def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

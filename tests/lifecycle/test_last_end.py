@@ -1,4 +1,4 @@
-"""How the last start of a run ended, in words, also after a supervisor has set its status aside; whether one has its folder, and its settings."""
+"""How the last start of a run ended, in words; whether one has its folder, and its settings."""
 
 import json
 import subprocess
@@ -12,10 +12,8 @@ from pipeline.base.locks import FileLock
 from pipeline.lifecycle.run_folder import (
     RunFolder,
     Status,
-    forget_last_start,
     holder,
     last_end_in_words,
-    read_status,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,11 +33,6 @@ def test_each_ending(tmp_path: Path, status: Status, words: str) -> None:
     assert last_end_in_words(tmp_path) == ""
     (tmp_path / "status.json").write_text(json.dumps(asdict(status)))
     assert last_end_in_words(tmp_path) == words
-    forget_last_start(tmp_path)  # As a supervisor before it starts the run again.
-    assert read_status(tmp_path) is None
-    assert last_end_in_words(tmp_path) == words
-    (tmp_path / "status.json").write_text(json.dumps(asdict(Status("finished", 99, 0, ""))))
-    assert last_end_in_words(tmp_path) == "finished at step 99"
 
 
 def test_a_run_that_ended_just_before_the_next_start_was_not_killed(

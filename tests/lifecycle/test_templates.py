@@ -5,14 +5,12 @@ import re
 import shlex
 import signal
 import subprocess
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from pipeline.lifecycle.hosts import read_hostfile
 from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
@@ -37,13 +35,6 @@ case $1 in
   requeue) echo "$2" >> "$REQUEUED";;
 esac
 """
-# A supervisor that is asked to stop, or ends with the code that it is told.
-_PYTHON = """#!/bin/bash
-trap 'exit 75' USR1
-printf '%s\\n' "$@" > "$SAID"
-while [ -n "$TRAINS" ]; do sleep 0.05; done
-exit "$CODE"
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +50,6 @@ def home(tmp_path: Path) -> Path:
         ("bin/torchrun", _TORCHRUN),
         ("bin/srun", _SRUN),
         ("bin/scontrol", _SCONTROL),
-        ("bin/python", _PYTHON),
     ):
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -135,25 +125,6 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requ
                        "--master_port": "21234"}  # fmt: skip
     assert (settings.out, settings.name) == (str(home / "runs"), "vit")
     assert settings.model.name == "ViT-L/16"
-
-
-@pytest.mark.parametrize(
-    ("code", "stop_by", "requeued"),
-    [("75", signal.SIGUSR1, True), ("75", signal.SIGTERM, False), ("75", "the stop file", False), ("0", None, False)],
-)
-def test_slurm_with_the_supervisor(home: Path, code: str, stop_by: signal.Signals | str | None, requeued: bool) -> None:
-    """The lines in docs/running.md: the hosts are those of this job, and it is queued again after its own signal alone."""
-    after = (
-        (ROOT / "docs/running.md")
-        .read_text()
-        .partition("With the supervisor, which also excludes failed hosts:\n\n")[2]
-    )
-    script = textwrap.dedent(after.partition("\n\n")[0])
-    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "8"}
-    run(home, script, code, stop_by, **slurm)
-    assert (home / "requeued").exists() == requeued
-    words = (home / "said").read_text().split("\n")
-    assert read_hostfile(home / "vit" / words[words.index("--hostfile") + 1]) == {"node1": 8, "node2": 8}
 
 
 @pytest.mark.parametrize(

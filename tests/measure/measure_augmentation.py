@@ -1,35 +1,27 @@
-"""CPU time of augmentation, the operations after the crop, and of mixing: `python tests/measure/measure_augmentation.py photos.tar --images 200 --rounds 9`.
+"""CPU time of augmentation, the operations after the crop: the numbers in docs/preprocessing.md.
 
-CPU time of one thread is measured, because other load on the machine hardly affects it. Settings alternate, and medians are
-printed.
+    python tests/measure/measure_augmentation.py photos.tar --images 200 --rounds 9
+
+CPU time of one thread, which other load on the machine hardly affects. Settings alternate; medians, and ratios to the first line.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import cv2
 import numpy as np
 import torch
+from measure_loading import read_raw
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import of_jpegs
-
-from data_tools.bench.record import BenchRecord
-from pipeline.architecture.pixels import RGB8
-from pipeline.base.errors import UserError
-from pipeline.data.loading.loader import normalise
-from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views, train_views
 from pipeline.settings.run import AugmentConfig
 
 SETTINGS = {
     "decode, crop, flip": AugmentConfig(),
+    "+ scaled_decoding": AugmentConfig(scaled_decoding=True),
     "+ color_jitter 0.4": AugmentConfig(color_jitter=0.4),
     "+ color_jitter 0.4, saturation 0.2, hue 0.1": AugmentConfig(color_jitter=0.4, saturation=0.2, hue=0.1),
     "+ three_augment 1.0": AugmentConfig(three_augment=1.0),
@@ -47,14 +39,7 @@ SETTINGS = {
 }
 
 
-def run(config: argparse.Namespace, record: BenchRecord, _: Path) -> None:
-    """Print the CPU time of each setting over all images, and of mixing before and after normalisation."""
-    if config.batch % 2:
-        raise UserError(f"--batch = {config.batch} must be even: images are mixed in pairs.")
-    torch.set_num_threads(1)
-    files = of_jpegs.read_raw(Path(config.source), config.images)
-    side = config.image_size
-
+def measure(files: list[bytes], side: int, rounds: int) -> None:
     def draw(*groups: Views) -> None:
         writer = train_views(groups, seed=0)
         outs = [np.empty((height, width, 3), np.uint8) for count, height, width in writer.shapes for _ in range(count)]
@@ -67,36 +52,10 @@ def run(config: argparse.Namespace, record: BenchRecord, _: Path) -> None:
     drawn["2 views"] = partial(draw, Views(2, side, AugmentConfig()))
     large, small = AugmentConfig(area_min=0.32), AugmentConfig(area_max=0.32)  # DINOv2's crops
     drawn["2 large views, 8 small ones"] = partial(draw, Views(2, side, large), Views(8, side * 3 // 7, small))
-    _table(drawn, len(files), config.rounds, record)
-
-    batch = torch.randint(0, 256, (config.batch, side, side, 3), dtype=torch.uint8)
-    valid = torch.ones(config.batch, dtype=torch.bool)
-
-    def on_device(mixing: Mixing | None) -> None:
-        images = normalise(batch, torch.device("cpu"), torch.float32, RGB8)
-        if mixing is not None:
-            mix_images(images, valid, mixing)
-
-    def in_pool() -> None:
-        images = batch.numpy()
-        for i in range(0, config.batch, 2):
-            first = cv2.addWeighted(images[i], 0.7, images[i + 1], 0.3, 0)
-            images[i + 1] = cv2.addWeighted(images[i + 1], 0.7, images[i], 0.3, 0)
-            images[i] = first
-        on_device(None)
-
-    box = (side // 4, side // 4, side - side // 4, side - side // 4)
-    ways = {
-        "normalise": lambda: on_device(None),
-        "+ Mixup of the uint8 batch, in the pool": in_pool,
-        "+ Mixup after it (as trained)": lambda: on_device(Mixing(0.7, None)),
-        "+ CutMix after it (as trained)": lambda: on_device(Mixing(0.75, box)),
-    }
-    _table(ways, config.batch, config.rounds, record)
+    _table(drawn, len(files), rounds)
 
 
-def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, record: BenchRecord) -> None:
-    """Print microseconds per image of each alternative, and the ratio to the first: medians of alternating rounds."""
+def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -105,10 +64,14 @@ def _table(ways: dict[str, Callable[[], None]], num_images: int, rounds: int, re
             seconds[name].append(time.thread_time() - begin)
     first = median(next(iter(seconds.values())))
     for name, of_way in seconds.items():
-        each = median(of_way) / num_images
-        print(f"{name:42s} {1e6 * each:8.0f} us  {1 / each:8.0f} images/s  {median(of_way) / first:5.2f} x")
-        record.add(name, microseconds=1e6 * each, images_per_second=1 / each, ratio=median(of_way) / first)
+        print(f"{name:48s} {1e6 * median(of_way) / num_images:8.0f} us an image  {median(of_way) / first:5.2f} x")
 
 
 if __name__ == "__main__":
-    of_jpegs.main(__doc__, "augment", run)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="folder or tar of JPEGs")
+    for option, default in (("--images", 200), ("--image-size", 224), ("--rounds", 5)):
+        parser.add_argument(option, type=int, default=default)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    measure(read_raw(given.source, given.images), given.image_size, given.rounds)

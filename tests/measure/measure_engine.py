@@ -1,10 +1,9 @@
 """Speed of the pipeline's training step beside a plain PyTorch loop with the same model, batch and optimizer.
 
-    python tests/measure/measure_engine.py ViT-S/16 --threads 1
+    python tests/measure/measure_engine.py ViT-S/16
     python tests/measure/measure_engine.py ViT-L/16 --precision bf16 --steps 20
 
-Both loops alternate in one process, so that other load on the machine affects both. On a busy machine, many short rounds give a more
-reliable median than a few long ones.
+Both loops alternate in one process, so that other load on the machine affects both.
 """
 
 import argparse
@@ -18,87 +17,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from data_tools.bench.corpus import NUM_CLASSES, noise_batch
-from data_tools.bench.gpu.gpu_step import pipeline_engine
+from data_tools.bench.gpu_step import Case, pipeline_engine, settings
+from data_tools.bench.noise import NUM_CLASSES, noise_views
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8
-from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.model.layers import kernel_names
-from pipeline.monitor.profile import Meter, peak_flops, peak_memory
+from pipeline.monitor.profile import Meter
 from pipeline.objectives.classification import Classification
 from pipeline.objectives.parameters import optimizers
 from pipeline.process.distributed import Ranks, from_environment
-from pipeline.settings.run import EngineConfig, OptimizerConfig
+from pipeline.settings.run import OptimizerConfig
 from pipeline.train.loop import training_step
 from pipeline.train.zero.engine import start_ranks
 
 _LR = 1e-3
 
 
-def run(given: argparse.Namespace) -> None:
-    """Print the speed of both, and the relative overhead of the pipeline's step in wall-clock time, the median over rounds.
-
-    On a CPU the overhead in CPU seconds is printed as well, which is more reliable on a machine with other load.
-    """
-    ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=10)
-    batch = noise_batch(given.batch, given.pixels)
-    contestants = {"pipeline": _pipeline_step(given, ranks, batch), "bare PyTorch": _bare_step(given, ranks, batch)}
-    print(f"{given.model} at {given.pixels} px, batch {given.batch}, {given.precision}, on {ranks.device}; "
-          f"ZeRO stage {given.zero_stage}, {counted(torch.get_num_threads(), 'thread')}", flush=True)  # fmt: skip
-    first = {name: step(0) for name, step in contestants.items()}
-    print("loss of the first step: " + ", ".join(f"{name} {loss:.5f}" for name, loss in first.items()), flush=True)
-
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_number in range(1, given.rounds + 1):
-        for name, step in contestants.items():
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            for i in range(given.steps):
-                step(1 + (round_number - 1) * given.steps + i)
-            if ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append((time.perf_counter() - begin) / given.steps)
-            cpu_seconds[name].append((time.process_time() - cpu_begin) / given.steps)
-        told = ", ".join(f"{name} {taken[-1] * 1e3:,.1f} ms a step" for name, taken in seconds.items())
-        print(f"round {round_number} of {given.rounds}: {told}", flush=True)
-
-    overhead, cpu_overhead = (
-        statistics.median(ours / bare - 1 for ours, bare in zip(*taken.values(), strict=True))
-        for taken in (seconds, cpu_seconds)
-    )
-    per_image = models.training_flops_per_image(models.configure(given.model, given.pixels, NUM_CLASSES))
-    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
-    peak, source = peak_flops(ranks.device, dtype, given.peak_tflops)
-    for name, taken in seconds.items():
-        rate = given.batch / statistics.median(taken)
-        print(f"{name:12}  {rate:10,.1f} images/s  MFU {per_image * rate / peak:.1%}")
-    print(f"peak {peak / 1e12:.2f} TFLOP/s ({source}), {peak_memory(ranks.device) / 2**30:.2f} GiB with both in memory")
-    in_cpu_seconds = "" if ranks.device.type == "cuda" else f", {cpu_overhead:+.1%} in CPU seconds"
-    print(f"the pipeline's step takes {overhead:+.1%}{in_cpu_seconds} (median of {counted(given.rounds, 'round')})")
-
-
-def _pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
-    """A step as in `loop.py`, with its clock, meter and mean loss of all ranks."""
+def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """A step as in `loop.py`, with its clock, meter and mean loss of all ranks. Returns the loss."""
     model, optimizer = _model_and_optimizer(given)
-    engine_config = EngineConfig(zero_stage=given.zero_stage, precision=given.precision)
-    engine = pipeline_engine(Classification(model, "softmax"), optimizer, engine_config, given.batch)
+    run = settings(Case(given.model, given.pixels, given.batch, 0.0), f"engine.precision={given.precision}")
+    engine = pipeline_engine(run, Classification(model, "softmax"), optimizer)
     meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
 
     def step(number: int) -> float:
         result = training_step(engine, [batch], number, _LR)
         meter.step(given.batch)
-        if (number + 1) % given.steps == 0:
+        if number % given.steps == 0:
             meter.read()
-            ranks.mean(result.loss)
-        return float(result.loss) if number == 0 else 0.0
+            return ranks.mean(result.loss)
+        return 0.0
 
     return step
 
 
-def _bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
-    """A plain step: forward, loss, backward, clip, step."""
+def bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callable[[int], float]:
+    """A plain step: forward, loss, backward, clip, step. It has no fp32 master weights."""
     model, _ = _model_and_optimizer(given)
     dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
     model.to(ranks.device, dtype)
@@ -112,7 +67,7 @@ def _bare_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Callabl
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OptimizerConfig().clip)
         optimizer.step()
-        return float(loss.detach()) if number == 0 else 0.0
+        return float(loss.detach()) if number % given.steps == 0 else 0.0
 
     return step
 
@@ -126,20 +81,33 @@ def _model_and_optimizer(given: argparse.Namespace) -> tuple[models.Model, torch
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--pixels", type=int, default=224)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16"), default="fp32", help="the plain loop has no fp32 master weights"
-    )
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=1)
-    parser.add_argument("--steps", type=int, default=1, help="of each loop in a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="on a CPU; 0 is torch's default")
-    parser.add_argument("--peak-tflops", type=float, default=0.0, help="for MFU; 0 looks it up or measures it")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    for name, default in (("--pixels", 224), ("--batch", 64), ("--steps", 1), ("--rounds", 5)):
+        parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    run(given)
+    ranks = from_environment()
+    start_ranks(ranks, timeout_minutes=10)
+    batch = noise_views([(1, given.pixels, given.pixels)], given.batch)
+    steps = [make(given, ranks, batch) for make in (pipeline_step, bare_step)]
+    print("loss of the first step: pipeline {:.5f}, bare PyTorch {:.5f}".format(*(step(0) for step in steps)))
+    ratios = []
+    for number in range(given.rounds):
+        taken = []
+        for step in steps:
+            begin, cpu = time.perf_counter(), time.process_time()
+            for i in range(given.steps):
+                step(1 + number * given.steps + i)
+            if ranks.device.type == "cuda":
+                torch.cuda.synchronize()
+            taken.append(((time.perf_counter() - begin) / given.steps, (time.process_time() - cpu) / given.steps))
+        print(
+            "round {}: pipeline {:.4f} s a step, bare PyTorch {:.4f} s".format(
+                number + 1, *(clock for clock, _ in taken)
+            )
+        )
+        ratios.append([ours / bare - 1 for ours, bare in zip(*taken, strict=True)])
+    by_clock, in_cpu = map(statistics.median, zip(*ratios, strict=True))
+    print(f"the pipeline's step takes {by_clock:+.1%}, {in_cpu:+.1%} in CPU seconds (median of {given.rounds} rounds)")
 
 
 if __name__ == "__main__":

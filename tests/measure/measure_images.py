@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import other_loaders
-from contestants import Contestant, report
-from measure_loading import decode_alone, load_batches
+from measure_loading import Contestant, crop, decode_alone, load_batches, print_table, race
 
-from data_tools.bench.record import BenchRecord
 from data_tools.sharding import shard
-from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.views import Views, train_views
 from pipeline.settings.commands.data import ShardConfig
@@ -54,16 +50,14 @@ def run(config: argparse.Namespace, folder: Path) -> None:
             for n, side, least, most in groups
         ]
         writer = train_views(views, 0, pixels=split.pixels)
-        theirs = partial(tiff_views, [group for group in groups for _ in range(group[0])])
+        each = [group for group in groups for _ in range(group[0])]
         for what, work in (
             ("decode, crop and resize alone", partial(decode_alone, split, writer, config.batch, cores)),
             ("our loader", partial(load_batches, split, writer, config.batch, cores)),
-            ("tifffile + DataLoader", partial(other_loaders.read_files, files, theirs, 0, config.batch, cores)),
+            ("tifffile + DataLoader", partial(read_tiffs, files, each, config.batch, cores)),
         ):
-            contestants.append(Contestant(f"{what}, {name}", (name,), cores, work))
-    mean = np.mean([path.stat().st_size for path, _ in files]) / 1000
-    report(contestants, config.rounds, BenchRecord("images", config.json), f"{counted(config.images, 'TIFF')} of {mean:.0f} KB, {split.pixels.describe()}, "
-           f"{config.side} px, batch {config.batch}, {counted(cores, 'core')}", ("views",))  # fmt: skip
+            contestants.append(Contestant(f"{what}, {name}", work, cores))
+    print_table(race(contestants, config.rounds))
 
 
 def write_tiles(fields: Sequence[np.ndarray], side: int, images: int, folder: Path) -> list[tuple[Path, int]]:
@@ -87,14 +81,28 @@ def write_tiles(fields: Sequence[np.ndarray], side: int, images: int, folder: Pa
     return written
 
 
-def tiff_views(views: Sequence[tuple[int, int, float, float]], data: bytes, _: int) -> list[np.ndarray]:
+def tiff_views(views: Sequence[tuple[int, int, float, float]], data: bytes) -> list[np.ndarray]:
     """What a user's own data set does for an image: uint16 (S, S, C) of each view."""
     image, made = tifffile.imread(io.BytesIO(data)), []
     for _, side, least, most in views:
-        top, left, height, width = other_loaders.crop(*image.shape[:2], least, most)
+        top, left, height, width = crop(*image.shape[:2], least, most)
         view = cv2.resize(image[top : top + height, left : left + width], (side, side), interpolation=cv2.INTER_LINEAR)
         made.append(np.ascontiguousarray(cv2.flip(view, 1)) if random.random() < 0.5 else view)
     return made
+
+
+def read_tiffs(
+    files: Sequence[tuple[Path, int]], views: Sequence[tuple[int, int, float, float]], batch: int, workers: int
+) -> Iterator[int]:
+    """Yields the number of images of each batch of torch's DataLoader."""
+    made = partial(collate, views)
+    for found in torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=made):  # type: ignore[arg-type]
+        yield len(found[0])
+
+
+def collate(views: Sequence[tuple[int, int, float, float]], part: Sequence[tuple[Path, int]]) -> list[torch.Tensor]:
+    of_images = [tiff_views(views, path.read_bytes()) for path, _ in part]
+    return [torch.from_numpy(np.stack(arrays)) for arrays in zip(*of_images, strict=True)]
 
 
 if __name__ == "__main__":
@@ -104,6 +112,5 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", default="", help="file for the results")
     with tempfile.TemporaryDirectory() as scratch:
         run(parser.parse_args(), Path(scratch))

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from polling import until
 
-from pipeline.lifecycle.hosts import to_blame
-from pipeline.lifecycle.run_folder import RunFolder, Status, forget_last_start, last_end_in_words, read_failures
+from pipeline.lifecycle.run_folder import RunFolder, Status, last_end_in_words, read_failures
 from pipeline.monitor import watchdog
 from pipeline.monitor.watchdog import diagnosis
 from pipeline.process import waits
@@ -162,7 +161,6 @@ def test_a_hang_names_rank_host_and_line_and_leaves_a_record(tmp_path: Path, sta
     assert "read_from_a_dead_disk" in (tmp_path / "hang" / "rank-00001.txt").read_text()
     failures = read_failures(tmp_path)
     assert [failures[rank].lost_others for rank in range(3)] == [True, False, True]
-    assert to_blame({"a": 1, "b": 1, "c": 1}, failures) == ["b"]
     assert last_end_in_words(tmp_path).startswith(
         "failed at step 12: hang: rank 1 on b has been in data of step 13, waiting for"
     )
@@ -175,11 +173,9 @@ def test_a_rank_that_stands_still_entirely_is_named(tmp_path: Path, start: Start
     ranks[0].kill()
     ranks[0].join()
     assert "rank 0 on a does not respond" in "".join(errors)
-    assert to_blame({"a": 1, "b": 2}, read_failures(tmp_path)) == ["a"]
+    assert 0 not in read_failures(tmp_path)
     said = "failed at step 12: hang: rank 0 on a does not respond"
     assert last_end_in_words(tmp_path).startswith(said), "rank 0 could not write its status"
-    forget_last_start(tmp_path)
-    assert last_end_in_words(tmp_path).startswith(said)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`make rehearsal`: the README's three cluster commands in order, on three hosts, one of which is killed during each.
 
-The hosts are namespaces of this machine (tests/helpers/hosts.py; needs root, iproute2, openssh-server, pdsh), the data is tiny.
+Pre-training is started by torchrun on each host instead of `deepspeed --hostfile`, and goes on with the hosts that are left.
+The hosts are namespaces of this machine (tests/helpers/hosts.py; needs root and iproute2), the data is tiny.
 The commands are read from the README; only /data and sizes are replaced. What each leaves is compared with the same command
 undisturbed on this machine: shards byte for byte, losses and weights bit for bit, every score of the VTAB table.
 """
@@ -27,16 +28,13 @@ import hosts
 import yaml
 from cluster import (
     CPU_RANKS,
-    TOOLS,
     copy_repository,
     frozen_task,
     ray_environment,
     readme_commands,
     start_ray,
-    start_sshd,
     wait_for,
     wait_for_ray,
-    write_ssh,
 )
 from forked import Forge
 from hosts import Host
@@ -44,7 +42,6 @@ from ranks import metrics
 from raw_images import contents, jpeg, write_class_tars
 from tiny_vtab import prepare_tasks
 
-from pipeline.base.json_record import shortened
 from pipeline.settings import schema
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
@@ -62,7 +59,7 @@ VTAB_SIZES = [
 
 
 class Rehearsal:
-    """Three hosts with sshd and Ray, and a user on node1. home: shared by all; `home/data` is the README's /data."""
+    """Three hosts with Ray, and a user on node1. home: shared by all; `home/data` is the README's /data."""
 
     def __init__(self, home: Path, nodes: list[Host]) -> None:
         self.home, self.nodes, self.began = home, nodes, time.monotonic()
@@ -70,26 +67,21 @@ class Rehearsal:
         self.checkout = copy_repository(home / "checkout")
         self.environment = ray_environment(home)
         self.summary: list[tuple[str, str, str, float]] = []
-        self.ssh_config = write_ssh(home, nodes)
-        (self.checkout / "hosts").write_text("".join(f"{node.name} slots=1\n" for node in nodes))
-        (self.checkout / ".deepspeed_env").write_text("".join(f"{k}={v}\n" for k, v in CPU_RANKS.items()))
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
 
     def up(self, *nodes: Host) -> None:
-        """Start sshd and Ray on hosts that have nothing yet; the first one of all is Ray's head."""
+        """Start Ray on hosts that have nothing yet; the first one of all is Ray's head."""
         starting = []
         for node in nodes:
-            node.run("mount", "--bind", self.ssh_config, "/etc/ssh/ssh_config")
-            start_sshd(node, self.home)
             log = self.home / f"ray-{node.name}-{time.monotonic_ns()}.log"
             starting.append((start_ray(node, self.nodes[0], self.environment, log), log))
             if node is self.nodes[0]:
                 wait_for_ray(*starting[-1])
         for process, log in starting:
             wait_for_ray(process, log)
-        self.say(f"sshd and Ray are up on {', '.join(node.name for node in nodes)}")
+        self.say(f"Ray is up on {', '.join(node.name for node in nodes)}")
 
     def words(self, command: list[str], *sizes: str) -> list[str]:
         """A command of the README with this cluster's paths, those in its config included, and other sizes."""
@@ -97,15 +89,14 @@ class Rehearsal:
         paths = [f"{k}={v}" for k, v in config.items() if str(v).startswith("/data/")]
         return [word.replace("=/data/", f"={self.data}/") for word in [*command, *paths]] + list(sizes)
 
-    def start(self, name: str, *words: str) -> tuple[subprocess.Popen, Path]:
-        """Run a command on node1. Returns its process and log."""
-        self.say(f"node1$ {shlex.join(words).replace(str(self.home), '')}")
-        log = self.home / f"{name}.log"
+    def start(self, name: str, *words: str, host: Host | None = None) -> tuple[subprocess.Popen, Path]:
+        """Run a command on a host, by default node1. Returns its process and log."""
+        host = host or self.nodes[0]
+        self.say(f"{host.name}$ {shlex.join(words).replace(str(self.home), '')}")
+        log = self.home / f"{name}-{host.name}.log"
         environment = {**self.environment, **CPU_RANKS, "RAY_ADDRESS": f"http://{self.nodes[0].address}:8265"}
         with open(log, "w") as file:
-            process = self.nodes[0].start(
-                *words, cwd=self.checkout, env=environment, stdout=file, stderr=subprocess.STDOUT
-            )
+            process = host.start(*words, cwd=self.checkout, env=environment, stdout=file, stderr=subprocess.STDOUT)
         return process, log
 
     def start_alone(self, name: str, job: list[str], *others: str) -> tuple[subprocess.Popen, Path]:
@@ -176,13 +167,22 @@ def shard(on: Rehearsal, command: list[str], reference: tuple[subprocess.Popen, 
     on.say(f"{shards} shards and their manifest are those of an undisturbed job, byte for byte")
 
 
+def torchrun(node: Host, first: Host) -> list[str]:
+    """The words that start a rank on this host. Hosts of a rehearsal know each other's names by ssh alone."""
+    options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=rehearsal",
+               f"--rdzv-endpoint={first.address}:29500", f"--rdzv-conf=is_host={int(node is first)}",
+               f"--local-addr={node.address}"]  # fmt: skip
+    return ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", *options]
+
+
 def pretrain(on: Rehearsal, command: list[str]) -> Path:
     """Returns the run's folder."""
     victim, run = on.nodes[2], on.data / "runs/vit_l16_imagenet21k"
     with on.phase("pre-train", victim) as lost:
         words = on.words(command, *TRAIN_SIZES)
-        supervise = ["python", "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--"]
-        process, log = on.start("pretrain", *supervise, *words)
+        words = words[words.index("launch/pretrain.py") :]
+        agents = [on.start("pretrain", *torchrun(node, on.nodes[0]), *words, host=node) for node in on.nodes]
+        process, log = agents[0]
 
         def step() -> int:
             with suppress(OSError, json.JSONDecodeError):
@@ -194,14 +194,13 @@ def pretrain(on: Rehearsal, command: list[str]) -> Path:
         died_at = step()
         on.say(f"killed {victim.name} in step {died_at + 1} or later")
         assert died_at < STEPS - 5
-        finish(process, log)
+        for agent in agents[:2]:
+            finish(*agent)
         said = (run / "log.txt").read_text()
         (resumed,) = map(int, re.findall(rf"resumed from .* at step (\d+) of {STEPS}", said))
         assert "12 = 3 ranks" in said
         assert "12 = 2 ranks" in said, said
         lost.append(f"steps {resumed + 1} to {died_at}; trained again by the two others")
-    for line in (run / "supervise.log").read_text().splitlines():
-        print(f"           {shortened(line, 160)}")
     on.say(f"node1 and node2 went on from step {resumed} to step {STEPS}")
     compare_training(on, run, resumed)
     return run
@@ -289,8 +288,7 @@ def show_table(on: Rehearsal, report: Path) -> None:
 
 
 def main() -> None:
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if reason := hosts.why_not() or (f"hosts need {', '.join(missing)}" if missing else ""):
+    if reason := hosts.why_not():
         sys.exit(f"error: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     home = Path(tempfile.mkdtemp(prefix="rehearsal-"))

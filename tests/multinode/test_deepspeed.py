@@ -1,7 +1,6 @@
 """`deepspeed --hostfile` on three hosts, with sshd and pdsh as on any cluster; one of them dies, and the run is finished."""
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -18,9 +17,14 @@ from ranks import metrics, settings
 
 from pipeline.lifecycle.run_folder import RESUME, read_status
 
+pytestmark = pytest.mark.hosts
 STEPS = 36
 # 3 ranks, and 2 once node3 is gone.
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
+
+
+def write_hostfile(site: Site, slots: dict[str, int]) -> None:
+    (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
 
 
 def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: Path) -> None:
@@ -33,6 +37,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
         section, _, field = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[field] = value if field == "env" else yaml.safe_load(value)
     (site.folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    write_hostfile(site, SLOTS)
     ask = (sys.executable, "launch/hosts.py", "hostfile=hosts", "run=run.yaml", "min_free_gb=0")
     code, said = site.run(*ask)
     assert code == 0, said
@@ -41,7 +46,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
     assert (site.folder / ".deepspeed_env").stat().st_mode & 0o777 == 0o600
 
     site.nodes[1].run("mount", "-t", "tmpfs", "tmpfs", data.parent)
-    (site.folder / "hosts").write_text("node1 slots=1\nnode2 slots=2\nnode9 slots=1\n")
+    write_hostfile(site, {"node1": 1, "node2": 2, "node9": 1})
     code, said = site.run(*ask)
     assert code == 2
     assert f"unfit: node2: {data} is missing" in said
@@ -65,7 +70,7 @@ def start_run(
     data, out = home / "data", home / "runs"
     if not data.exists():
         shutil.copytree(dataset, data)
-    (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
+    write_hostfile(site, slots)
     (site.folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in CPU_RANKS.items()))
     run = settings(data, out, name, "evaluate.every=100%", "checkpoint.every=5 steps", *more)
     launch = ["deepspeed", "--hostfile", "hosts", "--launcher", "pdsh", "--no_ssh_check", "--master_addr", "10.77.0.1"]
@@ -108,11 +113,12 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     process.wait()
 
 
-def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: Path) -> None:
+def test_a_host_dies_and_the_run_is_finished_on_those_that_the_hostfile_still_names(site: Site, dataset: Path) -> None:
+    """By the supervisor. A person edits the hostfile."""
     from test_train import plain_losses  # Needs torch, which a host without network namespaces is spared.
 
     log = site.folder.parent / "supervise.out"
-    supervise = (sys.executable, "launch/supervise.py", "pause_seconds=0", "host_failures=1", "--")
+    supervise = (sys.executable, "launch/supervise.py", "pause_seconds=1", "--")
     process, folder, run = start_run(site, dataset, "three", f"train.length={STEPS} steps", log=log, before=supervise)
 
     def step() -> int:
@@ -120,23 +126,12 @@ def test_a_host_dies_and_the_run_is_finished_on_the_others(site: Site, dataset: 
         return status.step if status and status.status == "running" else 0
 
     wait_for(lambda: step() >= 6, process, log)
+    write_hostfile(site, {"node1": 1, "node2": 1})
     site.nodes[2].kill()
-    died_at = step()
-    assert died_at < STEPS - 5
+    assert step() < STEPS - 5
     assert process.wait(timeout=500) == 0, log.read_text()
-
-    story = [json.loads(line) for line in (folder / "supervise.jsonl").read_text().splitlines()]
-    told = ("start", "failed", "hosts", "finished")
-    assert [event["event"] for event in story if event["event"] in told] == [
-        "start",
-        "failed",
-        "hosts",
-        "start",
-        "finished",
-    ]
     said = (folder / "log.txt").read_text()
-    assert "24 = 3 ranks x 2 x 4 samples" in said
-    assert "24 = 2 ranks x 2 x 6 samples" in said
+    assert re.findall(r"24 = (\d) ranks", said) == ["3", "2"]
     found = metrics(folder)
     assert list(found) == list(range(1, STEPS + 1))
     # Other samples, or another order, are off by ten percent.

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from forked import Forge
-from measure_communication import PERSISTENCE
+from rank_communication import PERSISTENCE
 from test_rank_memory import ALL, NUM_CLASSES, PART, overrides
 
 from pipeline import objectives
@@ -35,7 +35,7 @@ CASES: list[tuple[int, str, int, int, int, list[str]]] = [
 def found(forge: Forge) -> list[dict[str, dict[str, int]]]:
     cases = [(overrides(stage, precision, count, more), NUM_CLASSES, bucket, reuse)
              for stage, precision, count, bucket, reuse, more in CASES]  # fmt: skip
-    output = forge.start_work(2, "measure_communication:main", cases).finish()
+    output = forge.start_work(2, "rank_communication:main", cases).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
     return json.loads(line.removeprefix("found "))
 

@@ -73,7 +73,7 @@ def found(forge: Forge) -> dict[str, list[Any]]:
     small = ["model.image_size=16", "model.width=32", "model.mlp_width=64", "model.dropout=0.1", "model.drop_path=0.2"]
     trained = [("train", overrides(stage, precision, 3, [*small, *more]), 4, rehearse)
                for stage, precision, more in REHEARSED for rehearse in (True, False)]  # fmt: skip
-    output = forge.start_work(2, "measure_memory:main", measured + trained).finish()
+    output = forge.start_work(2, "rank_memory:main", measured + trained).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
     results = json.loads(line.removeprefix("found "))
     return {"measure": results[: len(measured)], "train": results[len(measured) :]}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from teacher_weights import teacher_for
 
-from data_tools.bench.corpus import noise_views
+from data_tools.bench.noise import noise_views
 from pipeline import objectives
 from pipeline.architecture.config import ViTConfig
 from pipeline.model import build

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.process import launcher
-from pipeline.process.launcher import check_environment, free_port, refuse_busy_port, share_cores
+from pipeline.process.launcher import check_environment, free_port, key_of_start, refuse_busy_port, share_cores
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -55,6 +55,17 @@ def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> 
         refuse_busy_port()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     refuse_busy_port()
+
+
+@pytest.mark.parametrize("agent_has_store", [True, False])
+def test_starts_differ_in_the_store_of_an_agent_alone(agent_has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of two hosts had different counts, and their ranks waited for each other in vain."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent_has_store))
+    starts = set()
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        starts.add(key_of_start("stop"))
+    assert len(starts) == 1 + agent_has_store
 
 
 def test_a_free_port_is_none_that_linux_assigns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,8 @@ class RunData:
 
     def notes(self, labels: bool = True) -> list[str]:
         """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
-        return [*dict.fromkeys(self.split.notes(labels) + (self.evaluation.notes() if self.evaluation else []))]
+        lines = [*self.split.notes(labels), *(self.evaluation.notes() if self.evaluation else [])]
+        return list(dict.fromkeys(lines))  # Those of a data set are notes of both.
 
 
 def open_run_data(

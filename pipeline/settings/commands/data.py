@@ -201,7 +201,8 @@ class ShardConfig:
     )
     to_rgb8: bool = setting(
         False,
-        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255.",
+        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255. "
+        "Channels named red, green and blue are kept, else the first three.",
     )
     nodata: float | None = _nodata()
     values: list[str] = _values()
@@ -216,6 +217,10 @@ class ShardConfig:
         if self.channel_columns and (self.channel_pattern or self.path_column != ShardConfig.path_column):
             raise UserError(
                 "channel_columns, channel_pattern and path_column say which files make an image: use one of them."
+            )
+        if self.to_rgb8 and self.missing_channels == "mean":
+            raise UserError(
+                "missing_channels=mean keeps the channels that a sample has, and to_rgb8 makes RGB of it: use one of them."
             )
         if self.channel_pattern:
             groups = re.compile(self.channel_pattern).groupindex

@@ -128,4 +128,3 @@ class SuperviseConfig:
         min=0,
         max=1_000_000,
     )
-    host_failures: int = setting(2, "Number of failures of a host after which the run continues without it.", min=1)

@@ -1,4 +1,4 @@
-"""Distortions and crops against what torchvision 0.28.0 itself makes of the same pixels, written by tests/measure/measure_torchvision.py.
+"""Distortions and crops against what torchvision 0.28.0 itself makes of the same pixels, written by tests/data/loading/write_torchvision.py.
 
 Its results are those of uint8 tensors. The largest differences are stated with their reasons; most values are equal.
 """

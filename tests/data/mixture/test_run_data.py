@@ -110,6 +110,13 @@ def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
     assert data.own.classes == a.classes
 
 
+def test_what_a_set_leaves_out_is_said_once_for_training_and_evaluation(sets: Path) -> None:
+    data = open_run_data(schema.load(DataConfig, None, [f"path={sets / 'a'}", "eval_split=val"]), 0, 20, "learned")
+    evaluated = {name: (of, replace(split, left_out={"alpha": 3})) for name, (of, split) in data.evaluated.items()}
+    (note,) = replace(data, split=replace(data.split, left_out={"alpha": 3}), evaluated=evaluated).notes()
+    assert "3 images with an alpha channel" in note
+
+
 def test_a_balance_is_within_each_set(sets: Path) -> None:
     of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
     split = open_run_data(of_run.data, 0, 20, "learned").split

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from measure_recall import PLANTS, measure_recall
+from measure_dedup import PLANTS, measure_recall
 from PIL import Image
 from raw_images import encoded, settings, write_folder
 

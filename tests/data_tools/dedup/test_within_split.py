@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from measure_recall import PLANTS
+from measure_dedup import PLANTS
 from PIL import Image
 from raw_images import encoded, settings, write_folder
 from test_dedup import jpeg, picture, plain

@@ -19,7 +19,6 @@ from raw_images import encoded, jpeg, noise, settings, write_folder
 
 from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
-from data_tools.sharding.kinds import join_channels
 from data_tools.sharding.values import (
     FOLDER,
     ChannelCounts,
@@ -36,8 +35,9 @@ from pipeline.data.dataset.exclusion import write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.settings import schema
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
+from pipeline.settings.effect import refuse_without_effect
+from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -253,7 +253,7 @@ def test_missing_values_are_counted_and_no_part_of_the_range(ray_cluster: int, t
 def test_the_usual_values_of_missing_pixels_are_settings(kind: str) -> None:
     lowest = float(np.finfo(kind if kind != "uint16" else "float32").min)
     data = {"source": "raw", "out": "out", "nodata": repr(lowest)}
-    assert schema.build(ShardConfig, data, "settings").nodata == lowest
+    assert build(ShardConfig, data, "settings").nodata == lowest
     image = np.array([[[55537], [lowest if kind != "uint16" else 0]]], kind)
     gray = Pixels(("gray",), kind, (), (), (), (), lowest)
     assert is_value(image, gray).sum() == (2 if kind == "uint16" else 1)
@@ -338,21 +338,16 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
         shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
     rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
     check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    filling = settings(Path(lacking), tmp_path / "filled", missing_channels="mean", **wanted)
+    refuse_without_effect(filling)
+    filled = shard.run(filling)
+    assert filled.left_out == {"channels": 2}
+    assert len(stored(filled)) == len(written)
     with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
         shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
     bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
     with pytest.raises(UserError, match="row 2"):
         shard.run(settings(Path(bare), tmp_path / "no", **wanted))
-
-
-def test_an_empty_cell_of_a_list_is_a_channel_to_fill(tmp_path: Path) -> None:
-    path = write_folder({name: tiff(np.zeros((9, 9), np.uint16)) for name in ("a.tif", "b.tif", "c.tif")}, tmp_path)
-    (path / "cells.csv").write_text("dapi,gfp,label\na.tif,b.tif,cat\n,c.tif,dog\n")
-    given = [f"source={path / 'cells.csv'}", "out=out", "channel_columns=[dapi,gfp]", "missing_channels=mean"]
-    config = schema.load(ShardConfig, None, given)
-    listing = join_channels(list_source(path / "cells.csv", config, tmp_path / "staging"), config)
-    parts = listing.rows(np.arange(len(listing)))["parts"]
-    assert [[file is None for file in files] for files in parts] == [[False, False], [True, False]]
 
 
 @pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
@@ -508,6 +503,33 @@ def test_a_file_says_that_its_pages_are_channels(ray_cluster: int, tmp_path: Pat
     dataset = shard.run(settings(write_folder(ome, tmp_path / "raw"), tmp_path / "out", channels=["dapi", "actin"]))
     assert dataset.pixels.channels == ("dapi", "actin")
     check(dataset, {f"{key}_ome": values for key, values in written.items()})
+
+
+def test_to_rgb8_takes_the_channels_that_are_named_red_green_and_blue(ray_cluster: int, tmp_path: Path, capfd) -> None:
+    written = arrays("uint16", 4)
+    named, rgb = ["blue", "green", "nir", "red"], [3, 1, 0]
+
+    def reduced(values: np.ndarray, places: list[int]) -> np.ndarray:
+        return np.rint(values[..., places] / 257).astype(np.uint8)
+
+    bands = write_folder({f"{key}.tif": tiff(values) for key, values in written.items()}, tmp_path / "bands")
+    check(shard.run(settings(bands, tmp_path / "first", to_rgb8=True)), {key: reduced(values, [0, 1, 2]) for key, values in written.items()})  # fmt: skip
+    by_name = shard.run(settings(bands, tmp_path / "named", to_rgb8=True, channels=named))
+    check(by_name, {key: reduced(values, rgb) for key, values in written.items()})
+    with pytest.raises(UserError, match="has 3 names"):
+        shard.run(settings(bands, tmp_path / "no", to_rgb8=True, channels=named[:3]))
+    files = write_folder(
+        {f"{key}-{name}.tif": tiff(values[..., n]) for key, values in written.items() for n, name in enumerate(named)},
+        tmp_path / "files",
+    )
+    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "to_rgb8": True}
+    joined = shard.run(settings(files, tmp_path / "joined", **joining))
+    assert joined.left_out == {"bits": 12}
+    check(joined, {key: reduced(values, rgb) for key, values in written.items()})
+    one = shard.run(settings(files, tmp_path / "one", **joining, channels=["nir"]))
+    check(one, {key: reduced(values, [2, 2, 2]) for key, values in written.items()})
+    with pytest.raises(UserError, match="missing_channels"):
+        settings(files, tmp_path / "no", missing_channels="mean", **joining)
 
 
 def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: int, tmp_path: Path, capfd) -> None:

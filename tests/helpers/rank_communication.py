@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from measure_memory import make_engine, noise
+from rank_memory import make_engine, noise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

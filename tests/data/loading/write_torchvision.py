@@ -1,7 +1,7 @@
-"""What torchvision makes of two small images: `python tests/measure/measure_torchvision.py` writes tests/data/loading/torchvision.npz.
+"""What torchvision makes of two small images: `python tests/data/loading/write_torchvision.py` writes tests/data/loading/torchvision.npz.
 
     pip install --no-deps --target FOLDER torchvision==0.28.0
-    PYTHONPATH=FOLDER python tests/measure/measure_torchvision.py
+    PYTHONPATH=FOLDER python tests/data/loading/write_torchvision.py
 
 The file was written with torchvision 0.28.0 and torch 2.13.0, from pixels of numpy's generator of seed 0, as uint8 tensors. The tests
 (tests/data/loading/test_torchvision.py) need no torchvision: images and results are in the file.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, library
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from pipeline.base import random_numbers
 
@@ -28,7 +28,7 @@ for operator in ("nms", "qnms"):
 F: Any = importlib.import_module("torchvision.transforms.v2.functional")
 transforms: Any = importlib.import_module("torchvision.transforms")
 
-FILE = Path(__file__).parents[1] / "data" / "loading" / "torchvision.npz"
+FILE = Path(__file__).with_name("torchvision.npz")
 # Kernels that hold three standard deviations, as ours do.
 BLURS = {0.1: 3, 0.7: 5, 2.0: 13}
 # Order, brightness, contrast, saturation, hue.

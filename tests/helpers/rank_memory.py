@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from live_tensors import LiveTensors, operators_of_a_gpu
 
-from data_tools.bench.corpus import noise_views
+from data_tools.bench.noise import noise_views
 from pipeline import objectives
 from pipeline.data.loading.loader import Batch
 from pipeline.estimate import memory

@@ -1,27 +1,28 @@
-"""Compares our reading of timm's models with timm: a line for each model whose name fits a pattern.
+"""Compares models that we read with the program that wrote them: the numbers in docs/weights.md.
 
+    python tests/measure/measure_weights.py                             # transformers: each family
     pip install --no-deps timm torchvision
-    python tests/measure/measure_timm.py 'vit_small*' 'deit3_small*'
-    python tests/measure/measure_timm.py 'vit_small*' in_chans=4
+    python tests/measure/measure_weights.py 'vit_small*' 'deit3_small*'     # timm: each model whose name fits a pattern
+    python tests/measure/measure_weights.py 'vit_small*' in_chans=4
 
-Models have two blocks and random values, are saved as timm saves them, and read at the size of their configuration and at another
-one. Printed are the largest differences of pooled features, logits and patch tokens as a share of the largest, at both sizes, and of
-the features of timm's model that reads what `to_timm` writes; or the error with which the model is refused.
+transformers: models of the size of ViT-B/16 with random values; the largest difference of features and patch tokens at 224 x 224 px and
+at 384 x 256. timm: models of two blocks with random values, saved as timm saves them. Printed are the largest differences of pooled features,
+logits and patch tokens as a share of the largest, at the configured size and at another one, and of the features of timm's model that reads
+what `to_timm` writes; or the error with which the model is refused.
 """
 
 import fnmatch
 import importlib
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
+import families
 import torch
-from families import randomised
 from torch import library
 
 from pipeline.architecture.pixels import Pixels
@@ -29,26 +30,44 @@ from pipeline.base.errors import UserError
 from pipeline.model import load, read_weights, to_timm
 from pipeline.model.files import write_folder
 
-# torchvision's wheel is built for CUDA; without its operators, a CPU's torch can import it only if these are declared.
-operators = library.Library("torchvision", "DEF")
-for operator in ("nms", "qnms"):
-    operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-timm: Any = importlib.import_module("timm")
+BASE = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16,
+}  # fmt: skip
 
 
-def main(patterns: list[str]) -> None:
+def of_transformers(folder: Path) -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    for name, family in families.FAMILIES.items():
+        torch.manual_seed(0)
+        ratio = {"mlp_ratio": 4} if "mlp_ratio" in family.config else {}
+        theirs = families.random_family(transformers, family, folder / name, 0.02, **BASE | ratio)
+        same = families.difference(theirs, load(folder / name), (224, 224))
+        other = load(folder / name, image_size=(384, 256))
+        print(
+            f"{name:24} {same:.1e} {families.difference(theirs, other, (384, 256), **family.any_size or {}):.1e}",
+            flush=True,
+        )
+
+
+def of_timm(patterns: list[str], folder: Path) -> None:
+    # torchvision's wheel is built for CUDA; without its operators, a CPU's torch can import it only if these are declared.
+    operators = library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    timm: Any = importlib.import_module("timm")
     channels = max(int(given.partition("=")[2] or 3) for given in patterns)
     for name in timm.list_models():
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            with tempfile.TemporaryDirectory() as folder:
-                print(f"{name:40} {result(name, Path(folder), channels)}", flush=True)
+            print(f"{name:40} {result(timm, name, folder / name, channels)}", flush=True)
 
 
-def result(name: str, folder: Path, channels: int) -> str:
+def result(timm: Any, name: str, folder: Path, channels: int) -> str:
     try:
         with torch.device("meta"):
             heads = timm.create_model(name).blocks[0].attn.num_heads  # as it depends on the depth for ours
-        theirs = randomised(timm.create_model(name, depth=2, num_heads=heads, in_chans=channels), 0.02)
+        theirs = families.randomised(timm.create_model(name, depth=2, num_heads=heads, in_chans=channels), 0.02)
     except (AttributeError, AssertionError) as error:
         return f"no plain blocks ({error})"
     timm.models.save_for_hf(theirs, folder / "saved")
@@ -92,5 +111,8 @@ def difference(theirs: Any, ours: Any, size: tuple[int, int]) -> float:
     return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
 
 
-warnings.filterwarnings("ignore")
-main(sys.argv[1:])
+with tempfile.TemporaryDirectory() as directory:
+    if sys.argv[1:]:
+        of_timm(sys.argv[1:], Path(directory))
+    else:
+        of_transformers(Path(directory))

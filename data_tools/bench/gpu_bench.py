@@ -1,0 +1,172 @@
+"""Benchmark of training on one GPU within a time budget: the order of measurements, and the choice of settings.
+
+Each measurement (`gpu_step.py`) is a process of its own with a time limit: running out of memory, a crash or a compiler that
+takes too long is a row of the result. What is worth most comes first, and every row is written at once.
+"""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from data_tools.bench import gpu_step
+from data_tools.bench.apart import Row, rows_apart
+from data_tools.bench.gpu_step import DEFAULTS, Case, Setup
+from data_tools.bench.results import BenchResults
+from pipeline.base.errors import UserError
+from pipeline.estimate.memory import most_images
+from pipeline.settings.commands.bench import GpuBenchConfig
+
+_MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
+_MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
+# A measurement is not begun with less time left, and that for the report is kept.
+_LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
+_PART_SECONDS = 120.0
+# DINO's prototypes alone take a CPU ten seconds.
+_OBJECTIVES = {"cuda": ("mae", "dino", "lejepa"), "cpu": ("mae", "lejepa")}
+
+
+def run(config: GpuBenchConfig) -> None:
+    """Measure, print tables and the fastest exact settings. Raises UserError without a GPU, unless device=cpu."""
+    if config.device == "cuda":
+        # Otherwise the check uses CUDA, and no process could be forked.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        if not torch.cuda.is_available():
+            raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
+    else:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    results = BenchResults(config.json, config.tolerance)
+    bench = GpuBench(config, results)
+    bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
+    try:
+        bench.measure()
+    finally:  # Also after Ctrl-C.
+        results.report()
+
+
+class GpuBench:
+    """The measurements in order. Rows: name (its first word is the part), then what was measured or "failed"."""
+
+    def __init__(self, config: GpuBenchConfig, results: BenchResults) -> None:
+        self.config, self.results = config, results
+        self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
+        self.method = "fork"
+        self.device_memory: int | None = None
+        self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
+
+    def _case(self, model: str, pixels: str) -> Case:
+        case = Case(model, int(pixels), 1, self.config.candidate_seconds, self.config.device)
+        most = 2 ** int(math.log2(max(1, _MAX_TOKENS / case.config.num_tokens)))
+        return replace(case, batch=self.config.batch or (most if case.device == "cuda" else 4))
+
+    def measure(self) -> None:
+        """Everything, in order of worth: what a run has with its defaults first, then what would be faster."""
+        first, others = self.cases[0], self.cases[1:]
+        for row in self.apart("product", gpu_step.matrix_product, self.config.device):
+            self.device_memory = row.get("device_memory")
+            self.results.machine["gpu"] = row.get("gpu", self.results.machine["gpu"])
+        self.steps(first, Setup(), DEFAULTS, replace(DEFAULTS, compile=True))
+        for case in others[:1]:
+            self.steps(case, DEFAULTS)
+        self._from_shards(first)
+        for loss in _OBJECTIVES[first.device]:
+            self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
+        self._largest_batch(first)
+        self.steps(first, replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False))
+        fastest = self.results.fastest(first.name, first.batch)
+        best = Setup(**fastest["setup"]) if fastest else DEFAULTS
+        for case in [*others, *(replace(first, batch=factor * first.batch) for factor in (2, 4))]:
+            self.steps(case, Setup(), best)
+        for case in others:
+            self._largest_batch(case)
+
+    def steps(self, case: Case, *setups: Setup) -> None:
+        for setup in setups:
+            if self.results.step(case.name, case.batch, setup) is None:
+                self.apart(f"step {case.name}, batch {case.batch}, {setup}", gpu_step.measure, case, setup)
+
+    def _from_shards(self, case: Case) -> None:
+        """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
+        num_images, steps = (1600, 40) if case.device == "cuda" else (8 * case.batch, 4)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = self.apart("shards made", _make_shards, Path(folder), num_images)
+            if not rows or "failed" in rows[-1]:
+                return
+            for log_every in (steps, 1):
+                name = f"shards {case.name}, batch {case.batch}, train.log_every={log_every}"
+                self.apart(name, gpu_step.from_shards, case, f"{folder}/shards", steps, log_every, self.config.decoders)
+
+    def _largest_batch(self, case: Case) -> None:
+        """The engine at micro-batches around the largest that `pipeline/estimate` expects to fit this GPU."""
+        sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
+        if self.device_memory is not None:
+            most = most_images(gpu_step.settings(case), case.config, 1, 1, self.device_memory, _MAX_BATCH)
+            sizes = sorted(
+                {max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)}
+            )
+        self.apart(f"fit {case.name}, predicted {most or 'none'}", gpu_step.fits, case, sizes)
+
+    def apart(self, name: str, work: Callable[..., Iterator[Row]], *arguments: Any) -> list[Row]:
+        """Run and record one measurement in a process of its own; returns its rows."""
+        if self.config.only and name.split()[0] not in self.config.only:
+            return []
+        left = self.deadline - time.monotonic()
+        if left < _LEAST_SECONDS:
+            self._add(name, {"failed": "not measured: no time left"})
+            return []
+        rows = []
+        for row in rows_apart(work, arguments, min(_PART_SECONDS, left), self.method):
+            self._add(name, row)
+            rows.append(row)
+        if name == "product" and self.method == "fork" and "failed" in rows[-1]:
+            self.method = "spawn"  # An import may have used CUDA before the fork: every process is then started afresh.
+            return self.apart(name, work, *arguments)
+        return rows
+
+    def _add(self, name: str, row: Row) -> None:
+        self.results.add(name, row)
+        speed = f"{row['images_per_second']:,.1f} images/s" if "images_per_second" in row else "done"
+        print(f"{time.strftime('%H:%M:%S')} {name}: {row.get('failed', speed)}", flush=True)
+
+
+def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
+    """Write a data set of generated JPEGs to `folder`/shards, as `launch/shard.py` does, but without Ray.
+
+    They repeat a few distinct JPEGs of blurred noise, each with as many pixels as ImageNet's, and about as many bytes.
+    """
+    import cv2
+    import numpy as np
+    import simplejpeg
+
+    from data_tools.sharding import shard
+    from data_tools.sharding.holdout import hold_out
+    from data_tools.sharding.write_shard import part_path, write_shard
+    from data_tools.sources import list_source
+    from data_tools.sources.split_files import PARTS
+    from pipeline.data.dataset.manifest import write_dataset
+    from pipeline.settings.commands.data import ShardConfig
+
+    source, out = folder / "raw", folder / "shards"
+    (out / PARTS).mkdir(parents=True)
+    jpegs = []
+    for number in range(64):
+        coarse = np.random.default_rng(number).integers(0, 256, (62, 83, 3), np.uint8)
+        jpegs.append(simplejpeg.encode_jpeg(cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC), quality=90))
+    for number in range(num_images):
+        path = source / f"class{number % 10}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpegs[number % len(jpegs)])
+    config = ShardConfig(source=str(source), out=str(out), holdout_per_class=2, samples_per_shard=256, inspect="header")
+    listing = hold_out(list_source(source, config, folder / "staging"), config)
+    jobs = shard.make_jobs(listing, shard.make_plan(listing, config), config, out, {})
+    shards = [write_shard(job).shard for job in jobs]
+    tables = (shard.read_rows(part_path(out, one.name)) for one in shards)
+    write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
+    yield {"made": len(shards)}

@@ -1,0 +1,123 @@
+"""What `bench.py gpu` found: rows in a JSON file, which configurations are exact, which is the fastest, and the tables."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_tools.bench.apart import Row
+from data_tools.bench.gpu_step import Setup
+from pipeline.base import files
+from pipeline.estimate.measured import Fastest
+from pipeline.monitor.gpus import find_gpu
+
+_PLAIN = asdict(Setup())
+_RATE, _PEAK = {"images/s": "{images_per_second:,.0f}", "MFU": "{mfu:.1%}"}, {"peak GiB": "{peak_memory_gib:.1f}"}
+_SPEED = {"ms": "{ms:,.1f}", **_RATE, "TFLOP/s": "{tflops:,.1f}"}
+# Part -> the columns of its table.
+_TABLES = {
+    "step": {**_SPEED, "of the product": "{of_product:.1%}", **_PEAK, "loss within": "{loss_difference}", "tolerated": "{is_close}"},
+    "shards": {**_RATE, "data wait": "{data_wait:.2%}", "checkpoint stall": "{checkpoint_blocked_seconds:.3f} s", **_PEAK},
+    "objectives": {
+        "batch": "{batch}", **_SPEED, "arithmetic of classification": "{arithmetic:.2f}", **_PEAK, "predicted": "{predicted_gib:.1f}",
+    },
+    "fit": {"micro-batch": "{micro_batch}", "fits": "{fits}", **_PEAK},
+}  # fmt: skip
+
+
+class BenchResults:
+    """Rows of measurements. `add` replaces the JSON file, so that what was measured survives a kill. file: empty is none.
+
+    A step is exact if each of its first losses is within `tolerance` of the plain step's (relative), and its kernels are deterministic.
+    """
+
+    def __init__(self, file: str, tolerance: float) -> None:
+        self.file, self.tolerance = file, tolerance
+        self.rows: list[Row] = []
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+        self.machine: dict[str, Any] = {
+            "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "gpu": "none", "torch": torch.__version__,
+        }  # fmt: skip
+        self.facts: dict[str, Any] = {
+            # As it was typed: launch/bench.py takes the benchmark's name out of sys.argv.
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "machine": self.machine,
+        }
+
+    def add(self, name: str, row: Row) -> None:
+        """Add a row, if it is of a step with its largest relative difference to the losses of the plain step."""
+        row = {"name": name, **row}
+        if "losses" in row:
+            plain = row if row["setup"] == _PLAIN else self.step(row["model"], row["batch"], Setup())
+            pairs = zip(row["losses"], plain["losses"], strict=True) if plain else ()
+            row["loss_difference"] = max((round(abs(a - b) / abs(b), 6) for a, b in pairs), default=None)
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        """Replace the JSON file, if one is set."""
+        if self.file:
+            files.write_text(Path(self.file), json.dumps({**self.facts, "rows": self.rows}, indent=1))
+
+    def step(self, model: str, batch: int, setup: Setup) -> Row | None:
+        return next((row for row in self._steps(model, batch) if row["setup"] == asdict(setup)), None)
+
+    def fastest(self, model: str, batch: int) -> Row | None:
+        """The fastest exact step of the engine."""
+        steps = self._steps(model, batch)
+        exact = [
+            row for row in steps if row["setup"]["engine"] and row["setup"]["deterministic"] and self._is_close(row)
+        ]
+        return min(exact, key=lambda row: row["ms"], default=None)
+
+    def _steps(self, model: str, batch: int) -> list[Row]:
+        return [row for row in self.rows if "losses" in row and (row["model"], row["batch"]) == (model, batch)]
+
+    def _is_close(self, row: Row) -> bool:
+        difference = row.get("loss_difference")
+        return difference is not None and difference <= self.tolerance
+
+    def report(self) -> None:
+        """Print the tables in Markdown, and the settings to use; both also become part of the file."""
+        device = self.machine["cpu"] if self.machine["gpu"] == "none" else self.machine["gpu"]
+        product = next((row["tflops"] for row in self.rows if "side" in row), 0.0)
+        gpu = find_gpu(device)
+        sheet = gpu.tflops if gpu else 0.0
+        parts = [
+            f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}: `{self.facts['command']}`",
+            f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet {sheet:,.0f} (0: unknown).",
+            *(self._table(part, columns, sheet or math.inf, product or math.inf) for part, columns in _TABLES.items()),
+        ]
+        fastest = []
+        for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:
+            settings = ["none measured"]
+            if best := self.fastest(model, batch):
+                chosen = (f"engine.{name}={str(on).lower()}" for name, on in best["setup"].items() if name != "engine")
+                settings = [*chosen, f"train.micro_batch={batch}"]
+                fastest.append(asdict(Fastest(model, best["gflops"], batch, best["images_per_second"], settings)))
+            parts.append(f"{model}, batch {batch}: fastest exact step of the engine: {' '.join(settings)}.")
+        self.facts |= {"report": "\n\n".join(part for part in parts if part), "fastest": fastest}
+        self.write()
+        print("\n" + self.facts["report"], flush=True)
+
+    def _table(self, part: str, columns: dict[str, str], sheet: float, product: float) -> str:
+        """Markdown of the rows of a part; "" without rows. sheet, product: TFLOP/s that a row's are divided by."""
+        lines = [[part, *columns], ["---"] * (1 + len(columns))]
+        for row in self.rows:
+            if f"{row['name']} ".startswith(f"{part} ") and "made" not in row:
+                tflops = row.get("tflops", 0.0)
+                facts = {"mfu": tflops / sheet, "of_product": tflops / product, "is_close": self._is_close(row), **row}
+                failed = [f"failed: {row['failed']}", *[""] * (len(columns) - 1)] if "failed" in row else None
+                cells = failed or [text.format(**facts) for text in columns.values()]
+                lines.append([row["name"].removeprefix(f"{part} "), *cells])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if lines[2:] else ""
