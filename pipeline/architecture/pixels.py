@@ -177,13 +177,14 @@ class Pixels:
             )
 
     def fill(self, place: int) -> float:
-        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it."""
+        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it beside `nodata`."""
         low, high = self.low[place], self.high[place]
         value = low + self.mean[place] * (high - low)
         if self.type not in FULL_RANGE:
             return value
         least, most = FULL_RANGE[self.type]
-        return min(max(round(value), least), most)
+        found = min(max(round(value), least), most)
+        return found if found != self.nodata else found + (1 if found < most else -1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""

@@ -77,7 +77,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     folder = _folder(config)
     trained = trained_by(recorded(loaded.extra), dataset.fingerprint, split.name)
     of_weights = [not_held_out(split.name, trained)] if trained else []
-    for line in split.notes() + (train.notes() if train else []) + of_weights:
+    for line in dict.fromkeys(split.notes() + (train.notes() if train else []) + of_weights):
         print(line)
 
     # ---------------------------------------------------------------------- one forward pass over the split

@@ -45,7 +45,7 @@ def run(config: ChooseConfig) -> list[str]:
             config.labelled, config.labelled_split, config.exclude, names, "labelled", loaded.pixels
         )
     refuse_without_dataset(config, split=["images"], labelled_split=["labelled"], exclude=["images", "labelled"])
-    for line in images.split.notes() + (labelled.split.notes() if labelled else []):
+    for line in dict.fromkeys(images.split.notes() + (labelled.split.notes() if labelled else [])):
         print(line)
     candidates = np.sort(random_numbers.permutation(len(images.split), config.seed, _CANDIDATES)[: config.candidates])
     rows, values = _features(config, loaded, images.split, candidates, "images")

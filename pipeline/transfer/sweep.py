@@ -282,7 +282,7 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
     """
     config, protocol = sweep.config, sweep.config.protocol
     weights, state = models.read_weights(config.weights)[:2]
-    weights.pixels.reading(RGB8, config.weights, "VTAB-1k")
+    weights.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
     if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
         raise UserError(
             f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."

@@ -15,7 +15,7 @@ import pytest
 from tiny_vtab import PREPARED, prepare, run_here
 
 from pipeline import model as models
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.trained_on import TrainedSet
 from pipeline.ray_tasks import RunJobs
@@ -253,9 +253,10 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     bit = [*prepared, f"weights={tmp_path / 'bit.pt'}", "protocol.dropout=0.1"]
     assert "protocol.dropout = 0.1: " in (said := refused(tmp_path / "out", bit))
     assert "bit.pt is a ResNet, which has none" in said
-    gray = Pixels.full_range(("gray",), "uint16")
-    models.save(models.create("ViT-mu/4", 8, 7, pixels=gray), tmp_path / "gray.pt")
-    assert "VTAB-1k" in refused(tmp_path / "out", [*prepared, f"weights={tmp_path / 'gray.pt'}"])
+    gray, wide = Pixels.full_range(("gray",), "uint16"), Pixels.full_range(RGB_CHANNELS, "uint16")
+    for pixels in (gray, Pixels.of_all([wide, RGB8])):
+        models.save(models.create("ViT-mu/4", 8, 7, pixels=pixels), tmp_path / "other.pt")
+        assert "VTAB-1k" in refused(tmp_path / "out", [*prepared, f"weights={tmp_path / 'other.pt'}"])
     assert not (tmp_path / "out").exists()
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])

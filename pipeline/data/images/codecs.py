@@ -1,5 +1,6 @@
 """Opens 16-bit PNG and PGM, JPEG 2000 and JPEG XL."""
 
+import contextlib
 import re
 import zlib
 
@@ -24,31 +25,34 @@ def open_png(data: bytes) -> StoredImage | None:
         return None
     samples = _PNG_CHANNELS[colour]
     alpha = (samples - 1,) if colour >= 4 else ()
-    orientation = _exif_orientation(data)
+    chunks = _chunks(data)
+    exif = Image.Exif()
+    exif.load(chunks.get(b"eXIf", b""))
+    orientation = exif.get(_ORIENTATION, 1)
 
     def read(number: int) -> tuple[np.ndarray, None]:
         values = imagecodecs.png_decode(data).reshape(height, width, -1)[..., :samples]
         return upright(without_alpha(values, alpha), orientation), None
 
     sides = (width, height) if orientation >= 5 else (height, width)
-    profile = _chunk(data, b"iCCP").partition(b"\0")[2][1:]  # After its name and the method of compression.
+    profile = b""
+    with contextlib.suppress(zlib.error):  # As Pillow, which ignores a damaged profile.
+        # After its name and the method of compression.
+        profile = zlib.decompress(chunks.get(b"iCCP", b"").partition(b"\0")[2][1:])
     return StoredImage(
-        "png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha),
-        profile=has_other_colours(zlib.decompressobj().decompress(profile)),
-    )  # fmt: skip
+        "png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha), profile=has_other_colours(profile)
+    )
 
 
-def _chunk(png: bytes, name: bytes) -> bytes:
-    """The content of a chunk before or after the pixels; empty without it."""
-    at = png.find(name)
-    return png[at + 4 : at + 4 + int.from_bytes(png[at - 4 : at], "big")] if at >= 0 else b""
-
-
-def _exif_orientation(png: bytes) -> int:
-    """1 to 8, from the chunk eXIf; 1 without it."""
-    exif = Image.Exif()
-    exif.load(_chunk(png, b"eXIf"))
-    return exif.get(_ORIENTATION, 1)
+def _chunks(png: bytes) -> dict[bytes, bytes]:
+    """The content of each chunk but those of pixels, by name."""
+    found, at = {}, 8
+    while at + 8 <= len(png):
+        size, name = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
+        if name != b"IDAT":
+            found[name] = png[at + 8 : at + 8 + size]
+        at += 12 + size
+    return found
 
 
 def open_pnm(data: bytes) -> StoredImage | None:

@@ -211,6 +211,8 @@ def stored_image(data: bytes) -> StoredImage:
 
 def left_out(found: Header | StoredImage, pixels: Pixels | None) -> set[str]:
     """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
+    if found.ext == "jpg":  # Of most images, and sooner than below.
+        return {"profile"} if found.profile else set()
     of_rgb8 = pixels is not None and pixels.is_rgb8
     uses_pages = pixels is not None and not of_rgb8 and found.channels * found.pages == pixels.num_channels
     facts = {

@@ -2,14 +2,12 @@
 
 import numpy as np
 
-from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
+from pipeline.architecture.pixels import FULL_RANGE, Pixels
 from pipeline.data.loading.decode import decode
 
 
 def model_values(image: np.ndarray, pixels: Pixels, model: Pixels) -> np.ndarray:
     """`batch_values` for a model that reads images of `pixels`, by `Pixels.reading`; channels that these do not have are the model's mean."""
-    if pixels is model and model == RGB8:
-        return image
     values = batch_values(image, pixels, model.batch_type)
     if pixels.channels == model.channels:
         return values

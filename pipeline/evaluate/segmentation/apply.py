@@ -49,7 +49,7 @@ def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> OtherImag
     read, and if masks that are read are in the folder.
     """
     opened = open_adhoc_split(config.apply, config.apply_split, config.exclude, [], "apply", model)
-    for note in opened.split.notes():
+    for note in [*opened.split.notes(), *model.filled_notes(opened.split.pixels, "apply")]:
         print(note)
     names = names_in(opened, config.apply)
     for name in names:
@@ -84,7 +84,7 @@ def write_masks(
 
     def read(row: int) -> np.ndarray | str:
         try:
-            return read_image(reader, row, others.pixels)[0]
+            return read_image(reader, row, others.pixels, loaded.pixels)[0]
         except (DecodeError, OSError) as error:
             return str(error)
 
@@ -101,7 +101,7 @@ def write_masks(
                 if len(drawn) < config.num_drawn:
                     step = -(-max(numbers.shape) // _SIDE)
                     small, of_small = image[::step, ::step], numbers[::step, ::step]
-                    drawn.append((file.stem, to_rgb(small, others.pixels).copy(), of_small.copy()))
+                    drawn.append((file.stem, to_rgb(small, loaded.pixels).copy(), of_small.copy()))
             bar.update()
     reader.close()
     if not drawn:
@@ -112,12 +112,10 @@ def write_masks(
     written = {file for row, file in files.items() if row not in problems}
     if older := sum(file not in written for file in others.folder.rglob("*.png")):
         print(f"{others.folder} also has {counted(older, 'mask')} of earlier commands, maybe of another layer")
-    return _draw(drawn, classes, others.pixels, config.weights), problems
+    return _draw(drawn, classes, config.weights), problems
 
 
-def _draw(
-    drawn: list[tuple[str, np.ndarray, np.ndarray]], classes: MaskClasses, pixels: Pixels, weights: str
-) -> Figure:
+def _draw(drawn: list[tuple[str, np.ndarray, np.ndarray]], classes: MaskClasses, weights: str) -> Figure:
     """Rows of images, and below each its mask. drawn: (name, picture uint8 (H, W, 3), numbers of classes int16 (H, W)) of each."""
     colours = classes.colours()
     rows = []
@@ -131,6 +129,4 @@ def _draw(
     named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
     legend = [(classes.names[number], colours[number] / 255) for number in named]
     note = "Images, and below each the mask that a linear layer on frozen patch tokens predicts."
-    if not pixels.is_rgb8:
-        note += f" {pixels.describe_shown()}"
     return gallery(rows, f"Masks by {weights}", note, legend=legend)

@@ -39,8 +39,8 @@ def batches(
 
     problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
     """
-    low, high = (np.array(limits) for limits in reader.pairs.pixels.batch_range())
-    outside = ((low + high) / 2).astype(reader.pairs.pixels.batch_type)
+    low, high = (np.array(limits) for limits in reader.pairs.model.batch_range())
+    outside = ((low + high) / 2).astype(reader.pairs.model.batch_type)
     order = cache(lambda epoch: random_numbers.permutation(len(reader.pairs), config.seed, _ORDER, epoch))
 
     def crop(position: int) -> tuple[np.ndarray, np.ndarray]:

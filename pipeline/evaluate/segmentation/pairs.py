@@ -26,7 +26,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
 from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode, exif_orientation, upright
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.values import batch_values
+from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
 from pipeline.evaluate.segmentation.masks import MaskClasses, decode_mask, find_classes
 from pipeline.settings.commands.segment import SegmentConfig
@@ -38,8 +38,8 @@ Result = TypeVar("Result")
 class MaskedPairs:
     """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix.
 
-    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. fingerprint: of their data set,
-    else "".
+    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. model: what it reads.
+    fingerprint: of their data set, else "".
     """
 
     images: Split
@@ -49,6 +49,7 @@ class MaskedPairs:
     names: list[str]
     groups: list[str]
     pixels: Pixels
+    model: Pixels
     fingerprint: str
 
     def __len__(self) -> int:
@@ -134,7 +135,8 @@ def _paired(
     opened = open_adhoc_split(images, split, config.exclude, [], f"{prefix}images", model)
     pixels = model.reading(opened.split.pixels, config.weights, f"{prefix}images = {', '.join(images)}")
     opened_masks = open_adhoc_split(masks, split, "none", [], f"{prefix}masks")
-    for note in (*opened.split.notes(), *opened_masks.split.notes()):
+    filled = model.filled_notes(opened.split.pixels, f"{prefix}images")
+    for note in dict.fromkeys([*opened.split.notes(), *filled, *opened_masks.split.notes()]):
         print(note)
     of_images = names_in(opened, images, config.image_suffix, "images")
     of_masks = names_in(opened_masks, masks, config.mask_suffix, "masks")
@@ -157,7 +159,9 @@ def _paired(
         refuse_one_group(config.group_pattern, groups, len(groups))
     elif (of_all := opened.split.group_names) is not None:
         groups = of_all[rows].tolist()
-    return MaskedPairs(opened.split, opened_masks.split, rows, mask_rows, found, groups, pixels, opened.fingerprint)
+    return MaskedPairs(
+        opened.split, opened_masks.split, rows, mask_rows, found, groups, pixels, model, opened.fingerprint
+    )
 
 
 def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:
@@ -209,7 +213,9 @@ class PairReader:
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
         """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
         try:
-            image, orientation = read_image(self._images, int(self.pairs.rows[number]), self.pairs.pixels)
+            image, orientation = read_image(
+                self._images, int(self.pairs.rows[number]), self.pairs.pixels, self.pairs.model
+            )
             mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
         except (DecodeError, OSError) as error:
             return str(error)
@@ -222,13 +228,13 @@ class PairReader:
         return image, self.classes.numbers(mask)
 
 
-def read_image(reader: ShardReader, row: int, pixels: Pixels) -> tuple[np.ndarray, int]:
-    """(image (H, W, C) of `pixels.batch_type`, EXIF orientation of a JPEG).
+def read_image(reader: ShardReader, row: int, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
+    """(image (H, W, C) as `model` reads it by `pixels`, EXIF orientation of a JPEG).
 
     Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`.
     """
     data = reader.read(row)
-    image = batch_values(decode(data, pixels=pixels), pixels)
+    image = model_values(decode(data, pixels=pixels), pixels, model)
     height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")

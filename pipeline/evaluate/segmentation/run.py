@@ -172,7 +172,7 @@ def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
 def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes: MaskClasses) -> str:
     """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
     settings = {name: getattr(config, name) for name in _OF_TRAINING}
-    about = [_FORMAT, settings, weights, learnt.content(), learnt.pixels.nodata, classes.values.tolist()]
+    about = [_FORMAT, settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -221,7 +221,7 @@ def _apply(
 ) -> None:
     """Write the masks of other images and a sheet of some. Raises UserError for too many that cannot be read."""
     drawn, problems = write_masks(config, others, loaded, head, classes)
-    write_files(sheet.parent, {sheet.name: png(drawn, DPI)}, mark=sheet.name)
+    write_files(sheet.parent, {sheet.name: png(drawn, DPI, loaded.pixels.describe_shown())}, mark=sheet.name)
     _tell(problems, others.images.keys, "no mask")
     print(f"{counted(len(others.names) - len(problems), 'mask')}: {others.folder}; look at {sheet}")
     budget = replace(_budget(config), least=LookConfig.least_bad)

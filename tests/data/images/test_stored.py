@@ -170,6 +170,12 @@ def test_alpha_is_left_out_and_said_and_other_bands_are_not() -> None:
     check(imagecodecs.png_encode(rgba), rgba[..., :3].copy())
 
 
+def test_a_channel_that_is_filled_is_not_missing() -> None:
+    for nodata, mean, expected in ((None, 0.5, 0), (0.0, 0.5, 1), (127.0, 1.0, 126)):
+        pixels = Pixels(("a",), "int8", (-127.0,), (127.0,), (mean,), (0.2,), nodata)
+        assert pixels.fill(0) == expected
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
 def test_png_jpeg2000_and_jpeg_xl(channels: int) -> None:
     for kind in ("uint8", "uint16", "int16"):

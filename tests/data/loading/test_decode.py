@@ -446,11 +446,14 @@ def test_profiles_other_than_srgb_are_left_out(encode: Encode, noise: np.ndarray
             tifffile.imwrite(file, noise.astype(np.uint16), photometric="rgb", iccprofile=icc)
             assert left_out(file.getvalue(), None) == expected
         if format == "PNG":
-            png, content = imagecodecs.png_encode(noise.astype(np.uint16)), b"x\0\0" + zlib.compress(icc)
-            chunk = (
-                struct.pack(">I", len(content)) + b"iCCP" + content + struct.pack(">I", zlib.crc32(b"iCCP" + content))
-            )
-            assert left_out(png[:33] + chunk + png[33:], None) == expected
+            # Pixels may have any bytes, such as the names of chunks.
+            pixels = np.frombuffer(b"\0\0\0\x09iCCPeXIf" * 500, ">u2").astype(np.uint16).reshape(50, 60)
+            png = imagecodecs.png_encode(pixels, level=0, filter=0)
+            assert b"iCCPeXIf" in png
+            for compressed, found in ((zlib.compress(icc), expected), (b"damaged", [])):
+                content = b"iCCPx\0\0" + compressed
+                chunk = struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
+                assert left_out(png[:33] + chunk + png[33:], None) == found
 
 
 def test_bits_bands_alpha_and_frames_are_left_out(encode: Encode, noise: np.ndarray) -> None:

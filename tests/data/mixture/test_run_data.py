@@ -411,6 +411,11 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
     for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
         assert label_notes(labelled(data, labels), "softmax") == [bare]
+    alpha = {"alpha": 3}
+    of_one = {name: (of, replace(split, left_out=alpha)) for name, (of, split) in data.evaluated.items()}
+    of_both = replace(data, split=replace(data.split, left_out=alpha), evaluated=of_one)
+    assert of_one
+    assert ["alpha" in note for note in of_both.notes()].count(True) == 1
     assert [line for line in data_notes(some, "softmax") if "label" in line] == [bare, single]
     assert data_notes(some, "sigmoid") == ["train: 30 of 90 samples have no label"]
     # As many as are not excluded, and of the classes of a mixture.

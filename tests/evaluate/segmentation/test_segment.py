@@ -13,6 +13,7 @@ from block_pairs import COLOURS, Write, settings
 from mlflow.tracking import MlflowClient
 from PIL import Image
 from safetensors import safe_open
+from tiny import make_dataset as make_pixels
 
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, Pixels, PixelType
@@ -20,9 +21,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
 from pipeline.base.page import markdown
 from pipeline.base.trained_on import TrainedSet
-from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.loading.decode import decode
+from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import apply, run
-from pipeline.evaluate.segmentation.pairs import open_pairs
+from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
 from pipeline.process.outputs import holding_outputs
 from pipeline.review import compare
 from pipeline.review.reader import read
@@ -107,6 +110,23 @@ def test_images_of_any_channels_and_type(
         with pytest.raises(UserError, match=f"{kind}.*uint8"):
             run.run(settings(*given, f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'other'}"))
     assert not (tmp_path / "other").exists()
+
+
+def test_weights_of_a_mixture_read_a_set_by_its_own_range(tmp_path: Path) -> None:
+    """Channels that it does not have are the mean of the mixture."""
+    bands = Pixels(("nir",), "uint16", (100.0,), (900.0,), (0.3,), (0.2,))
+    pixels, data = Pixels.of_all([RGB8, bands]), make_pixels(tmp_path / "bands", {"train": 4, "val": 2}, pixels=bands)
+    (tmp_path / "masks").mkdir()
+    for key in [*(splits := open_dataset(data)).split("train").keys(range(4)), *splits.split("val").keys(range(2))]:
+        Image.fromarray(np.eye(16, dtype=np.uint8)).save(tmp_path / f"masks/{key}.png")
+    model = models.create("ViT-mu/4", 16, 0, depth=1, pixels=pixels)
+    models.save(model, tmp_path / "w.pt", {"preprocessing": {"image_size": 16}})
+    given = data, tmp_path / "masks", f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'out'}", "steps=1"
+    assert run.run(settings(*given, f"apply={data}", "apply_split=val"))["num_samples"] == 2
+    pairs, _ = open_pairs(settings(*given), pixels)
+    image, _ = read_image(reader := ShardReader(pairs.images), 0, pairs.pixels, pairs.model)
+    share = (decode(reader.read(0), pixels=bands).astype(np.float64) - 100) / 800
+    assert np.array_equal(image, np.concatenate([np.full((16, 16, 3), 0.5), share], 2).astype(np.float32))
 
 
 @pytest.mark.parametrize("colours", [False, True])
