@@ -176,11 +176,11 @@ def test_the_plan_says_it_too() -> None:
         "classes=10",
         "train.global_batch=16",
         "schedule.warmup=0%",
-        "price=2",
+        "measured=2",
         "probe.shots=1",
     ]
     lines = describe(make_forecast(schema.load(operate.PlanConfig, None, given)))
-    assert "price = 2.0 has no effect without cluster" in lines
+    assert "measured = 2.0 has no effect without cluster" in lines
     assert "probe.shots = [1] has no effect without probe.every" in lines
 
 

@@ -7,9 +7,22 @@ from data_tools.bench.apart import Row
 from data_tools.bench.gpu.gpu_step import Case, Setup
 from data_tools.bench.record import BenchRecord, markdown
 from pipeline.base.words import counted
-from pipeline.estimate.measured import Fastest
 from pipeline.model import training_flops_per_image
 from pipeline.monitor.gpus import find_gpu
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest exact training step of a model that was measured, optimizer included.
+
+    model: as ViT-L/16@224. gflops: of training on an image. settings: those of a run that give it. This is the form in bench.json.
+    """
+
+    model: str
+    gflops: float
+    batch: int
+    images_per_second: float
+    settings: list[str]
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ def _advice(rows: Sequence[Row], exactness: Exactness) -> list[str]:
 
 
 def fastest_steps(rows: Sequence[Row], exactness: Exactness) -> list[Fastest]:
-    """The fastest exact configuration of each model and batch: `launch/plan.py bench=FILE` reads it."""
+    """The fastest exact configuration of each model and batch; its images/s are `measured` of launch/plan.py."""
     found = []
     for case in _cases(rows):
         setup = exactness.fastest(rows, case)
