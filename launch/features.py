@@ -7,7 +7,7 @@ process, on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
   python launch/features.py weights=hf://facebook/dinov2-base images=holiday out=holiday.parquet image_size=224
-  python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg num_like=24
+  python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as
 launch/predict.py writes it), vector (float32), problem. The same images, weights and settings give the same bytes on the

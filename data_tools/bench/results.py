@@ -16,7 +16,6 @@ import torch
 from data_tools.bench.apart import Row
 from data_tools.bench.gpu_step import Setup
 from pipeline.base import files
-from pipeline.estimate.measured import Fastest
 from pipeline.monitor.gpus import find_gpu
 
 _PLAIN = asdict(Setup())
@@ -98,15 +97,14 @@ class BenchResults:
             f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet {sheet:,.0f} (0: unknown).",
             *(self._table(part, columns, sheet or math.inf, product or math.inf) for part, columns in _TABLES.items()),
         ]
-        fastest = []
         for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:
             settings = ["none measured"]
             if best := self.fastest(model, batch):
                 chosen = (f"engine.{name}={str(on).lower()}" for name, on in best["setup"].items() if name != "engine")
                 settings = [*chosen, f"train.micro_batch={batch}"]
-                fastest.append(asdict(Fastest(model, best["gflops"], batch, best["images_per_second"], settings)))
+                settings.append(f"(measured={best['images_per_second']:.0f} of launch/plan.py)")
             parts.append(f"{model}, batch {batch}: fastest exact step of the engine: {' '.join(settings)}.")
-        self.facts |= {"report": "\n\n".join(part for part in parts if part), "fastest": fastest}
+        self.facts["report"] = "\n\n".join(part for part in parts if part)
         self.write()
         print("\n" + self.facts["report"], flush=True)
 

@@ -1,4 +1,4 @@
-"""Predicts a run before it is queued: steps, FLOPs, memory, time on 1 to 128 nodes, checkpoints, data reading, cost.
+"""Predicts a run before it is queued: steps, FLOPs, memory, time, checkpoints, data reading.
 
 Everything is computed from the settings and the manifest; nothing is measured, and no GPU is needed.
 """
@@ -19,17 +19,18 @@ from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
-from pipeline.estimate.measured import Measured, measured_mfu, read_measured
 from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, most_images, rank_memory
 from pipeline.estimate.network import Network, find_network
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.estimate.scaling import ScalingRow, scaling
 from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.objective_checks import refuse_without_labels
+
+# Bytes/s, assumed: a rank's copy to host memory, and the writing of a checkpoint, all ranks together.
+COPY_RATE, SAVE_RATE = 10e9, 1e9
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class LayoutMemory:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, network, time, hours and cost are None."""
+    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, network, time and hours are None."""
 
     config: PlanConfig
     cluster: Cluster | None
@@ -75,8 +76,6 @@ class Forecast:
     planned: PlanConfig  # the run as chosen, or as configured when there is nothing to choose for
     network: Network | None
     time: StepTime | None  # also None if the speed of a GPU is not known
-    scaling: list[ScalingRow]
-    measured: Measured | None  # with config.bench
 
     @property
     def flops_per_image(self) -> int:
@@ -127,36 +126,21 @@ class Forecast:
     @property
     def write_seconds(self) -> float:
         """Duration of writing a checkpoint, while training continues."""
-        return self.checkpoint_bytes / (self.config.save_rate * 1e9)
+        return self.checkpoint_bytes / SAVE_RATE
 
     @property
     def stall_seconds(self) -> float:
         """Time that training waits per checkpoint: for the copy to host memory, and for an unfinished previous checkpoint."""
-        return self._stall(self.planned, self.plan.world_size, self.step_seconds or math.inf)
+        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / COPY_RATE
+        between = self.plan.checkpoint_every * (self.step_seconds or math.inf)
+        return copying + max(0.0, self.write_seconds - between)
 
     @property
     def hours(self) -> float | None:
         """Hours of training, including waiting for checkpoints, without evaluation."""
         if self.time is None:
             return None
-        return self.hours_of(self.planned, self.plan.world_size, self.time.total)
-
-    @property
-    def cost(self) -> float | None:
-        """Cost of all GPUs for all hours; None without a price."""
-        hours = self.hours
-        if hours is None or self.cluster is None or not self.config.price:
-            return None
-        return hours * self.cluster.num_gpus * self.config.price
-
-    def hours_of(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
-        """As `hours`, of the run in another layout on another number of ranks."""
-        stall = self._stall(planned, ranks, step_seconds)
-        return (self.plan.steps * step_seconds + self.num_checkpoints * stall) / 3600
-
-    def _stall(self, planned: PlanConfig, ranks: int, step_seconds: float) -> float:
-        copying = copied_bytes(self.model, planned, ranks) / (self.config.copy_rate * 1e9)
-        return copying + max(0.0, self.write_seconds - self.plan.checkpoint_every * step_seconds)
+        return (self.plan.steps * self.time.total + self.num_checkpoints * self.stall_seconds) / 3600
 
 
 def make_forecast(config: PlanConfig) -> Forecast:
@@ -164,9 +148,6 @@ def make_forecast(config: PlanConfig) -> Forecast:
     cluster = Cluster.parse(config.cluster) if config.cluster else None
     config, data, names = _data(config)
     model = _model(config, data.classes, names, data.pixels)
-    measured = read_measured(config, model, cluster) if cluster and config.bench else None
-    if cluster and measured:
-        config = replace(config, mfu=measured_mfu(config, model, cluster, measured))
     num_gpus = cluster.num_gpus if cluster else 1
     plan = make_plan(config, data.epoch_samples, num_gpus)
     plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
@@ -180,16 +161,15 @@ def make_forecast(config: PlanConfig) -> Forecast:
             layouts.append(LayoutMemory(stage, checkpointing, plan.micro_batch, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     planned = config
-    network = find_network(config.network, cluster.gpu, config.link) if cluster else None
-    time, rows = None, []
+    network = find_network(config.network, cluster.gpu) if cluster else None
+    time = None
     if choice:
         chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
         planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
         advised = make_plan(planned, data.epoch_samples, num_gpus)  # Raises if training would refuse the advice.
     if cluster and network and is_predictable(config):
         time = step_time(planned, model, cluster, network, advised.micro_batch, advised.accumulation)
-        rows = scaling(config, model, cluster, network)
-    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time, rows, measured)
+    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time)
 
 
 def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:

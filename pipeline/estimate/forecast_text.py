@@ -12,11 +12,11 @@ from pipeline import objectives
 from pipeline.base.files import as_bytes
 from pipeline.base.words import aligned, counted, of_classes
 from pipeline.data.storage.atomic import replacing
-from pipeline.estimate.cluster import HEADROOM, lay_out
+from pipeline.estimate.cluster import HEADROOM
 from pipeline.estimate.forecast import Forecast, make_forecast
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import overrides_of_name
-from pipeline.estimate.scaling import advice
+from pipeline.estimate.step_time import EFFICIENCY
 from pipeline.model import ViTConfig
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
@@ -117,41 +117,36 @@ def _describe_time(forecast: Forecast) -> list[str]:
         f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
     ]
     if cluster is None or network is None:
-        return ["Time and cost: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100", *lines, ""]
+        return ["Time: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100", *lines, ""]
     if time is None or hours is None:
         return [
-            "Time and cost: not predicted, because the table of GPUs has no fp32 peaks: set engine.peak_tflops",
+            "Time: not predicted, because the table of GPUs has no fp32 peaks: set engine.peak_tflops",
             *lines,
             "",
         ]
     rate = plan.global_batch / time.total
     interval = min(plan.checkpoint_every, plan.steps) * time.total
     stall = forecast.stall_seconds
-    gpu_hours = hours * cluster.num_gpus
-    cost = (
-        f", {_rounded(forecast.cost, 0)} at {config.price:g} per hour" if forecast.cost else " (price=... for the cost)"
-    )
     mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
     return [
-        "Time and cost as advised below",
-        f"  one GPU      {forecast.measured or _speed_of_a_gpu(config)}",
+        "Time as advised below",
+        f"  one GPU      {_speed_of_a_gpu(config)}",
         f"  network      {network.name}: {network.link / 1e9:,.0f} GB/s between GPUs, {network.cards / 1e9:,.0f} GB/s between nodes "
         f"({network.source})",
         f"  step         {time.total:.3f} s = {time.compute:.3f} forward and backward + {time.exposed:.3f} waiting for communication "
         f"+ {time.optimizer:.3f} optimizer",
         f"  speed        {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU{mfu}",
         *lines,
-        f"  stall        {stall:.2f} s per checkpoint at {config.copy_rate:g} GB/s: {stall / (interval + stall):.1%} of the time",
-        f"  saved        {forecast.write_seconds:.0f} s later at {config.save_rate:g} GB/s; a crash loses "
+        f"  stall        {stall:.2f} s per checkpoint: {stall / (interval + stall):.1%} of the time",
+        f"  saved        {forecast.write_seconds:.0f} s later; a crash loses "
         f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in total     {_rounded(hours, 1)} hours = {_rounded(gpu_hours, 0)} GPU hours{cost}; evaluation not included",
+        f"  in total     {_rounded(hours, 1)} hours = {_rounded(hours * cluster.num_gpus, 0)} GPU hours; evaluation not included",
         "",
-        *_describe_scaling(forecast),
     ]
 
 
 def _rounded(amount: float, decimals: int) -> str:
-    """An amount with this number of decimals, or two digits of less than one, so that a short run does not take or cost 0.0."""
+    """An amount with this number of decimals, or two digits of less than one, so that a short run does not take 0.0."""
     if 0 < amount < 1:
         return f"{amount:.{1 - math.floor(math.log10(amount))}f}".rstrip("0").rstrip(".")
     return f"{amount:,.{decimals}f}"
@@ -160,55 +155,7 @@ def _rounded(amount: float, decimals: int) -> str:
 def _speed_of_a_gpu(config: PlanConfig) -> str:
     if config.measured:
         return f"{config.measured:,.0f} images/s measured (measured=...), optimizer added"
-    measure = "not measured (bench=FILE of launch/bench.py gpu, or measured=... images/s of one GPU)"
-    if config.mfu:
-        return f"{measure}; an MFU of {config.mfu:.0%} is given"
-    return f"{measure}; kernels are assumed to reach {config.efficiency:.0%} of the data sheet (efficiency=...)"
-
-
-def _describe_scaling(forecast: Forecast) -> list[str]:
-    """The run on other numbers of nodes, with the same global batch."""
-    config = forecast.config
-    titles = [
-        "nodes",
-        "GPUs",
-        "ZeRO",
-        "images a GPU",
-        "step s",
-        "compute",
-        "communication",
-        "optimizer",
-        "images/s",
-        "efficiency",
-    ]
-    titles += ["hours", *(["cost"] if config.price else [])]
-    rows = []
-    for row in forecast.scaling:
-        mark = "*" if forecast.cluster and row.nodes == forecast.cluster.nodes else " "
-        if row.time is None:
-            cells = [f"{mark} {row.nodes}", f"{row.num_gpus:,}", "-", row.why]
-            rows.append(cells + ["-"] * (len(titles) - len(cells)))
-            continue
-        chosen = lay_out(config, row.zero_stage, row.activation_checkpointing)
-        hours = forecast.hours_of(chosen, row.num_gpus, row.time.total)
-        rows.append([
-            f"{mark} {row.nodes}",
-            f"{row.num_gpus:,}",
-            f"{row.zero_stage}{' ckpt' if row.activation_checkpointing else ''}",
-            f"{row.accumulation} x {row.micro_batch}",
-            f"{row.time.total:.3f}",
-            *(f"{part / row.time.total:.0%}" for part in (row.time.compute, row.time.exposed, row.time.optimizer)),
-            f"{row.images_per_second:,.0f}",
-            f"{row.efficiency:.0%}",
-            _rounded(hours, 1),
-            *([_rounded(hours * row.num_gpus * config.price, 0)] if config.price else []),
-        ])  # fmt: skip
-    return [
-        f"The same run, {counted(forecast.plan.global_batch, 'image')} a step, on other numbers of nodes (* as given)",
-        *_table(titles, rows),
-        f"  {advice(forecast.scaling)}",
-        "",
-    ]
+    return f"not measured (measured=... images/s of one GPU); kernels are assumed to reach {EFFICIENCY:.0%} of the data sheet"
 
 
 def readers(forecast: Forecast) -> list[str]:
@@ -291,14 +238,11 @@ def to_dict(forecast: Forecast) -> dict[str, Any]:
         "step_seconds": forecast.step_seconds,
         "step": asdict(forecast.time) if forecast.time else None,
         "mfu": forecast.mfu,
-        "measured": asdict(forecast.measured) if forecast.measured else None,
-        "scaling": [asdict(row) for row in forecast.scaling],
         "checkpoint_bytes": forecast.checkpoint_bytes,
         "checkpoints": forecast.num_checkpoints,
         "disk_bytes": forecast.disk_bytes,
         "stall_seconds": forecast.stall_seconds,
         "write_seconds": forecast.write_seconds,
         "hours": forecast.hours,
-        "cost": forecast.cost,
         "readers": readers(forecast),
     }

@@ -80,16 +80,15 @@ class Network:
         return min(ring, 2 * num_bytes / (_TREE_SHARE * bandwidth) + calls * depth)
 
 
-def find_network(name: str, gpu: Gpu, link: float = 0.0) -> Network:
+def find_network(name: str, gpu: Gpu) -> Network:
     """Returns a network by its name in the table or its Gb/s per node; "" is that of the GPU's usual server.
 
-    link: GB/s between the GPUs of a node, 0 for the data sheet's. Raises UserError for an unknown name.
+    Raises UserError for an unknown name.
     """
     usual = name or _USUAL.get(gpu.kind, "100gbe")
-    inside = link * 1e9 or gpu.link
     if usual in _NETWORKS:
         rate, source = _NETWORKS[usual]
-        return Network(usual, source + ("" if name else f"; assumed for {gpu.kind}"), inside, rate / 8 * 1e9)
+        return Network(usual, source + ("" if name else f"; assumed for {gpu.kind}"), gpu.link, rate / 8 * 1e9)
     try:
         rate_given = float(name)
     except ValueError:
@@ -98,4 +97,4 @@ def find_network(name: str, gpu: Gpu, link: float = 0.0) -> Network:
         raise UserError(
             f"network = {name}: give the Gb/s of a node (network=400), or one of: {', '.join(_NETWORKS)}."
         ) from None
-    return Network(f"{rate_given:g} Gb/s", "given in the settings", inside, rate_given / 8 * 1e9)
+    return Network(f"{rate_given:g} Gb/s", "given in the settings", gpu.link, rate_given / 8 * 1e9)

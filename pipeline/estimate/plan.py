@@ -92,8 +92,8 @@ class Plan:
         return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, one for a balance of classes, one for a run that no held-out split measures, one for a
-        trace that ends after the run, and one for each setting that was changed to fit."""
+        """A line for settings that override model.name, one for a balance of classes, one for a run that no held-out split measures, and one for each
+        setting that was changed to fit."""
         named = list(filter(None, [overrides_of_name(config.model), self.balance]))
         probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
         if not self.measures_held_out:
@@ -104,11 +104,6 @@ class Plan:
             named.append(
                 f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
                 "val_share=0.01 of launch/shard.py"
-            )
-        first, last = config.profile.trace_step, config.profile.trace_step + config.profile.trace_steps - 1
-        if first and last > self.steps:
-            named.append(
-                f"no trace: profile.trace_step and trace_steps ask for steps {first:,} to {last:,}, and the run ends at {self.steps:,}"
             )
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):

@@ -20,6 +20,8 @@ from pipeline.monitor.gpus import Gpu, find_gpu
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
 
+# Share of the data sheet's FLOP/s and memory bandwidth that kernels reach. An assumption: see docs/plan.md.
+EFFICIENCY = 0.6
 # A kernel that PyTorch launches without compiling takes the host at least so many seconds. A rule of thumb, not measured.
 _LAUNCH = 5e-6
 # Stage 3 keeps a gathered parameter when it is used again before so many others: DeepSpeed's stage3_max_reuse_distance.
@@ -57,11 +59,11 @@ def step_time(
     gpu, num_gpus = cluster.gpu, cluster.num_gpus
     forward, backward = passes(config, model, gpu, micro_batch)
     compute = accumulation * (forward + backward)
-    optimizer = optimizer_bytes(config, model, num_gpus, accumulation) / (gpu.bandwidth * config.efficiency)
+    optimizer = optimizer_bytes(config, model, num_gpus, accumulation) / (gpu.bandwidth * EFFICIENCY)
     # Adam's arithmetic hides behind its traffic: some 15 operations for 28 bytes, and GPUs do about 10 or more in fp32 for each byte.
     # Muon's does not: it multiplies each matrix, on one rank but for those that are cut.
     if config.optimizer.name == "muon":
-        peak = (config.engine.peak_tflops or gpu.tflops) * 1e12 * config.efficiency
+        peak = (config.engine.peak_tflops or gpu.tflops) * 1e12 * EFFICIENCY
         ranks = num_gpus if config.engine.zero_stage else 1
         optimizer += memory.parameters(config, model).orthogonal_flops / (ranks * peak)
     spent = dict.fromkeys(("forward", "backward", "backward's end", "step"), 0.0)
@@ -89,19 +91,16 @@ def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tup
     """Seconds of the forward and the backward pass of one micro-batch on one GPU.
 
     Each class of operators takes the time of its arithmetic or of its memory traffic, whichever is longer, at
-    `efficiency` of the data sheet's rates; and a kernel cannot start before it is launched. `mfu` or `measured` replace this.
+    `EFFICIENCY` of the data sheet's rates; and a kernel cannot start before it is launched. `measured` replaces this.
     That is of the model on one view; an objective with more views, additions or a teacher takes longer as its arithmetic is more.
     Attention's arithmetic is counted with the matrix products. The peak must be known (`is_predictable`).
     """
+    if config.measured:  # With the recomputation of activations, if there is one.
+        seconds = micro_batch / config.measured
+        return seconds / 3, seconds * 2 / 3
     peak = (config.engine.peak_tflops or gpu.tflops) * 1e12
     work = objectives.training_flops(config, model) / training_flops_per_image(model)
     flops = training_flops_per_image(model) * micro_batch * work
-    again = config.engine.activation_checkpointing
-    if config.measured or config.mfu:
-        seconds = micro_batch / config.measured if config.measured else flops / (peak * config.mfu)
-        # A measurement includes the recomputation of activations; MFU does not count it.
-        forward = seconds / 3
-        return forward, seconds * 2 / 3 + (forward if again and not config.measured else 0.0)
     found = []
     for part, share in zip(
         traffic(model, micro_batch, memory.dtype_of(config.engine.precision)), (1 / 3, 2 / 3), strict=True
@@ -110,9 +109,9 @@ def passes(config: PlanConfig, model: Config, gpu: Gpu, micro_batch: int) -> tup
             max(count * work / gpu.bandwidth, flops * share / peak if kind == MATRICES else 0.0)
             for kind, count in part.bytes.items()
         )
-        found.append(max(seconds / config.efficiency, part.kernels * work * _LAUNCH))
+        found.append(max(seconds / EFFICIENCY, part.kernels * work * _LAUNCH))
     forward, backward = found
-    return forward, backward + (forward if again else 0.0)
+    return forward, backward + forward * config.engine.activation_checkpointing
 
 
 def is_predictable(config: PlanConfig) -> bool:

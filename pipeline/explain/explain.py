@@ -48,6 +48,8 @@ from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConf
 from pipeline.settings.quantities import ImageSize, whole_number
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
+_NUM_PREDICTED = 1000  # Images that are searched for the most confident mistakes.
+_NUM_AVERAGED = 128  # Images that attention distance is averaged over, as in the ViT paper.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
 _TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions", "patches", "cost"}
 _CLASS_DRAWINGS = {"gradcam", "predictions"}
@@ -185,7 +187,7 @@ def _draw_images(
     order = random_numbers.permutation(len(pictures.split), config.seed, Purpose.EXPLAINED_IMAGES)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
-    num_read = max(config.num_drawn, config.num_averaged if "distance" in drawings else 0)
+    num_read = max(config.num_drawn, _NUM_AVERAGED if "distance" in drawings else 0)
     view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, pictures.split))
     unread = dict[int, set[str]]()
     if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
@@ -224,7 +226,7 @@ def _draw_images(
     if "gradcam" in drawings:
         results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, shown, captions, config.batch)
     if "predictions" in drawings:
-        chosen = np.sort(order[: config.num_predicted])
+        chosen = np.sort(order[:_NUM_PREDICTED])
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
     if not loaded.pixels.is_rgb8:
         results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
@@ -273,7 +275,7 @@ def _draw_attention(
     if "rollout" in drawings:
         results.drawings["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
     if "distance" in drawings:
-        averaged = attention.distances[: config.num_averaged]
+        averaged = attention.distances[:_NUM_AVERAGED]
         mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
         title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
         results.drawings["distance"] = figures.draw_distances(mean, uniform, title)

@@ -35,6 +35,8 @@ from pipeline.settings.commands.weights import FeaturesConfig
 
 # Images whose features are in memory at a time, about.
 _PART = 8192
+# Similar images that are drawn, at most.
+_NUM_LIKE = 16
 
 
 def run(config: FeaturesConfig) -> list[tuple[str, float]]:
@@ -61,7 +63,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     if query is None:
         return []
     # Stable: of equally similar images, the first comes first.
-    rows = np.argsort(-similarities, kind="stable")[: min(config.num_like, int(np.isfinite(similarities).sum()))]
+    rows = np.argsort(-similarities, kind="stable")[: min(_NUM_LIKE, int(np.isfinite(similarities).sum()))]
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
 
 

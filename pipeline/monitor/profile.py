@@ -1,4 +1,4 @@
-"""Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory; a trace."""
+"""Speed and memory of a run as in its log line: images/s, MFU, shares of time, peak memory."""
 
 import contextlib
 import resource
@@ -194,29 +194,3 @@ class Meter:
             reading[f"time_{part}"] = sum(values) / len(values) / total
         self.restart()
         return reading
-
-
-class Trace:
-    """A torch.profiler trace of `steps` steps from step `first` on (counted from 1, as in log lines); first = 0 is no trace."""
-
-    def __init__(self, first: int, steps: int, file: Path, device: torch.device) -> None:
-        self.first, self.last, self.file, self.device = first, first + steps - 1, file, device
-        self._profiler: torch.profiler.profile | None = None
-
-    def before(self, step: int) -> None:
-        """Call it before each step."""
-        if step == self.first:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiler.start()
-
-    def after(self, step: int) -> Path | None:
-        """Call it after each step. Returns the trace's file (for Perfetto or chrome://tracing) after the last step of it."""
-        if self._profiler is None or step != self.last:
-            return None
-        self._profiler.stop()
-        self._profiler.export_chrome_trace(str(self.file))
-        self._profiler = None
-        return self.file

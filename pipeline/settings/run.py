@@ -23,7 +23,6 @@ from pipeline.settings.run_execution import (
     HealthConfig,
     InitConfig,
     LaunchConfig,
-    ProfileConfig,
     RunProbeConfig,
     TrackConfig,
 )
@@ -66,7 +65,6 @@ class RunConfig:
     probe: RunProbeConfig = setting(RunProbeConfig, "", on_change="comparison", needs="every")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "", on_change="comparison")
     health: HealthConfig = setting(HealthConfig, "")
-    profile: ProfileConfig = setting(ProfileConfig, "", on_change="nothing")
     init: InitConfig = setting(InitConfig, "", on_change="run")
     track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")

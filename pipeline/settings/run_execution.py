@@ -192,14 +192,6 @@ class HealthConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    trace_step: int = setting(
-        0, "First step of a torch.profiler trace of rank 0, kept in the run's folder and MLflow; 0 is none.", min=0
-    )
-    trace_steps: int = setting(3, "Number of steps in the trace.", min=1, max=100_000, needs="trace_step")
-
-
-@dataclass(frozen=True, kw_only=True)
 class InitConfig:
     weights: str | None = setting(
         None,

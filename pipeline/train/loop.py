@@ -34,7 +34,6 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
         # ------------------------------------------------------------------ forward, loss, backward, step
         monitoring.watchdog.at(step + 1, "step")
-        monitoring.trace.before(step + 1)
         lr = learning_rate(config.schedule, run.training.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         size = ImageSize(*micro_batches[0].views[0].shape[-3:-1])
         mixing = draw_mixing(config.augment, size, config.seed, step)

@@ -57,7 +57,6 @@ ARTIFACTS = (
     "log.txt",
     "scores.json",
     "probe.json",
-    "trace.json",
 )
 
 

@@ -31,7 +31,7 @@ from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.profile import Meter, StepClock, Trace, device_memory, host_memory, peak_flops
+from pipeline.monitor.profile import Meter, StepClock, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
@@ -211,7 +211,6 @@ def _begin_monitoring_on_all_ranks(
         f"{models.num_parameters(model) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
-    trace_step = config.profile.trace_step if ranks.is_main else 0
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
     tracker = _start_tracker(context, start, hosts) if ranks.is_main else None
@@ -232,7 +231,6 @@ def _begin_monitoring_on_all_ranks(
     return Monitoring(
         meter=Meter(ranks, engine.clock, flops, peak),
         host_meter=HostMeter(ranks),
-        trace=Trace(trace_step, config.profile.trace_steps, folder / "trace.json", ranks.device),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=CollapseReports(),

@@ -24,7 +24,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.lifecycle.run_folder import RUN_FOLDER, Ending
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
-from pipeline.monitor.profile import Meter, Trace
+from pipeline.monitor.profile import Meter
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -100,7 +100,6 @@ class Monitoring:
 
     meter: Meter
     host_meter: HostMeter
-    trace: Trace
     spikes: SpikePolicy
     slow_ranks: SlowRanks
     collapses: CollapseReports
@@ -139,8 +138,6 @@ class TrainingRun:
         monitoring.meter.step(self.context.plan.global_batch, self.training.feed.part(step - 1))
         console.advance()
         self.saving.saver.check_writer()
-        if file := monitoring.trace.after(step):
-            console.say(f"step {step:,}: trace in {file}")
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.

@@ -49,16 +49,6 @@ def test_a_micro_batch_that_does_not_divide_is_lowered_and_said() -> None:
     assert (found.accumulation, found.micro_batch) == (15, 2)
 
 
-def test_a_trace_that_would_end_after_the_run_is_said() -> None:
-    for first, found in (
-        (8, []),
-        (9, ["no trace: profile.trace_step and trace_steps ask for steps 9 to 11, and the run ends at 10"]),
-    ):
-        given = [*REQUIRED, "train.length=10 steps", "schedule.warmup=0%", f"profile.trace_step={first}"]
-        config = schema.load(RunConfig, None, given)
-        assert make_plan(config, 14_200_000, 64).notes(config) == found
-
-
 def test_settings_that_override_the_name_are_said() -> None:
     def notes(*overrides: str) -> list[str]:
         config = schema.load(RunConfig, None, [*REQUIRED, *overrides])

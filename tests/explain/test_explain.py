@@ -139,11 +139,11 @@ def test_drawings_that_do_not_apply_are_reported(
     images = f"images={photos}"
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
-    run(bit, tmp_path / "bit", images, "num_predicted=4", "num_drawn=2")
+    run(bit, tmp_path / "bit", images, "num_drawn=2")
     assert drawn(tmp_path / "bit") == ["filters", "gradcam", "predictions"]
     assert "attention, rollout, distance, components, patches, positions, cost" in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
-    run(headless, tmp_path / "headless", images, "num_averaged=1")
+    run(headless, tmp_path / "headless", images)
     assert drawn(tmp_path / "headless") == [
         "attention",
         "components",

@@ -1,14 +1,12 @@
 """Speed and memory figures, computed on a clock that the test sets."""
 
-import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.monitor import profile
 from pipeline.monitor.gpus import find_gpu
-from pipeline.monitor.profile import Meter, StepClock, Trace, peak_flops
+from pipeline.monitor.profile import Meter, StepClock, peak_flops
 from pipeline.process.distributed import Ranks
 
 CPU = torch.device("cpu")
@@ -130,24 +128,3 @@ def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -
     assert profile.host_memory() == alone // 4
 
 
-def test_a_trace_covers_its_window(tmp_path: Path) -> None:
-    trace = Trace(first=2, steps=2, file=tmp_path / "trace.json", device=CPU)
-    files = []
-    for step in (1, 2, 3, 4):
-        trace.before(step)
-        with torch.profiler.record_function(f"my step {step}"):
-            torch.ones(8) @ torch.ones(8)
-        files.append(trace.after(step))
-    assert files == [None, None, tmp_path / "trace.json", None]
-    names = {event.get("name") for event in json.loads(files[2].read_text())["traceEvents"]}
-    assert {"my step 2", "my step 3"} <= names
-    assert not {"my step 1", "my step 4"} & names
-
-
-def test_no_trace_unless_asked_and_none_of_a_window_that_is_over(tmp_path: Path) -> None:
-    for first, begin in ((0, 1), (2, 3)):
-        trace = Trace(first, 3, tmp_path / "trace.json", CPU)
-        for step in range(begin, 8):
-            trace.before(step)
-            assert trace.after(step) is None
-    assert not list(tmp_path.iterdir())

@@ -21,11 +21,11 @@ FIXED = (
 FREE_WHEN_FINISHED = (
     "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
     "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
-    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio", "profile.",
+    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio",
     "track.", "launch.",
 )  # fmt: skip
 FREE_IN_GRIDS = (
-    "name", "out", "track.", "launch.", "data.threads", "data.prefetch", "data.cache", "engine.timeout_minutes", "profile.",
+    "name", "out", "track.", "launch.", "data.threads", "data.prefetch", "data.cache", "engine.timeout_minutes",
 )  # fmt: skip
 # Grids and studies did not know these, which no result depends on.
 FREE_IN_GRIDS_NOW = (

@@ -176,11 +176,11 @@ def test_the_plan_says_it_too() -> None:
         "classes=10",
         "train.global_batch=16",
         "schedule.warmup=0%",
-        "price=2",
+        "measured=2",
         "probe.shots=1",
     ]
     lines = describe(make_forecast(schema.load(operate.PlanConfig, None, given)))
-    assert "price = 2.0 has no effect without cluster" in lines
+    assert "measured = 2.0 has no effect without cluster" in lines
     assert "probe.shots = [1] has no effect without probe.every" in lines
 
 
@@ -193,7 +193,6 @@ def test_the_plan_says_it_too() -> None:
         (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "image_size=32"], "writes MAE as it was trained"),
         (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
         (weights.ScoreConfig, ["weights=w", "data=d", "neighbour_images=9"], "neighbour_images = 9 has no effect without neighbours"),
-        (weights.FeaturesConfig, ["weights=w", "images=i", "out=a.parquet", "num_like=3"], "num_like = 3 has no effect without like"),
         (weights.ExplainConfig, ["weights=w", "draw=[filters,cost]", "layer=3"], "layer = 3 has no effect without draw = attention"),
         (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),
         (data.ShardConfig, ["source=s", "out=o", "jpeg_quality=90"], "jpeg_quality = 90 has no effect without resize_short"),

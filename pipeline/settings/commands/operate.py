@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import share
 from pipeline.settings.yaml_reader import as_typed
 
 
@@ -19,39 +18,15 @@ class PlanConfig(RunConfig):
         "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU.",
         needs="cluster",
     )
-    link: float = setting(
-        0.0,
-        "GB/s and direction between GPUs of a node; 0 is the data sheet's NVLink or PCIe.",
-        min=0,
-        needs="cluster",
-    )
     samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
-    efficiency: float = setting(
-        0.6,
-        "Assumed share of the data sheet's FLOP/s and memory bandwidth that kernels reach.",
-        above=0,
-        max=1,
-        needs="cluster",
-    )
     measured: float = setting(
         0.0,
-        "Images/s that one GPU was measured at; replaces the predicted speed of a GPU.",
+        "Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; replaces the predicted speed of a GPU.",
         min=0,
         needs="cluster",
     )
-    bench: str = setting(
-        "",
-        "JSON file of launch/bench.py gpu, measured on such a GPU; its fastest exact step of this model replaces the predicted one.",
-        path=True,
-    )
-    mfu: float = share(0.0, "MFU of one GPU, instead of the predicted one; 0 predicts.", needs="cluster")
-    price: float = setting(
-        0.0, "Price of one GPU hour, in any currency; 0 leaves out the cost.", min=0, needs="cluster"
-    )
-    save_rate: float = setting(1.0, "Write rate of the checkpoints' disk in GB/s, all ranks together.", above=0)
-    copy_rate: float = setting(10.0, "Copy rate from a GPU to host memory in GB/s.", above=0)
     json: str = setting("", "File for all figures as JSON; '-' prints JSON instead of the table.", output="file")
 
     def not_written(self) -> tuple[str, ...]:
@@ -65,11 +40,6 @@ class PlanConfig(RunConfig):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
         if self.variant and not self.init.weights:
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
-        given = {"mfu": f"{self.mfu:g}", "measured": f"{self.measured:g}", "bench": self.bench or "0"}
-        if len(twice := [f"{name} = {value}" for name, value in given.items() if value != "0"]) > 1:
-            raise UserError(f"{' and '.join(twice)} give the speed of a GPU: set one.")
-        if self.bench and not self.cluster:
-            raise UserError(f"bench = {self.bench} gives the speed of a GPU: give --cluster, too.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,8 +191,9 @@ class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
     out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
-    like: str = setting("", "An image file: the most similar images are drawn on a sheet. Empty draws none.", path=True)
-    num_like: int = setting(16, "With like: number of similar images.", min=1, max=1000, needs="like")
+    like: str = setting(
+        "", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.", path=True
+    )
     sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
 
     def check(self) -> None:
@@ -252,15 +253,6 @@ class ExplainConfig(LookConfig):
         needs="draw=reconstruction",
     )
     num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
-    num_averaged: int = setting(
-        128,
-        "Number of images that attention distance is averaged over (128 in the ViT paper).",
-        min=1,
-        needs="draw=distance",
-    )
-    num_predicted: int = setting(
-        1000, "Number of images that are searched for the most confident mistakes.", min=1, needs="draw=predictions"
-    )
     seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
     out: str = setting(
         "",
