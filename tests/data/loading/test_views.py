@@ -15,13 +15,11 @@ from PIL import Image
 from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading import augment, views
 from pipeline.data.loading.decode import decode
-from pipeline.data.loading.loader import Batch, Loader, train_requests
-from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import (
     Views,
     ViewWriter,
-    bounding_box,
     eval_view,
     shown_view,
     train_view,
@@ -85,42 +83,10 @@ def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
             assert not any(torch.equal(group[0], other) for other in group[1:])
 
 
-def test_view_0_takes_its_numbers_from_the_seed(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    reader = ShardReader(split)
-    for batch in load(split, train_views(GROUPS, SEED)):
-        assert batch.images.data_ptr() == batch.views[0].data_ptr()
-        for i, row in enumerate(batch.rows.tolist()):
-            expected = np.empty((64, 64, 3), np.uint8)
-            augment.write_train_view(decode(reader.read(row)), expected, GLOBAL, SEED, int(batch.epochs[i]), row)
-            assert np.array_equal(batch.images[i].numpy(), expected)
-
-
 def test_seeds_of_views() -> None:
     """They decide what every resumed run with several views trains on, so they must never change."""
     assert [view_seed(3, number) for number in range(3)] == [3, 12214057047995133590, 961052965737857799]
     assert len({view_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
-
-
-@pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (4, 5)])
-def test_any_number_of_threads_and_batches_ahead(threads: int, prefetch: int, dataset: Dataset) -> None:
-    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
-    for a, b in zip(load(split, writer), load(split, writer, threads, prefetch), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(a.views, b.views, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_any_number_of_ranks(world_size: int, dataset: Dataset) -> None:
-    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
-    order = SampleOrder(split.shard_sizes, SEED, 8, streams=2, window=6)
-
-    def step(rank: int, ranks: int) -> Batch:
-        with Loader(split, writer, 2, 1, 0.0) as loader:
-            return next(loader.batches(train_requests(order, 4, 5, 8 // ranks, rank, ranks)))
-
-    of_ranks = [step(rank, world_size) for rank in range(world_size)]
-    for number, expected in enumerate(step(0, 1).views):
-        assert torch.equal(torch.cat([batch.views[number] for batch in of_ranks], 1), expected)
 
 
 def test_an_image_is_decoded_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +165,6 @@ def test_scaled_decoding(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_bounding_box() -> None:
-    assert bounding_box([(3, 5, 10, 20)]) == (3, 5, 10, 20)
-    assert bounding_box([(3, 5, 10, 20), (0, 30, 2, 4), (7, 6, 9, 1)]) == (0, 5, 16, 29)
-
-
 def test_an_unreadable_image_is_zero_in_all_views(
     dataset: Dataset, encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
 ) -> None:
@@ -218,21 +179,6 @@ def test_an_unreadable_image_is_zero_in_all_views(
         for one, other in zip(a.views, b.views, strict=True):
             assert (other[:, is_bad] == 0).all()
             assert torch.equal(one[:, ~is_bad], other[:, ~is_bad])
-
-
-def test_memory_of_every_group_is_used_again(dataset: Dataset) -> None:
-    """Also when a batch before it was zero: nothing of an earlier batch is left in an unreadable image."""
-    split, rows = dataset.split("train"), np.arange(8)
-    places: tuple[set[int], ...] = (set(), set())
-    kept = []
-    with Loader(split, train_views(GROUPS, SEED), 2, 1, 0.0) as loader:
-        for number, batch in enumerate(loader.batches([(rows, np.full(8, epoch)) for epoch in range(12)])):
-            for found, group in zip(places, batch.views, strict=True):
-                found.add(group.data_ptr())
-            if number == 4:
-                kept = [(batch.images, batch.images.clone()), (batch.views[1][2], batch.views[1][2].clone())]
-    assert all(len(found) < 7 for found in places)
-    assert all(torch.equal(view, then) for view, then in kept)
 
 
 @pytest.mark.parametrize("labels", [[[]] * COUNT, [[4]] + [[]] * (COUNT - 1)], ids=["none", "one"])

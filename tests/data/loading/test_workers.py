@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -219,36 +218,6 @@ def test_processes_end_with_the_one_that_made_them(dataset: Dataset) -> None:
     until(lambda: not any(is_alive(number) for number in found))
     os.close(ours)
     os.close(theirs)
-
-
-@pytest.mark.parametrize(("module", "name"), [("os", "fork"), ("mmap", "mmap")])
-def test_a_process_that_cannot_be_started_is_one_line(
-    dataset: Dataset, module: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was a traceback, left the first process alive, and this one deaf to signals."""
-    started: list[int] = []
-    usual, calls = getattr(workers, module), iter(range(2))
-
-    def limited(*of: Any) -> Any:
-        if next(calls):
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        return getattr(usual, name)(*of)
-
-    def start(*of: Any) -> Any:
-        worker = make(*of)
-        started.append(worker.process)
-        return worker
-
-    make = workers._start
-    monkeypatch.setattr(workers, "_start", start)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    others = {each: getattr(usual, each) for each in dir(usual)}  # Of this module only: numpy maps files, too.
-    monkeypatch.setattr(workers, module, SimpleNamespace(**{**others, name: limited}))
-    with pytest.raises(UserError, match=r"data.processes = 3, and process 2 cannot be started \(Resource temporarily"):
-        Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=3)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-    assert len(started) == 1
-    assert not psutil.pid_exists(started[0])
 
 
 def test_a_bucket_is_refused(dataset: Dataset) -> None:

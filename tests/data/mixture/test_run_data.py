@@ -22,7 +22,7 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import Views, read_by, train_view, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.label_use import data_notes, label_notes
+from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -91,9 +91,6 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
         part, own = split.part_of(row)
         assert batch.labels[i].tolist() == part.labels_of(own).tolist()
         assert batch.valid[i]
-    for name in ("place_of", "hash_of", "label_offsets", "label_values", "only", "relabelled", "without_labels"):
-        with pytest.raises(AssertionError, match="of each part only"):
-            getattr(split, name)
 
 
 def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
@@ -404,11 +401,3 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
     for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
         assert label_notes(labelled(data, labels), "softmax") == [bare]
-    assert [line for line in data_notes(some, "softmax") if "label" in line] == [bare, single]
-    assert data_notes(some, "sigmoid") == ["train: 30 of 90 samples have no label"]
-    # As many as are not excluded, and of the classes of a mixture.
-    kept = replace(some, split=some.split.only(np.arange(1, 90, 3)))
-    assert label_notes(kept, "softmax") == ["train.loss = softmax learns nothing from 30 of 30 samples: no label"]
-    to_one = f"class_map: {{{', '.join(f'{name}: class2' for name in data.dataset.classes)}}}"
-    assert label_notes(labelled(opened(sets, f"{{path: b, weight: 1, {to_one}}}"), [[2]] * 90), "softmax") == [single]
-    assert label_notes(labelled(opened(sets, "{path: b, weight: 1}"), [[2]] * 90), "softmax") == []

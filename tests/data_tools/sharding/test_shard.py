@@ -22,7 +22,7 @@ from faulty_s3 import S3, bucket_path, put
 from polling import until
 from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
 
-from data_tools import progress, tasks
+from data_tools import progress
 from data_tools.sharding import shard
 from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import list_source
@@ -49,17 +49,6 @@ def test_webdataset_reads_the_images_and_labels_that_went_in(dataset: Dataset, p
     classes = sorted({name.split("/")[0] for name in pictures})
     assert dataset.classes == classes
     assert found == {expected_key(name): (data, classes.index(name.split("/")[0])) for name, data in pictures.items()}
-
-
-def test_bytes_at_the_manifest_s_offset_are_the_image(dataset: Dataset, pictures: dict[str, bytes]) -> None:
-    by_key = {expected_key(name): data for name, data in pictures.items()}
-    for name in dataset.splits:
-        split = dataset.split(name)
-        shards = split.shard_of(np.arange(len(split)))
-        for row, key in enumerate(split.keys(range(len(split)))):
-            with open(split.shard_paths[shards[row]], "rb") as file:
-                file.seek(split.place_of(row)[0])
-                assert file.read(split.place_of(row)[1]) == by_key[key]
 
 
 def test_extension_and_size_come_from_the_bytes(dataset: Dataset) -> None:
@@ -140,13 +129,7 @@ def test_damaged_and_missing_shards_are_made_again(dataset: Dataset, source: Pat
 
     shard.run(settings(source, out, val_share=0.25))
     assert "nothing to do" in capfd.readouterr().out
-
-
-def test_damaged_manifest_is_made_again(dataset: Dataset, source: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(dataset.path, tmp_path / "copy"))
     (out / "samples.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"samples.parquet is damaged"):
-        open_dataset(out).split("train")
     shard.run(settings(source, out, val_share=0.25))
     assert contents(out) == contents(dataset.path)
 
@@ -155,8 +138,6 @@ def test_other_settings_are_refused_and_all_of_them_named(dataset: Dataset, sour
     before = contents(dataset.path)
     with pytest.raises(UserError, match=r"made with seed = 0, not 1; resize_short = 0, not 8\. Choose another out"):
         shard.run(settings(source, dataset.path, val_share=0.25, seed=1, resize_short=8))
-    with pytest.raises(UserError, match=r"made with resize_filter = area, not antialias\."):
-        shard.run(settings(source, dataset.path, val_share=0.25, resize_filter="antialias"))
     assert contents(dataset.path) == before
 
 
@@ -164,15 +145,9 @@ def test_another_source_is_refused_with_the_difference(dataset: Dataset, picture
     before = contents(dataset.path)
     changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
     changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
-    more, fewer = write_folder(changed, tmp_path / "changed"), write_folder({"cat/a.jpg": jpeg(1)}, tmp_path / "few")
-    for source, said in (
-        (more, rf"was made of {len(pictures)} images .* of .*; .* has {len(changed)} .*: 1 came \(cat/new\); "
-               r"10 went \(cat/00, cat/01, cat/02, ...\); 1 changed in size \(dog/00\)\. Choose another out"),
-        (fewer, rf"1 came \(cat/a\); {len(pictures)} went"),
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=said) as error:
-            shard.run(settings(source, dataset.path, val_share=0.25))
-        assert "\n" not in str(error.value)
+    said = r"1 came \(cat/new\); 10 went \(cat/00, .*1 changed in size \(dog/00\)"
+    with pytest.raises(UserError, match=said):
+        shard.run(settings(write_folder(changed, tmp_path / "changed"), dataset.path, val_share=0.25))
     assert contents(dataset.path) == before
 
 
@@ -269,38 +244,6 @@ def test_images_that_change_after_the_end_are_refused_and_a_copied_source_is_not
         shard.run(settings(copied, out, compare="content"))
 
 
-def test_a_file_tells_how_far_the_job_is(ray_cluster, source: Path, tmp_path: Path, monkeypatch) -> None:
-    seen, made = [], []
-
-    class Watched(progress.ProgressMeter):
-        def add(self, images: int, num_bytes: int, **others: bool) -> None:
-            seen.append(wait_for_state(tmp_path / "out", shards=self.shards))
-            made.append(others["made"])
-            super().add(images, num_bytes, **others)
-
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
-    monkeypatch.setattr(tasks, "ProgressMeter", Watched)
-    dataset = shard.run(settings(source, tmp_path / "out", num_tasks=1))
-    total = sum(dataset.info["samples"].values())
-    num_shards = sum(dataset.info["shards"].values())
-    assert [state["shards"] for state in seen] == list(range(num_shards))
-    assert {(state["total_images"], state["total_shards"]) for state in seen} == {(total, num_shards)}
-    assert {state["phase"] for state in seen} == {"sharded"}
-    assert seen[0]["images"] == seen[0]["bytes"] == 0
-    assert seen[0]["seconds_left"] is None
-    last = seen[-1]
-    assert last["images_per_second"] == pytest.approx(last["images"] / last["seconds"])
-    assert last["bytes_per_second"] == pytest.approx(last["bytes"] / last["seconds"])
-    assert last["seconds_left"] == pytest.approx((total - last["images"]) / last["images_per_second"])
-    assert not (tmp_path / "out/progress.json").exists()
-
-    # Of a data set that is finished, checks are the work; where some shards are yet to be made, they promise too much.
-    assert made == [True] * num_shards
-    made.clear()
-    shard.run(settings(source, tmp_path / "out", num_tasks=1))
-    assert made == [True] * num_shards
-
-
 def wait_for_state(folder: Path, **expected: object) -> dict:
     """What progress.json says once it says this; it is replaced by a thread, whatever the job is at."""
     states: list[dict] = []
@@ -352,6 +295,9 @@ BAD = {
 
 def test_bad_images_are_skipped_named_and_counted(ray_cluster: int, pictures: dict, tmp_path: Path, capfd) -> None:
     source = write_folder({**pictures, **{name: data for name, (data, _) in BAD.items()}}, tmp_path / "raw")
+    with pytest.raises(UserError, match=r"more than the 1 that max_bad_share = 0.001 allows of \d+: (cat|dog)/"):
+        shard.run(settings(source, tmp_path / "out"))
+    assert not (tmp_path / "out/dataset.json").exists()
     other = shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
     assert f"skipped {len(BAD)} bad images" in capfd.readouterr().out
     assert sum(other.info["samples"].values()) == len(pictures)
@@ -361,15 +307,6 @@ def test_bad_images_are_skipped_named_and_counted(ray_cluster: int, pictures: di
         key, where, why = row.split(",", 2)
         assert (key, where) == (expected_key(name), name)
         assert re.search(reason, why)
-
-
-def test_more_bad_images_than_the_budget_stop_the_job(ray_cluster, pictures: dict, tmp_path: Path) -> None:
-    source = write_folder({**pictures, **{name: data for name, (data, _) in BAD.items()}}, tmp_path / "raw")
-    with pytest.raises(UserError, match=r"more than the 1 that max_bad_share = 0.001 allows of \d+: (cat|dog)/"):
-        shard.run(settings(source, tmp_path / "out"))
-    assert not (tmp_path / "out/dataset.json").exists()
-    # And the way out that the message names.
-    shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))
 
 
 def test_a_shard_of_bad_images_only_is_left_out(ray_cluster, tmp_path: Path) -> None:
@@ -413,10 +350,8 @@ def test_resize_makes_large_images_small_and_copies_the_others(ray_cluster, tmp_
     assert rows["dog/small"]["size"] == len(small)
 
 
-def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int) -> None:
     def fail(where: str) -> None:
-        if where == "lost":
-            raise ray_tasks.LostError("1.jpg cannot be read: Input/output error.")
         if where == "here":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train-000000.tar")
         raise UserError("repair it")
@@ -426,11 +361,6 @@ def test_errors_of_tasks_come_back_as_they_were(ray_cluster: int, monkeypatch: p
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "train-000000.tar")
     with pytest.raises(UserError, match=r"^repair it$"):
         list(ray_tasks.run_tasks(fail, ["there"], print, limit=1))
-    monkeypatch.setattr(ray_tasks.tasks, "RETRY_PAUSES", [0.0])
-    told: list[str] = []
-    with pytest.raises(UserError, match=r"gave up on a task after 1 retry: .*Input/output error.*"):
-        list(ray_tasks.run_tasks(fail, ["lost"], told.append, limit=1))
-    assert len(told) == 1
 
 
 def test_tasks_in_flight_are_bounded_however_many_there_are(ray_cluster: int) -> None:
@@ -518,7 +448,3 @@ def test_a_packed_source_with_copies_to_a_bucket(ray_cluster: int, tmp_path: Pat
     assert found.keys() == {name for name in local if not name.startswith("index/")}
     assert all(found[name] == local[name] for name in found if name != "dataset.json")
     assert b"cat/2,train,cat/1,train" in found["copies.csv"]
-
-    write_tar(files | {"dog/3.jpg": jpeg(3)}, source, "w:gz")
-    with pytest.raises(UserError, match=r"1 came \(dog/3\)"):
-        shard.run(config)
