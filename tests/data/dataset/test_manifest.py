@@ -89,35 +89,6 @@ def test_what_values_mean_is_kept_and_8_bit_rgb_adds_nothing(tmp_path: Path) -> 
         open_dataset(found[0].path)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: (path / "train-000001.tar").unlink(), r"train-000001.tar is missing\. .*launch/shard.py"),
-        (lambda path: (path / "train-000001.tar").write_bytes(b"x"), r"train-000001.tar has 1 byte, but 1,000 in"),
-        (lambda path: (path / "samples.parquet").unlink(), r"samples.parquet is missing"),
-        (lambda path: (path / "shards.parquet").write_bytes(b"?"), r"shards.parquet is damaged"),
-        (
-            lambda path: (path / "dataset.json").unlink(),
-            r"no finished data set .*\. If it holds the images, shard them: python launch/shard.py source=/",
-        ),
-        (
-            lambda path: (path / "dataset.json").write_text("{"),
-            r"dataset.json is not valid JSON .*: the file is damaged\. Copy dataset.json again",
-        ),
-        (
-            lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})),
-            r"has format 'x/9', but .* Make the data set again",
-        ),
-    ],
-)
-def test_damage_is_told_in_one_line(damage, said: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(UserError, match=said) as error:
-        open_dataset(tmp_path).split("train")
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("label", [3, -1, 2**31 - 1])
 def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, tmp_path: Path) -> None:
     write(tmp_path)

@@ -307,10 +307,6 @@ def test_pictures_show_named_or_first_channels_by_the_range() -> None:
             found = to_rgb(image, pixels)
             assert found.dtype == np.uint8
             assert np.abs(found - expected).max() <= 0.5 + 1e-6
-    grey = to_rgb(noise("uint16", 4, 4, 2), pixels_of(2, "uint16"))
-    assert np.array_equal(grey[..., 0], grey[..., 2])
-    picture = noise("uint8", 4, 4, 3)
-    assert to_rgb(picture, RGB8) is picture
 
 
 @pytest.mark.parametrize(

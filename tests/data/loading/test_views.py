@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import cv2
@@ -56,12 +55,6 @@ def requests(size: int = 10) -> list[tuple[np.ndarray, np.ndarray]]:
 def load(split: Split, writer: ViewWriter, threads: int = 2, prefetch: int = 2, bad: float = 0.0) -> list[Batch]:
     with Loader(split, writer, threads, prefetch, bad) as loader:
         return [replace(batch, views=tuple(v.clone() for v in batch.views)) for batch in loader.batches(requests())]
-
-
-def spoil(split: Split, row: int) -> None:
-    with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
-        file.seek(split.place_of(row)[0])
-        file.write(b"\x55" * split.place_of(row)[1])
 
 
 def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
@@ -156,49 +149,6 @@ def test_scaled_decoding(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> Non
         shapes.clear()
         for a, b in zip(found, expected, strict=True):
             assert np.abs(a.astype(int) - b).mean() < 2
-    # Of the crop, not of the image; where that is cropped after a resize, the size before the crop counts.
-    config = AugmentConfig(scaled_decoding=True)
-    assert augment.decoding_factor((10, 0, 224 * 4, 224 * 8 - 1), (224, 224), config) == 4
-    assert augment.decoding_factor((10, 0, 224 * 2 - 1, 4000), (224, 224), config) == 1
-    assert (
-        augment.decoding_factor((0, 0, 1000, 1000), (224, 224), replace(config, crop="resize_crop", resize_to=256)) == 2
-    )
-
-
-def test_an_unreadable_image_is_zero_in_all_views(
-    dataset: Dataset, encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
-) -> None:
-    generator = np.random.default_rng(0)
-    files = [encode(generator.integers(0, 256, (70, 80, 3), np.uint8), "JPEG") for _ in range(COUNT)]
-    split = make_dataset(tmp_path / "data", files, [[0]] * COUNT, 9).split("train")
-    good = load(split, train_views(GROUPS, SEED))
-    spoil(split, 7)
-    for a, b in zip(good, load(split, train_views(GROUPS, SEED), bad=0.05), strict=True):
-        is_bad = torch.from_numpy(a.rows == 7)
-        assert torch.equal(b.valid, ~is_bad)
-        for one, other in zip(a.views, b.views, strict=True):
-            assert (other[:, is_bad] == 0).all()
-            assert torch.equal(one[:, ~is_bad], other[:, ~is_bad])
-
-
-@pytest.mark.parametrize("labels", [[[]] * COUNT, [[4]] + [[]] * (COUNT - 1)], ids=["none", "one"])
-def test_samples_without_labels(
-    labels: list[list[int]], encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
-) -> None:
-    generator = np.random.default_rng(0)
-    files = [encode(generator.integers(0, 256, (40, 50, 3), np.uint8), "PNG") for _ in range(COUNT)]
-    data = make_dataset(tmp_path / "data", files, labels, 9)
-    split = data.split("train")
-    assert data.num_classes == (5 if labels[0] else 0)
-    most = max(map(len, labels))
-    assert split.max_labels == most
-    for writer in (train_views(GROUPS, SEED), eval_view(AugmentConfig(), 16)):
-        for batch in load(split, writer):
-            assert (batch.labels.dtype, tuple(batch.labels.shape)) == (torch.int64, (len(batch.rows), most))
-            assert batch.valid.all()
-            expected = [(labels[row] + [-1] * most)[:most] for row in batch.rows.tolist()]
-            assert batch.labels.tolist() == expected
-            assert all(group.flatten(2).any(2).all() for group in batch.views)
 
 
 @pytest.mark.parametrize("crop", ["center", "resize_center", "resize"])

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from pipeline.data.loading import workers
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.mixture.run_data import _refuse_remote
-from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.run_sections import DataConfig
@@ -147,19 +145,6 @@ def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
         pytest.raises(RuntimeError, match=r"(?s)in broken.*UnpicklableError: ours"),
     ):
         list(loader.batches(requests()))
-
-
-def test_a_missing_shard_is_one_line(
-    tmp_path: Path, encode: Callable[..., bytes], make_dataset: Callable[..., Dataset]
-) -> None:
-    files = [encode(np.zeros((8, 8, 3), np.uint8), "JPEG")] * 4
-    split = make_dataset(tmp_path / "data", files, [[0]] * 4, 4).split("train")
-    Path(split.shard_paths[0]).unlink()
-    with (
-        Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader,
-        pytest.raises(StorageError, match="cannot be read: No such file"),
-    ):
-        list(loader.batches([(np.arange(4), np.zeros(4, np.int64))]))
 
 
 def test_reading_a_shard_again_is_announced_and_counted(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,26 +319,6 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
                 UserError, match=r"no training image has a label \(split 'val' of .*a\): nothing is learned"
             ):
                 open_run_data(trained, 0, 20, labels)
-    probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
-    with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
-        open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train), RGB8)
-
-
-def test_sets_with_one_and_with_several_labels_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = open_dataset(sets / "b")
-    split = type(dataset).split
-
-    def several(self: Any, *arguments: Any) -> Any:
-        found = split(self, *arguments)
-        return (
-            found
-            if self.fingerprint != dataset.fingerprint
-            else replace(found, index=replace(found.index, max_labels=2))
-        )
-
-    monkeypatch.setattr(type(dataset), "split", several)
-    with pytest.raises(UserError, match=r"b has several labels a sample and .*/a has one"):
-        opened(sets, "{path: b, weight: 1}")
 
 
 def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:

@@ -8,13 +8,11 @@ import pytest
 from faulty_s3 import bucket_path, put
 
 from data_tools.check.verify_shard import VerifyJob, check_shard
-from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import changed_at, remove_tree, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.settings.commands.data import ShardConfig
 
 
 def test_versions_of_an_object(gcs: str) -> None:
@@ -58,9 +56,3 @@ def test_a_data_set_is_read_checked_and_listed(
             put(folder / shard.name, bytes(shard.bytes))
         found = check_shard(VerifyJob(url, shard, None, 0, data.num_classes, None)).findings["kind"].to_pylist()
         assert ("checksum" in found) == damage
-
-    copy_to = f"gs://models/raw{gcs}"
-    for name in ("cat/1.jpg", "dog/2.jpg"):
-        put(bucket_path(copy_to) / name, b"x")
-    listing = list_source(bucket_path(copy_to), ShardConfig(source=copy_to, out="unused"), tmp_path)
-    assert listing.classes == ["cat", "dog"]

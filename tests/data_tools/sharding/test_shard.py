@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import pytest
 import webdataset
 from faulty_s3 import S3, bucket_path, put
 from polling import until
-from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder, write_tar
+from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder
 
 from data_tools import progress
 from data_tools.sharding import shard
@@ -429,22 +428,3 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
     assert not [request for request in server.requests if request.startswith("GET") and ".tar" in request]
     put(bucket_path(f"{url}/train-000000.tar"), bytes(first.shard.bytes))
     assert write_shard(job).made
-
-
-def test_a_packed_source_with_copies_to_a_bucket(ray_cluster: int, tmp_path: Path, s3: tuple[S3, str]) -> None:
-    files = {"cat/1.jpg": jpeg(1), "cat/2.jpg": jpeg(1), "dog/1.jpg": jpeg(2), "dog/bad.jpg": b"text"}
-    source = write_tar(files, tmp_path / "raw.tar.gz", "w:gz")
-    config = ShardConfig(source=str(source), out=f"{s3[1]}/out", merge_copies=True, max_bad_share=0.0)
-    out = bucket_path(config.out)
-    with pytest.raises(UserError, match="more than the 0 that max_bad_share"):
-        shard.run(config)
-    # What was unpacked waits for the job to go on.
-    assert [path.suffix for path, *_ in walk_files(out / ".staging")] == [".tar"]
-    there = shard.run(replace(config, max_bad_share=0.5))
-    here = shard.run(replace(config, max_bad_share=0.5, out=str(tmp_path / "out")))
-    assert there.fingerprint == here.fingerprint
-    found = {name_inside(path, out): path.read_bytes() for path, *_ in walk_files(out)}
-    local = contents(tmp_path / "out")
-    assert found.keys() == {name for name in local if not name.startswith("index/")}
-    assert all(found[name] == local[name] for name in found if name != "dataset.json")
-    assert b"cat/2,train,cat/1,train" in found["copies.csv"]

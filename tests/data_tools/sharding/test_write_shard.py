@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import resource
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -57,17 +56,6 @@ def job(tmp_path: Path) -> ShardingJob:
     config = ShardConfig(source=str(source), out="unused")
     rows = list_source(source, config, tmp_path).rows(np.arange(3))
     return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, config, None)
-
-
-def test_a_write_that_stops_half_way_raises(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open(tmp_path / "a.tar", "wb") as file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                _Tar(file).add("a.jpg", bytes(1_000_000), "a.cls", b"1")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("label", [("", b""), ("cls", b"1")])

@@ -403,14 +403,6 @@ def test_text_and_bytes_in_views_and_dictionaries(tmp_path: Path) -> None:
     assert [data for *_, data in samples(listed(tmp_path / "images.parquet")).values()] == IMAGES
 
 
-@pytest.mark.parametrize("features", [{}, {"label": None}, {"label": []}, {"label": 3}, {"label": {"dtype": "int64"}}])
-def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> None:
-    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
-    for metadata in ({"info": {"features": features}}, {"info": None}, {}):
-        pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(metadata)}), path)
-        assert listed(path).classes == ["0", "1", "2"]
-
-
 @pytest.mark.parametrize(
     ("others", "said"),
     [

@@ -182,9 +182,6 @@ ODD_MEMBERS = {
     "name not UTF-8": (member(b"cat/caf\xe9.jpg", jpeg(3)), "its name is not UTF-8; rename it"),
     "pax name not UTF-8": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\xff.jpg")), "its name is not UTF-8; rename it"),
     "pax size no number": (member(b"cat/x.jpg", jpeg(3), record(b"size", b"many")), "says size = 'many', which is no number"),
-    "pax length no number": (member(b"cat/x.jpg", jpeg(3), b"xx path=cat/y.jpg\n"), "b'xx', which is no length"),
-    "pax length nought": (member(b"cat/x.jpg", jpeg(3), b"0 path=cat/y.jpg\n"), "a record of 0 bytes does not end"),
-    "pax length too long": (member(b"cat/x.jpg", jpeg(3), b"99 path=cat/y.jpg\n"), "a record of 99 bytes does not end"),
     "NUL in a pax name": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\0.jpg")), "its name has a NUL character"),
 }  # fmt: skip
 
@@ -329,17 +326,13 @@ def odd_shard(tmp_path: Path) -> Path:
     return write_tar(SHARD, tmp_path / "tars/a.tar")
 
 
-def test_odd_samples_of_a_webdataset(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
+def test_odd_samples_of_a_webdataset(odd_shard: Path) -> None:
     listing = listed(odd_shard)
     assert listing.table["key"].to_pylist() == ["1", "__/up", "tmp/ESC"]
     assert "removed the leading / of 1 key: /tmp/ESC" in listing.notes
     found = {where.removeprefix("a.tar: "): reason for where, reason in skipped(listing).items()}
     assert found.keys() == BAD.keys()
     assert all(BAD[name] in reason for name, reason in found.items())
-    made = shard.run(settings(odd_shard, tmp_path / "out", max_bad_share=0.6))
-    with tarfile.open(made.path / "train-000000.tar") as tar:
-        names = tar.getnames()
-    assert sorted(names) == sorted(f"{key}.{ext}" for key in ("1", "tmp/ESC", "__/up") for ext in ("jpg", "cls"))
 
 
 def test_links_of_a_webdataset_are_skipped_and_named(tmp_path: Path) -> None:

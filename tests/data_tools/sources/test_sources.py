@@ -142,21 +142,6 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
     assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
 
 
-def test_photographs_of_phones_and_netpbm_s_are_images(tmp_path: Path) -> None:
-    files = {
-        "cat/2.HEIC": b"?",
-        "cat/3.hif": b"?",
-        "fox/1.avif": b"?",
-        "fox/2.ppm": b"?",
-        "fox/3.pgm": b"?",
-        "fox/4.jxl": b"?",
-    }
-    source = write_folder({**GOOD, **files}, tmp_path / "raw")
-    found = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
-    assert not found.skipped
-    assert {name.partition(".")[0] for name in files} <= set(found.table["key"].to_pylist())
-
-
 def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
     others = {
         "cat/.DS_Store": b"",

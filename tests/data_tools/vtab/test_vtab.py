@@ -3,12 +3,10 @@
 import gzip
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +19,13 @@ import webdataset
 from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
-from data_tools import progress
 from data_tools.sources import Reader
 from data_tools.sources.images import png
 from data_tools.vtab import keys
-from data_tools.vtab.datasets import DATASETS, PublishedFile
+from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.prepare import run
 from data_tools.vtab.readers import convert
-from data_tools.vtab.readers.files import DatasetFiles
 from data_tools.vtab.split import SPLITS
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
@@ -219,9 +215,7 @@ def test_a_forgery_of_everything_is_found_with_the_originals(
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
 
 
-def test_a_copy_of_tfds_gives_the_same_splits(
-    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_of_tfds_gives_the_same_splits(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     """All tasks, in which keys are names, numbers, or are told by the order alone."""
     folder, truth = vtab_tasks
     for task in TASKS:
@@ -237,24 +231,6 @@ def test_a_copy_of_tfds_gives_the_same_splits(
             assert original.convert(stored) == png(truth.images["dsprites"]["train", key])
         else:
             assert original.convert is None
-    with small_splits():
-        run(settings(tmp_path / "out", tfds=str(folder / "tfds"), tasks=["kitti_distance", "svhn"]))
-        # Its own kind of files is read again, also if there are others, and what cannot be is said.
-        both = {"originals": str(folder / "originals"), "tfds": str(folder / "tfds")}
-        run(settings(tmp_path / "out", prove=True, **both))
-        assert capsys.readouterr().out.count(f"keys and labels read again from {folder / 'tfds'}") == 2
-        run(settings(tmp_path / "out", prove=True, originals=both["originals"]))
-        said = "; keys and labels not read again (made from tfds, which is not given or lacks it)"
-        assert capsys.readouterr().out.count(said) == 2
-    for task in ("kitti_distance", "svhn"):
-        ours, theirs = open_dataset(tmp_path / "out" / task), open_dataset(folder / "out" / task)
-        rows = [
-            sorted(zip(*(part[name].to_pylist() for name in ("key", "labels", "width")), strict=True))
-            for dataset in (ours, theirs)
-            for part in [pa.concat_tables(dataset.table("test").read(["key", "labels", "width"]))]
-        ]
-        assert rows[0] == rows[1]
-        assert ours.classes == theirs.classes
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -379,53 +355,17 @@ def test_a_task_without_files_that_was_made_before_is_ready(
 
 @pytest.mark.parametrize("name", ["originals", "tfds", "lists"])
 def test_a_setting_that_is_no_folder_is_refused_before_all_else(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
-    (tmp_path / "file").touch()
     missing = str(tmp_path / "missing")
     places = {"originals": str(tmp_path / "there"), name: missing}
     said = "Give the folder that has one for each data set"
     for prove in (False, True):
         config = settings(tmp_path / "out", **places, tasks=["no task"], prove=prove)
         assert refused(config) == f"{name} = {missing}: no such folder. {said}: {name}=..."
-    monkeypatch.chdir(tmp_path)
-    assert refused(settings(tmp_path / "out", **{name: "file"})) == (
-        f"{name} = file: is a file (that is {tmp_path / 'file'}). {said}: {name}=..."
-    )
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_shared_file_is_hashed_once_and_again_when_it_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
-    path = tmp_path / "norb" / "a.mat.gz"
-    path.parent.mkdir()
-    path.write_bytes(gzip.compress(os.urandom(5000)))
-    content, time = path.read_bytes(), path.stat().st_mtime_ns
-    file = PublishedFile(path.name, "http://of/a", len(content), hashlib.sha256(content).hexdigest())
-    source = replace(DATASETS["smallnorb"], files=(file,))
-
-    def said(task: str) -> str:
-        """What one task of the data set shows."""
-        DatasetFiles(source, path.parent, tmp_path / task, check=True).plain("a.mat")
-        return capsys.readouterr().err
-
-    hashed = "hashed a.mat.gz: 0.0 of 0.0 MB (100%), "
-    first, second = said("azimuth"), said("elevation")
-    assert first.startswith(hashed)
-    assert "\nunpacked a.mat.gz: 0.0 of 0.0 MB (100%), " in first
-    assert "hashed" not in second
-    assert "unpacked a.mat.gz" in second
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    os.utime(path, ns=(time, time + 1))
-    with pytest.raises(
-        UserError, match=r"a\.mat\.gz does not have the published checksum\. Fetch it again: http://of/a"
-    ):
-        said("azimuth")
-    assert capsys.readouterr().err.startswith(hashed)
 
 
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The parts of VTAB's preparation: TFRecords, label rules, converted images, the table of tasks, the rule of the splits."""
 
 import io
-import struct
 import zipfile
 from pathlib import Path
 
@@ -165,28 +164,6 @@ def test_an_example_of_every_kind_of_feature() -> None:
     assert [read.data[first:last] for first, last in read.spans["words"]] == [b"a", b"", b"ccc"]
     with pytest.raises(KeyError):
         read.text("not there")
-
-
-def test_numbers_that_are_not_packed_and_fields_of_others() -> None:
-    """Old writers store each number of a list by itself; whoever does not know a field passes over it."""
-    floats = b"\x0d" + struct.pack("<f", 0.5) + b"\x0d" + struct.pack("<f", 4.0)
-    integers = b"\x08\x96\x01" + b"\x08\x07"
-
-    def message(number: int, content: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(content)]) + content
-
-    entries = [message(1, message(1, b"f") + message(2, message(2, floats))),
-               message(1, message(1, b"i") + message(2, message(3, integers)))]  # fmt: skip
-    unknown = b"\x48\x05" + b"\x51" + bytes(8) + b"\x5d" + bytes(4)
-    read = Example(unknown + message(1, b"".join(entries)))
-    assert read.list("f").tolist() == [0.5, 4.0]
-    assert read.list("i").tolist() == [150, 7]
-
-
-@pytest.mark.parametrize("cut", [1, 5, 20, -1])
-def test_an_example_that_is_cut_off(cut: int) -> None:
-    with pytest.raises(ValueError, match="protocol buffer"):
-        Example(example({"image": b"x" * 50, "label": 3})[:cut])
 
 
 def test_a_retinopathy_image_is_what_the_protocol_says() -> None:
