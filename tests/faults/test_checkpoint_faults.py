@@ -92,8 +92,6 @@ def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path)
         UserError, match=r"finished, and was another one: optimizer\.lr was 0\.001, is 0\.1\. Set it back"
     ):
         start(20, optimizer__lr=0.1, track__enabled=False)
-    with pytest.raises(UserError, match=r"engine\.precision was bf16, is fp32"):
-        start(20, engine__precision="fp32")
     with pytest.raises(UserError, match=r"has 20 steps of training, more than train\.length = 15 steps asks for"):
         start(15, train__length="15 steps")
     for steps in (20, 40):

@@ -361,10 +361,7 @@ def labelled(data: RunData, labels: list[list[int]]) -> RunData:
     values = np.array([label for of_one in labels for label in of_one], np.int32)
     starts = np.concatenate([[0], np.cumsum([len(of_one) for of_one in labels])])
     index = replace(data.own.split("train").index, labels=values, label_starts=starts, max_labels=max(map(len, labels)))
-    part = replace(data.split.parts[0], index=index)
-    if isinstance(data.split, MixedSplit):
-        return replace(data, split=replace(data.split, sets=(part, *data.split.sets[1:])))
-    return replace(data, split=part)
+    return replace(data, split=replace(data.split.parts[0], index=index))
 
 
 def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> None:
@@ -379,5 +376,3 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     some = labelled(data, [[2], [], [2]] * 30)
     assert label_notes(some, "softmax") == [bare, single]
     assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
-    for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
-        assert label_notes(labelled(data, labels), "softmax") == [bare]
