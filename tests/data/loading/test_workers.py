@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from polling import until
+from test_loader import COUNT, LABELS, requests
 
 from pipeline.base.errors import Interrupted, OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Dataset
@@ -25,7 +26,6 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.run_sections import DataConfig
 
-COUNT = 40
 GROUPS = (Views(2, 24, AugmentConfig(color_jitter=0.4)), Views(3, ImageSize(8, 12), AugmentConfig(blur=0.5)))
 SMALL = (Views(2, 16, AugmentConfig()), Views(3, 8, AugmentConfig()))
 
@@ -38,13 +38,7 @@ def dataset(
     sides = generator.integers(20, 60, (COUNT, 2))
     files = [encode(generator.integers(0, 256, (h, w, 3), np.uint8), "JPEG") for h, w in sides]
     files[7] = b"no image"
-    labels = [[row % 5] if row % 4 else [row % 5, 7] for row in range(COUNT)]
-    return make_dataset(tmp_path_factory.mktemp("workers") / "data", files, labels, 9)
-
-
-def requests(epoch: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    rows = np.random.default_rng(1).permutation(COUNT)
-    return [(rows[i : i + 12], np.full(len(rows[i : i + 12]), epoch)) for i in range(0, COUNT, 12)]
+    return make_dataset(tmp_path_factory.mktemp("workers") / "data", files, LABELS, 9)
 
 
 def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], dict[int, str]]:
