@@ -145,8 +145,8 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
         rows[149]["labels"] = [4]
         rows[21]["labels"] *= 2
 
-    rewrite_rows(copy, change)
     offset, size = copy.split("train").place_of(50)
+    rewrite_rows(copy, change)
     overwrite(copy.path / SHARD, offset + -(-size // 512) * 512 + 512, b"x")  # The label in the tar.
     report = check(copy.path)
     assert kinds(report) == {
