@@ -101,7 +101,9 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
         except UserError:
             raise
         except _NOT_AS_PUBLISHED as error:
-            raise UserError(f"{origin.folder}: its files differ from the published ones ({error!r}).") from error
+            raise UserError(
+                f"{origin.folder}: its files differ from the published ones ({type(error).__name__}: {error})."
+            ) from error
         if published and files.unchecked:
             notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
     if published:

@@ -1,13 +1,11 @@
 """One driver at a time for each output folder, and none is held up by a dead one."""
 
-import errno
 import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -89,24 +87,6 @@ def test_every_driver_asks(ray_cluster: int, dataset: Dataset, source: Path, tmp
         runs[tmp_path / "verify"]()
 
 
-def test_a_read_only_data_set_is_told_with_the_setting_to_choose(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the system's error was shown, of a folder that nobody had named."""
-
-    def read_only(**_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
-    data = str(dataset.path)
-    for out, run in (
-        (dataset.path / "verify", lambda: verify.run(VerifyConfig(data=data))),
-        (dataset.path, lambda: index.run(IndexConfig(source=data))),
-    ):
-        with pytest.raises(UserError, match=rf"^out = {out}: the file system is read-only\. Choose another path"):
-            run()
-
-
 def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between our opening the file and our locking it, its owner may have removed it: that would lock nothing."""
     out, flock = tmp_path / "out", fcntl.flock
@@ -121,14 +101,3 @@ def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.
     with only_writer(out), pytest.raises(UserError, match="is being written by"), only_writer(out):
         pass
     assert not out.exists()
-
-
-def test_a_full_disk_is_named_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left") as error, only_writer(tmp_path / "out"):
-        pass
-    assert error.value.filename == str(tmp_path / "out" / ".lock")
-    assert not (tmp_path / "out").exists()

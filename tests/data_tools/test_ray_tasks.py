@@ -1,16 +1,12 @@
 """Messages about a Ray cluster that cannot be reached or is busy, and about a node that dies."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from polling import until
@@ -18,8 +14,6 @@ from polling import until
 from launch import ray_run
 from pipeline import ray_tasks
 from pipeline.base.errors import CrashError, Stopped, UserError
-from pipeline.process import waits
-from pipeline.ray_tasks import LostError, cluster, tasks
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
@@ -54,37 +48,6 @@ def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
             ray_tasks.run_ranks(["-c", ""], 1, 1, said.append, lambda: True)
     finally:
         remove_placement_group(held)
-
-
-def test_tasks_that_stand_still_are_said(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(waits, "_board", waits._Board(said.append))
-    monkeypatch.setattr(tasks, "_STILL_SECONDS", 0.05)
-    monkeypatch.setattr(tasks, "_STILL_FACTOR", 0.0)
-    monkeypatch.setattr(tasks, "duration", lambda seconds: "a while")
-
-    def work(release: str) -> None:
-        while release and not Path(release).exists():
-            time.sleep(0.01)
-
-    with tempfile.TemporaryDirectory() as folder:
-        release = Path(folder, "release")
-        threading.Thread(target=lambda: (until(lambda: said), release.touch()), daemon=True).start()
-        assert len(list(ray_tasks.run_tasks(work, ["", str(release)], print, limit=1))) == 2
-    assert said == [
-        "no work has ended for a while, and none took more than a while before: 1 task may stand still, or the storage that they use. "
-        "On the nodes, `ps` shows them as ray::work; one that is killed is run again."
-    ]
-
-
-def test_a_full_disk_of_ray_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert re.search(r"gave up .* died\. If memory ran out", str(tasks._final_error(LostError("it died."))))
-    monkeypatch.setattr(
-        cluster.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096 * (folder == str(tmp_path)))
-    )
-    said = str(tasks._final_error(LostError("it died.")))
-    assert re.search(rf"gave up .* died\. Here no space is left in {tmp_path}", said)
 
 
 def test_what_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int, tmp_path: Path) -> None:
@@ -123,15 +86,6 @@ def test_what_ranks_read_from_this_machine_is_known(monkeypatch: pytest.MonkeyPa
     assert ray_run._local_inputs(read_settings(RunConfig, ["name=x", *given, "init.weights=elsewhere"]), given) == {}
 
 
-@pytest.mark.parametrize("command", ["launch/evaluate.py", "python", "deepspeed", "ls"])
-def test_ray_run_says_what_it_runs(command: str) -> None:
-    """It said that the name of the run is not set, or that launch/pretrain.py is no setting."""
-    with pytest.raises(
-        UserError, match=rf"^{command} trains no ranks: give launch/pretrain\.py or launch/finetune\.py"
-    ):
-        ray_run.run(0, 1, 1.0, [command, "launch/pretrain.py", "name=x"])
-
-
 def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -159,18 +113,6 @@ def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.Mon
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=r"there is no Ray cluster .* unset RAY_ADDRESS to use this machine alone"):
             ray_tasks.connect()
-
-
-def test_what_else_ray_refuses_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no cluster that cannot be reached: here, an address of another kind, which Ray looks for a module of."""
-    monkeypatch.setenv("RAY_ADDRESS", "nosuch://here")
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # An earlier test may have started it.
-    with pytest.raises(
-        UserError, match=r"^RAY_ADDRESS = nosuch://here: Ray did not join this cluster: .*nosuch"
-    ) as error:
-        ray_tasks.connect()
-    assert "no Ray cluster" not in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_sigterm_while_ray_starts_is_as_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +199,5 @@ def test_as_many_tasks_fit_as_nodes_have_cpus_and_gpus_for(monkeypatch: pytest.M
     assert ray_tasks.capacity(4, 8) == (1, 8)
     with pytest.raises(UserError, match=r"gpus = 16, but no node of this cluster has so many GPUs: 8 at most\."):
         ray_tasks.capacity(4, 16)
-    with pytest.raises(UserError, match=r"threads = 65, but no node of this cluster has so many CPUs: 64 at most\."):
-        ray_tasks.capacity(65, 1)
     nodes((4, 0))
     assert ray_tasks.capacity(2, 8) == (2, 0.0)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from raw_images import jpeg
 
 from data_tools.sources import list_source
@@ -144,11 +143,3 @@ def test_every_odd_table_is_read_as_it_says_or_refused(tmp_path: Path) -> None:
     assert found["read"] > NUM_TABLES // 10, found
     assert found["refused"] > NUM_TABLES // 10, found
     assert found["skipped"], found
-
-
-@pytest.mark.parametrize("name", ["image", "label"])
-def test_two_columns_of_one_name(name: str, tmp_path: Path) -> None:
-    columns = {"image": pa.array(IMAGES), "label": pa.array([0, 1, 0])}
-    pq.write_table(pa.table([*columns.values(), columns[name]], [*columns, name]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=f"has 2 columns '{name}'"):
-        list_source(tmp_path / "a.parquet", ShardConfig(source="unused", out="unused"), tmp_path / "staging")

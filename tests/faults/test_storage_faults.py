@@ -1,9 +1,7 @@
 """Faults of networks and servers, and changes of a bucket: passing errors are retried and counted, others end in one line."""
 
-import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from pipeline.data.loading.views import eval_view
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage import object_store
-from pipeline.data.storage.bucket import fetched, file_size
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.command import mistakes_in_one_line
@@ -151,16 +148,6 @@ def test_a_bucket_or_data_set_that_is_not_there(s3: Server) -> None:
         open_dataset(f"{s3[1]}/x")
 
 
-def test_a_missing_or_cut_shard_is_said_when_the_split_is_opened(s3: Server, remote: Open) -> None:
-    opened = remote()
-    bucket_path(f"{s3[1]}/tiny/train-000001.tar").unlink()
-    with pytest.raises(UserError, match=r"tiny/train-000001.tar is missing"):
-        opened.split("train")
-    put(bucket_path(f"{s3[1]}/tiny/train-000001.tar"), b"cut")
-    with pytest.raises(UserError, match=r"tiny/train-000001.tar has 3 bytes, but [\d,]+ in the manifest"):
-        opened.split("train")
-
-
 def test_a_bit_that_flips_on_the_way_is_fetched_again(s3: Server, remote: Open, dataset: Path) -> None:
     split = remote().split("train")
     s3[0].fail(flip, "GET", times=1)
@@ -206,19 +193,6 @@ def test_a_shard_that_is_deleted_under_us_is_no_bad_sample(with_cache: bool, s3:
         assert not loader.bad
 
 
-def test_an_object_that_becomes_shorter_while_it_is_read(s3: Server) -> None:
-    """The reader takes the new size, without endless retries."""
-    path = bucket_path(f"{s3[1]}/file")
-    put(path, b"0123456789")
-    reader = path.reader()
-    assert reader.read_at(8, 2) == b"89"
-    put(path, b"0123")
-    with pytest.raises(OSError, match="file ends before byte 10"):
-        reader.read_at(8, 2)
-    assert path.retry.retries == 1
-    assert reader.read_at(2, 2) == b"23"
-
-
 @pytest.mark.slow
 def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_PART_ATTEMPTS", 1)
@@ -239,17 +213,6 @@ def test_an_upload_that_fails_leaves_the_old_object(s3: Server, monkeypatch: pyt
     assert again.retry.retries == 1
 
 
-def test_a_file_that_memory_cannot_map_is_not_the_buckets_fault(s3: Server) -> None:
-    target = bucket_path(f"{s3[1]}/large")
-    # Larger than any process's address space; a sparse file, so that a tmpfs can hold it.
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        os.truncate(file.name, 1 << 47)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
-            target.upload(file.name)
-    assert target.retry.retries == 0
-    assert not target.exists()
-
-
 def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: Path) -> None:
     """A real small file system; needs root to mount it."""
     split = remote(with_cache=False).split("train")
@@ -263,32 +226,5 @@ def test_a_full_cache_disk_is_no_bad_sample(s3: Server, remote: Open, tmp_path: 
         with pytest.raises(StorageError, match=r"data.cache = .*small cannot store shards \(No space left"):
             cache.open(bucket_path(split.shard_paths[0]), int(split.shard_bytes[0]), split.shard_sha256[0].as_py())
         assert not list(folder.glob("*.part"))
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data.cache = .*file/cache cannot be created"):
-        ShardCache(tmp_path / "file" / "cache", 10**9)
-
-
-def test_a_full_temporary_folder_is_named(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Uploads and whole downloads pass through this folder. A real small file system; needs root to mount it."""
-    path = bucket_path(f"{s3[1]}/file")
-    put(path, bytes(100_000))
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    try:
-        for work in (lambda: put(path, bytes(100_001)), lambda: fetched(path).__enter__()):
-            with pytest.raises(SystemExit), mistakes_in_one_line():
-                work()
-            assert f"No space left for {folder} (TMPDIR)" in capsys.readouterr().err
-        assert not list(folder.iterdir())
-        assert file_size(path) == 100_000
     finally:
         subprocess.run(["umount", str(folder)], check=True)

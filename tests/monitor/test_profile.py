@@ -1,6 +1,5 @@
 """Speed and memory figures, computed on a clock that the test sets."""
 
-
 import pytest
 import torch
 
@@ -126,5 +125,3 @@ def test_ranks_share_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -
     assert 2**28 < alone < 2**50
     monkeypatch.setenv("LOCAL_SIZE", "4")
     assert profile.host_memory() == alone // 4
-
-

@@ -14,7 +14,6 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
-from pipeline.data.storage.atomic import replacing
 
 
 def rows(first: int, labels: list[list[int]]) -> pa.Table:
@@ -90,68 +89,6 @@ def test_what_values_mean_is_kept_and_8_bit_rgb_adds_nothing(tmp_path: Path) -> 
         open_dataset(found[0].path)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: (path / "train-000001.tar").unlink(), r"train-000001.tar is missing\. .*launch/shard.py"),
-        (lambda path: (path / "train-000001.tar").write_bytes(b"x"), r"train-000001.tar has 1 byte, but 1,000 in"),
-        (lambda path: (path / "samples.parquet").unlink(), r"samples.parquet is missing"),
-        (lambda path: (path / "shards.parquet").write_bytes(b"?"), r"shards.parquet is damaged"),
-        (
-            lambda path: (path / "dataset.json").unlink(),
-            r"no finished data set .*\. If it holds the images, shard them: python launch/shard.py source=/",
-        ),
-        (
-            lambda path: (path / "dataset.json").write_text("{"),
-            r"dataset.json is not valid JSON .*: the file is damaged\. Copy dataset.json again",
-        ),
-        (
-            lambda path: (path / "dataset.json").write_text(json.dumps({"format": "x/9"})),
-            r"has format 'x/9', but .* Make the data set again",
-        ),
-    ],
-)
-def test_damage_is_told_in_one_line(damage, said: str, tmp_path: Path) -> None:
-    write(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(UserError, match=said) as error:
-        open_dataset(tmp_path).split("train")
-    assert "\n" not in str(error.value)
-
-
-def test_unknown_split_and_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no split 'test'. It has: train, val"):
-        write(tmp_path).split("test")
-    with pytest.raises(UserError, match=r"no such data set. Shard it first: python launch/shard.py"):
-        open_dataset(tmp_path / "nowhere")
-
-
-def test_more_rows_than_a_group_holds_are_read_again(tmp_path: Path) -> None:
-    n = 300_000
-    assert n > manifest._ROWS_PER_GROUP
-    table = pa.table(
-        [
-            pa.array(np.arange(n).astype(str)),
-            pa.array(np.arange(n) * 512),
-            pa.array(np.full(n, 400)),
-            pa.DictionaryArray.from_arrays(pa.array(np.zeros(n, np.int32)), ["jpg"]),
-            pa.ListArray.from_arrays(
-                pa.array(np.arange(n + 1, dtype=np.int32)), pa.array(np.arange(n, dtype=np.int32) % 1000)
-            ),
-            pa.array(np.full(n, 32, np.int32)),
-            pa.array(np.full(n, 32, np.int32)),
-            pa.array([b"0" * 16] * n, pa.binary(16)),
-        ],
-        schema=ROWS,
-    )
-    (tmp_path / "train-000000.tar").write_bytes(b"x")
-    write_dataset(
-        tmp_path, [Shard("train-000000.tar", "train", n, 1, "")], [table], list(map(str, range(1000))), {}, {}
-    )
-    split = open_dataset(tmp_path).split("train")
-    assert (len(split), split.labels_of(n - 1).tolist(), split.keys([n - 1])) == (n, [999], ["299999"])
-
-
 @pytest.mark.parametrize("label", [3, -1, 2**31 - 1])
 def test_labels_out_of_range_are_refused_and_the_old_manifest_stays(label: int, tmp_path: Path) -> None:
     write(tmp_path)
@@ -177,18 +114,6 @@ def test_a_kill_while_the_index_is_made_leaves_no_finished_data_set(
     with pytest.raises(RuntimeError, match="killed"):
         write(tmp_path)
     assert not (tmp_path / "dataset.json").exists()
-
-
-def test_replacing_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with replacing(path) as file:
-        file.write(b"old")
-    with pytest.raises(OSError, match="No space left") as error, replacing(path) as file:  # noqa: PT012
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-    assert error.value.filename == str(path)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_reading_needs_neither_torch_nor_ray() -> None:

@@ -94,16 +94,6 @@ def test_where_the_first_folder_cannot_be_written_the_next_is_used_and_else_memo
     assert str(blocked) in found.note
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
-    def half(columns: list[str]) -> list[pa.Table]:
-        yield read(columns)[0]
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        open_index("train", [tmp_path], half)
-    assert [path.name for path in tmp_path.iterdir()] == [".train.lock"]
-
-
 @pytest.mark.slow
 def test_processes_that_start_together_make_it_once(tmp_path: Path) -> None:
     code = """
@@ -151,14 +141,3 @@ def test_another_manifest_in_the_same_folder_has_an_index_of_its_own(
     new = make_dataset(tmp_path / "new", [b"xy"] * 20, [[7]] * 20, 8).path
     shutil.copytree(old / "index", new / "index", dirs_exist_ok=True)
     assert open_dataset(new).split("train").labels_of(3).tolist() == [7]
-
-
-@pytest.mark.parametrize("max_labels", ["1", '"one"'])
-def test_an_index_of_another_format_is_no_damage_and_is_made_again(tmp_path: Path, max_labels: str) -> None:
-    (tmp_path / "train").mkdir()
-    text = f'{{"format": "vit-index/1", "lengths": {{}}, "max_labels": {max_labels}}}'
-    (tmp_path / "train" / "index.json").write_text(text)
-    assert mapped_index.damage(tmp_path, "train", read) is None
-    check(open_index("train", [tmp_path], read))
-    assert json.loads((tmp_path / "train" / "index.json").read_text())["format"] == "vit-index/2"
-    assert mapped_index.damage(tmp_path, "train", read) is None

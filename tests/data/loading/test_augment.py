@@ -1,7 +1,5 @@
 """Views: random parts depend on (seed, epoch, sample) only and have the right distribution; the rest is exact."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import cv2
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from PIL import Image
 
 from pipeline.base import random_numbers
 from pipeline.data.loading import augment
-from pipeline.data.loading.augment import inception_crop, random_resized_crop, write_eval_view, write_train_view
+from pipeline.data.loading.augment import inception_crop, write_eval_view, write_train_view
 from pipeline.settings.run import AugmentConfig
 
 
@@ -52,6 +50,13 @@ def test_crops_obey_area_and_aspect(height: int, width: int) -> None:
     share = h * w / (height * width)
     assert share.min() >= 0.05
     assert share.max() <= 1
+    narrow = crops(height, width, 200, area_min=0.3, area_max=0.5).T
+    assert (
+        0.3
+        <= (narrow[2] * narrow[3]).min() / (height * width)
+        <= (narrow[2] * narrow[3]).max() / (height * width)
+        <= 0.5
+    )
     # The width is rounded to whole pixels.
     assert (w >= np.floor(h * 3 / 4)).all()
     assert (w <= np.ceil(h * 4 / 3)).all()
@@ -79,22 +84,9 @@ def test_crops_reach_every_edge() -> None:
         assert touches[smaller].any()
 
 
-def test_other_ranges_are_obeyed() -> None:
-    h, w = crops(300, 400, 500, area_min=0.3, area_max=0.5, aspect_min=1.0, aspect_max=1.0).T[2:]
-    assert (h == w).all()
-    assert (h * w / 120_000).min() >= 0.3
-    assert (h * w / 120_000).max() <= 0.5
-
-
 def test_no_valid_crop_is_the_whole_image() -> None:
     # The whole of a 4:1 image has an aspect far from 1.
     assert crops(100, 400, 20, area_min=1.0, aspect_min=1.0, aspect_max=1.0).tolist() == [[0, 0, 100, 400]] * 20
-
-
-def test_later_tries_draw_anew() -> None:
-    # For such a narrow range most first tries fail, but hardly ever all 100.
-    found = crops(30, 41, 200, area_min=0.30, area_max=0.31)
-    assert (found[:, 2] < 30).mean() > 0.95
 
 
 @pytest.mark.parametrize("crop", ["inception", "resize_crop", "resize_small_crop"])
@@ -103,16 +95,6 @@ def test_same_identity_same_view(crop: str, image: np.ndarray) -> None:
     others = [{"sample": 6}, {"epoch": 1, "sample": 5}, {"seed": 1, "sample": 5}]
     for other in others:
         assert not np.array_equal(view(image, crop=crop, sample=5), view(image, crop=crop, **other)), other
-
-
-def test_views_do_not_depend_on_order_or_threads(image: np.ndarray) -> None:
-    expected = [view(image, sample=sample) for sample in range(64)]
-    backwards = [view(image, sample=sample) for sample in reversed(range(64))][::-1]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda sample: view(image, sample=sample), range(64)))
-    for a, b, c in zip(expected, backwards, together, strict=True):
-        assert np.array_equal(a, b)
-        assert np.array_equal(a, c)
 
 
 def test_half_of_the_views_are_flipped(image: np.ndarray) -> None:
@@ -126,14 +108,6 @@ def test_half_of_the_views_are_flipped(image: np.ndarray) -> None:
     assert 250 < flipped < 350  # 4 standard deviations
 
 
-def test_flip_and_crop_are_independent(image: np.ndarray) -> None:
-    left = crops(300, 400, 1000)[:, 1]
-    flip = np.array(
-        [np.array_equal(view(image, crop="none", sample=i), view(image, crop="none", flip=False)) for i in range(1000)]
-    )
-    assert abs(np.corrcoef(left, flip)[0, 1]) < 0.1
-
-
 def test_inception_view_is_its_crop_resized(image: np.ndarray) -> None:
     for sample in range(20):
         top, left, h, w = inception_crop(120, 160, AugmentConfig(), random_numbers.draws(0, 3, 0, sample))
@@ -145,55 +119,6 @@ def decibels(a: np.ndarray, b: np.ndarray) -> float:
     """Peak signal-to-noise ratio of uint8 images."""
     error = np.square(a.astype(np.float64) - b).mean()
     return float(10 * np.log10(255**2 / error)) if error else np.inf
-
-
-@pytest.mark.parametrize("size", [(60, 80), (224, 100), (37, 41), (300, 500), (121, 160)])
-def test_antialias_is_pillows_bilinear(size: tuple[int, int]) -> None:
-    # Noise at every scale is the hardest case; shrunk by up to 16, and enlarged.
-    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
-    for part in (image, image[3:, 5:-7]):
-        for side in (32, 96, 224):
-            reference = np.asarray(Image.fromarray(part).resize((side, side), Image.Resampling.BILINEAR))
-            found = view(part, size=side, crop="none", flip=False, resize_filter="antialias")
-            assert decibels(found, reference) > 50
-            assert np.abs(found.astype(int) - reference).max() <= 1
-
-
-@pytest.mark.parametrize("size", [(60, 80), (300, 37)])
-def test_bicubic_is_pillows(size: tuple[int, int]) -> None:
-    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
-    for side in (32, 96):
-        reference = np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC), int)
-        found = view(image, size=side, crop="none", flip=False, resize_filter="bicubic")
-        assert (np.abs(found - reference) > 1).mean() < 0.03  # Of noise, which overshoots 0 and 255.
-        write_eval_view(image, found, AugmentConfig(resize_filter="bicubic", eval_crop="resize"))
-        assert (np.abs(found - reference) > 1).mean() < 0.03
-
-
-def test_random_resized_crop_is_torchvisions() -> None:
-    """Area uniform and aspect log-uniform in their ranges; then the central crop that its get_params falls back to."""
-    config = AugmentConfig(area_min=0.3, area_max=0.6)
-    boxes = np.array([random_resized_crop(400, 500, config, random_numbers.draws(0, random_numbers.Purpose.CROP_AND_FLIP, 0, i))
-                      for i in range(2000)])  # fmt: skip
-    top, left, height, width = boxes.T
-    area, aspect = height * width / 200_000, np.log(width / height) / np.log(4 / 3)
-    for values, low, high in ((area, 0.3, 0.6), (aspect, -1, 1)):
-        quantiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0])
-        np.testing.assert_allclose(quantiles, np.linspace(low, high, 5), atol=0.05 * (high - low))
-    assert min(top.min(), left.min()) == 0
-    assert (top + height).max() == 400
-    assert (left + width).max() == 500
-    whole = AugmentConfig(area_min=1.0, area_max=1.0)
-    assert random_resized_crop(10, 100, whole, lambda draw: 0.99) == (0, 43, 10, 13)
-    assert random_resized_crop(100, 10, whole, lambda draw: 0.99) == (43, 0, 13, 10)
-    assert random_resized_crop(1, 1, whole, lambda draw: 0.99) == (0, 0, 1, 1)
-
-
-def test_antialias_works_on_pixels_as_they_lie() -> None:
-    # Otherwise torch computes plane by plane and reorders the result, in twice the time.
-    image = np.zeros((60, 80, 3), np.uint8)
-    for part in (image, image[3:, 5:-7]):
-        assert augment.resize(part, (32, 24), augment.ANTIALIAS).flags.c_contiguous
 
 
 def test_linear_is_not_antialiased(image: np.ndarray) -> None:
@@ -210,16 +135,6 @@ def test_antialias_in_the_other_views(image: np.ndarray) -> None:
     assert decibels(evaluated(image, 56, resize_filter="antialias"), resized[4:60, 14:70]) > 50
     resized = np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BILINEAR))
     assert decibels(evaluated(image, 40, eval_crop="resize", resize_filter="antialias"), resized) > 50
-    # Also where one side shrinks and the other grows.
-    wide = np.ascontiguousarray(image[:30])
-    for side, crop in ((40, {"eval_crop": "resize"}), (35, {"eval_crop": "resize_center", "eval_resize": 40})):
-        resized = np.asarray(Image.fromarray(wide).resize((40, 40), Image.Resampling.BILINEAR))
-        edge = (40 - side) // 2
-        found = evaluated(wide, side, resize_filter="antialias", **crop)
-        assert decibels(found, resized[edge : edge + side, edge : edge + side]) > 50
-    resized = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR))
-    found = view(image, crop="resize_crop", resize_to=32, flip=False, resize_filter="antialias")
-    assert decibels(found, resized) > 50
 
 
 def test_bilinear_everywhere_is_the_same_in_training_and_evaluation() -> None:
@@ -228,14 +143,6 @@ def test_bilinear_everywhere_is_the_same_in_training_and_evaluation() -> None:
     assert np.array_equal(view(image, 40, crop="none", flip=False, resize_filter="bilinear"), resized)
     assert np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="bilinear"), resized)
     assert not np.array_equal(evaluated(image, 40, eval_crop="resize", resize_filter="linear"), resized)
-
-
-def test_no_crop_is_a_plain_resize(image: np.ndarray) -> None:
-    assert np.array_equal(
-        view(image, crop="none", flip=False), cv2.resize(image, (32, 32), interpolation=cv2.INTER_LINEAR)
-    )
-    square = image[:32, :32].copy()
-    assert np.array_equal(view(square, crop="none", flip=False), square)
 
 
 @pytest.mark.parametrize(("resize_to", "side"), [(0, 37), (48, 48)])  # 0: 7/6 of 32
@@ -278,31 +185,6 @@ def test_resize_small_crop_keeps_the_aspect(upright: bool, image: np.ndarray) ->
     found = [windows[view(source, sample=i, **settings).tobytes()] for i in range(600)]
     assert {top for top, _ in found} == set(range(resized.shape[0] - 31))
     assert {left for _, left in found} == set(range(resized.shape[1] - 31))
-
-
-def test_resize_crop_takes_384_of_448() -> None:
-    big = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
-    # At exactly 448 nothing is resized, so each view is a part of the image.
-    found = view(big, size=384, crop="resize_crop", flip=False)
-    places = [
-        (top, left)
-        for top in range(65)
-        for left in range(65)
-        if np.array_equal(found[0, :8], big[top, left : left + 8])
-    ]
-    assert len(places) == 1
-    top, left = places[0]
-    assert np.array_equal(found, big[top : top + 384, left : left + 384])
-
-
-def test_evaluation_view_against_pillow(image: np.ndarray) -> None:
-    # Short side to 8/7 x 56 = 64, then the centre; box filtering is the area method.
-    found = evaluated(image, 56)
-    assert np.array_equal(found, cv2.resize(image, (85, 64), interpolation=cv2.INTER_AREA)[4:60, 14:70])
-    reference = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BOX))[4:60, 14:70]
-    difference = np.abs(found.astype(int) - reference)
-    assert difference.mean() < 3
-    assert np.abs(found.astype(int) - reference[:, ::-1]).mean() > 10
 
 
 def test_evaluation_view_by_hand() -> None:
@@ -353,15 +235,6 @@ def test_views_that_are_not_square(image: np.ndarray) -> None:
         assert len(windows) == 1
         places |= set(windows)
     assert {top for top, _ in places} == set(range(7))
-    everything = {"color_jitter": 0.4, "randaugment_layers": 2, "erase": 1.0}
-    for crop in ("inception", "resize_small_crop", "none"):
-        views = []
-        for _ in range(2):
-            out[:] = 77
-            write_train_view(image, out, AugmentConfig(crop=crop, **everything), 0, 0, 3)
-            views.append(out.copy())
-        assert np.array_equal(*views)
-        assert (views[0] == 77).all(axis=2).mean() < 0.1
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 5000), (5000, 2), (2, 3), (1, 65500)])

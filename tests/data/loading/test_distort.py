@@ -1,17 +1,16 @@
 """Distortions of views: independent, within their ranges, and a function of (seed, epoch, sample)."""
 
-import colorsys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageOps
 
 from pipeline.base import random_numbers
 from pipeline.data.loading.augment import write_train_view
-from pipeline.data.loading.distort import blur, color_jitter, distort, erased_box, turn_hue
+from pipeline.data.loading.distort import color_jitter, distort, erased_box
 from pipeline.data.loading.randaugment import grey
 from pipeline.settings.run import AugmentConfig
 
@@ -73,18 +72,14 @@ def test_same_identity_same_pixels_in_any_thread(config: dict[str, float], image
 
 
 def test_contrast_of_randaugment_is_chosen_by_a_setting(image: np.ndarray) -> None:
-    """The default is the image's mean, as before the setting existed; color_jitter always uses it."""
     settings = {"randaugment_layers": 2, "color_jitter": 0.4}
     differs = 0
     for sample in range(40):
-        default = distorted(image, sample=sample, **settings)
-        assert np.array_equal(default, distorted(image, sample=sample, randaugment_contrast="mean", **settings))
-        differs += not np.array_equal(
-            default, distorted(image, sample=sample, randaugment_contrast="pixel_count", **settings)
+        default, other = (
+            distorted(image, sample=sample, **settings, **more)
+            for more in ({}, {"randaugment_contrast": "pixel_count"})
         )
-        jittered = [distorted(image, sample=sample, color_jitter=0.4, randaugment_contrast=grey)
-                    for grey in ("mean", "pixel_count")]  # fmt: skip
-        assert np.array_equal(*jittered)
+        differs += not np.array_equal(default, other)
     assert 0 < differs < 20  # Contrast is one of 16 operations, and two are applied.
 
 
@@ -109,77 +104,10 @@ def test_a_view_is_flipped_before_it_is_distorted(image: np.ndarray) -> None:
         assert np.array_equal(found, distorted(plain, sample=sample, **ALL))
 
 
-def test_color_jitter_against_pillow(image: np.ndarray) -> None:
-    enhance = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
-    orders = set()
-    for sample in range(60):
-        draws = random_numbers.uniform(0, 1, sample, np.arange(6))
-        expected = Image.fromarray(image)
-        order = np.argsort(draws[3:])
-        for i in order:
-            expected = enhance[i](expected).enhance(0.6 + 0.8 * draws[i])
-        assert np.abs(color_jitter(image, 0.4, draws).astype(int) - np.asarray(expected)).max() <= 3
-        orders.add(tuple(order))
-    assert len(orders) == 6
-
-
 def test_color_jitter_without_the_newer_fields_is_as_before(image: np.ndarray) -> None:
     for sample in range(20):
         draws = random_numbers.uniform(0, random_numbers.Purpose.COLOR_JITTER, 0, sample, np.arange(6))
         assert np.array_equal(distorted(image, sample=sample, color_jitter=0.4), color_jitter(image, 0.4, draws))
-
-
-def test_saturation_has_its_own_strength_and_hue_its_own_place(image: np.ndarray) -> None:
-    """Against Pillow in the same order; hue against the formula of HSV, as torchvision's adjust_hue of a tensor."""
-    enhance = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
-    places = set()
-    for sample in range(12):
-        draws, of_hue = (
-            random_numbers.uniform(0, 1, sample, np.arange(6)),
-            random_numbers.uniform(0, 2, sample, np.arange(2)),
-        )
-        expected, order = image[:16, :16], np.argsort([*draws[3:], of_hue[1]])
-        for i in order:
-            if i == 3:
-                expected = turned(expected, 0.1 * (2 * of_hue[0] - 1)).round().astype(np.uint8)
-            else:
-                strength = (0.4, 0.4, 0.2)[i]
-                enhanced = enhance[i](Image.fromarray(expected)).enhance(1 + strength * (2 * draws[i] - 1))
-                expected = np.asarray(enhanced)
-        found = color_jitter(image[:16, :16], 0.4, draws, 0.2, 0.1, of_hue).astype(int)
-        assert np.abs(found - expected).max() <= 4
-        places.add(int(np.flatnonzero(order == 3)[0]))
-    assert len(places) > 2
-
-
-def turned(image: np.ndarray, turn: float) -> np.ndarray:
-    out = np.empty(image.shape)
-    for place in np.ndindex(image.shape[:2]):
-        hue, saturation, value = colorsys.rgb_to_hsv(*(image[place] / 255))
-        out[place] = colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)
-    return 255 * out
-
-
-@pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.5])
-def test_hues_turn_as_in_hsv(image: np.ndarray, turn: float) -> None:
-    assert np.abs(turn_hue(image, turn) - turned(image, turn)).max() <= 0.51
-
-
-def test_grey_and_solarise_against_pillow(image: np.ndarray) -> None:
-    expected = np.asarray(Image.fromarray(image).convert("L"), int)[..., None]
-    assert np.abs(grey(image) - expected).max() <= 1
-    assert np.array_equal(distorted(image, solarise=1.0), ImageOps.solarize(Image.fromarray(image), 128))
-
-
-@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
-def test_blur_is_a_mirrored_gaussian(image: np.ndarray, sigma: float) -> None:
-    """The formula of torchvision's gaussian_blur, with a kernel that holds all of the bell."""
-    offset = np.arange(-15, 16)
-    kernel = np.exp(-0.5 * (offset / sigma) ** 2)
-    expected = np.pad(image.astype(float), ((15, 15), (15, 15), (0, 0)), mode="reflect")
-    for axis in (0, 1):
-        expected = np.apply_along_axis(np.convolve, axis, expected, kernel / kernel.sum(), "valid")
-    assert np.abs(blur(image, sigma) - expected).max() <= 1
 
 
 def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> None:
@@ -189,7 +117,7 @@ def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> No
     assert all(25 < count < 55 for count in (*counts, 120 - sum(counts))), counts
 
 
-@pytest.mark.parametrize("name", ["grey", "solarise", "blur", "color_jitter_probability"])
+@pytest.mark.parametrize("name", ["grey", "solarise", "blur", "erase", "color_jitter_probability"])
 def test_a_distortion_happens_as_often_as_asked(name: str, image: np.ndarray) -> None:
     changed = [not np.array_equal(distorted(image, sample=i, color_jitter=0.4 * (name[:5] == "color"), **{name: 0.25}), image)
                for i in range(400)]  # fmt: skip
@@ -214,19 +142,3 @@ def test_erased_boxes_fill_their_range() -> None:
     assert (boxes[:, 0] + boxes[:, 2]).max() == 100
     assert (boxes[:, 1] + boxes[:, 3]).max() == 300
     assert erased_box(1, 1, random_numbers.uniform(0, 1, np.arange(40))) == (0, 0, 0, 0)
-
-
-def test_erasing_happens_as_often_as_asked_and_leaves_the_rest(image: np.ndarray) -> None:
-    changed = []
-    for sample in range(400):
-        found = distorted(image, sample=sample, erase=0.25)
-        differs = (found != image).any(axis=2)
-        changed.append(differs.any())
-        if changed[-1]:
-            rows, columns = np.flatnonzero(differs.any(axis=1)), np.flatnonzero(differs.any(axis=0))
-            box = np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-            assert differs[box].mean() > 0.97  # One box, of noise.
-            if differs[box].sum() > 200:
-                assert 110 < found[box].mean() < 145
-                assert found[box].std() > 60
-    assert 66 < sum(changed) < 134  # 4 standard deviations

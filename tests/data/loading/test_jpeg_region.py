@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -85,18 +84,6 @@ def test_reduced_regions(subsampling: str, factor: int) -> None:
         assert np.array_equal(decode(data), decode(data, lambda h, w: (0, 0, h, w))), "the next one is not reduced"
 
 
-def test_reduced_pixels_are_means(encode: Encode) -> None:
-    """Of blocks, of one colour here; what Pillow decodes is not reduced."""
-    blocks = np.repeat(np.repeat(noise(6, 9), 8, axis=0), 8, axis=1)
-    for data in (
-        encode(blocks, "JPEG", quality=98, subsampling=0),
-        encode(blocks, "JPEG", quality=98, subsampling=0, progressive=True),
-    ):
-        found = decode(data, lambda h, w: (8, 16, 40, 50), lambda: 8)
-        assert np.abs(found.astype(int) - noise(6, 9)[1:6, 2:8]).max() <= 4
-    assert decode(encode(blocks, "PNG"), lambda h, w: (8, 16, 40, 50), lambda: 8).shape == (40, 50, 3)
-
-
 def test_columns_at_the_edges_of_a_region() -> None:
     # Every left and right edge around block borders, where upsampled chroma mixes with its neighbours.
     for subsampling in ("422", "420", "411"):
@@ -170,13 +157,3 @@ def test_a_bomb_is_refused_before_it_is_decoded(encode: Encode) -> None:
     bomb = data[: sof + 5] + b"\xff\xdc\xff\xdc" + data[sof + 9 :]
     with pytest.raises(DecodeError, match="pixels are more than"):
         decode(bomb, lambda h, w: (0, 0, 1, 1))
-
-
-@needs_library
-def test_threads_do_not_share_a_decompressor() -> None:
-    files = [simplejpeg.encode_jpeg(noise(60 + i, 80, i), 90, colorsubsampling="420") for i in range(40)]
-    expected = [decode(data)[10:50, 7:60] for data in files]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda data: decode(data, lambda h, w: (10, 7, 40, 53)), files * 5))
-    for i, part in enumerate(found):
-        assert np.array_equal(part, expected[i % 40])

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -44,11 +43,11 @@ def load(split: Split, threads: int = 2, max_bad_share: float = 0.0, epoch: int 
         return list(loader.batches(requests(epoch))), loader
 
 
-def spoil(split: Split, row: int, at: int = 0, count: int = 0) -> None:
-    """Overwrite the bytes of a sample, all of them or `count`."""
+def spoil(split: Split, row: int) -> None:
+    """Overwrite the bytes of a sample."""
     with open(split.shard_paths[int(split.shard_of(row))], "r+b") as file:
-        file.seek(split.place_of(row)[0] + at)
-        file.write(b"\x55" * (count or split.place_of(row)[1]))
+        file.seek(split.place_of(row)[0])
+        file.write(b"\x55" * split.place_of(row)[1])
 
 
 def test_ctrl_c_waits_for_no_retry(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,17 +73,6 @@ def test_ctrl_c_waits_for_no_retry(dataset: Dataset, monkeypatch: pytest.MonkeyP
     assert len(set(attempts)) == len(attempts)  # A thread may have begun another image meanwhile.
 
 
-def test_samples_are_read_from_where_they_are(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    reader = ShardReader(split)
-    for row in (0, 8, 9, 39):
-        image = reader.read(row)
-        assert image[:2] == b"\xff\xd8"
-        assert image[-2:] == b"\xff\xd9"
-        assert len(image) == split.place_of(row)[1]
-    reader.close()
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 def test_any_number_of_threads_makes_the_same_batches(threads: int, dataset: Dataset) -> None:
     split = dataset.split("train")
@@ -99,9 +87,9 @@ def test_any_number_of_threads_makes_the_same_batches(threads: int, dataset: Dat
 
 def test_a_batch_is_its_samples(dataset: Dataset) -> None:
     split = dataset.split("train")
-    batches, loader = load(split)
+    batches, loader = load(split, epoch=2)
     reader = ShardReader(split)
-    for batch, (rows, epochs) in zip(batches, requests(), strict=True):
+    for batch, (rows, epochs) in zip(batches, requests(2), strict=True):
         assert batch.images.dtype == torch.uint8
         assert batch.valid.all()
         for place, row in enumerate(rows):
@@ -136,41 +124,6 @@ def test_memory_is_used_again_when_nobody_holds_it(dataset: Dataset) -> None:
             assert np.array_equal(np.asarray(kept[0]), np.asarray(other))
 
 
-def test_epochs_are_augmented_differently(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    first, second = load(split, epoch=0)[0], load(split, epoch=1)[0]
-    assert not torch.equal(first[0].images, second[0].images)
-    assert torch.equal(first[0].labels, second[0].labels)
-
-
-def test_evaluation_view_is_not_random(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    rows = np.arange(COUNT)
-    with Loader(split, eval_view(AugmentConfig(eval_crop="resize"), 24), 2, 2, 0.0) as loader:
-        (a,), (b,) = (list(loader.batches([(rows, np.full(COUNT, epoch))])) for epoch in (0, 1))
-    assert torch.equal(a.images, b.images)
-    image = decode(ShardReader(split).read(5))
-    method = cv2.INTER_AREA if min(image.shape[:2]) > 24 else cv2.INTER_LINEAR
-    assert np.array_equal(a.images[5].numpy(), cv2.resize(image, (24, 24), interpolation=method))
-
-
-@pytest.mark.parametrize(("row", "at", "count"), [(7, 0, 0), (17, 200, 100), (39, 0, 2)])
-def test_a_bad_sample_changes_no_other(row: int, at: int, count: int, dataset: Dataset) -> None:
-    split = dataset.split("train")
-    good, _ = load(split)
-    spoil(split, row, at, count)
-    found, loader = load(split, max_bad_share=0.05)
-    assert list(loader.bad) == [row]
-    assert loader.bad[row]
-    for a, b in zip(good, found, strict=True):
-        is_bad = torch.from_numpy(a.rows == row)
-        assert torch.equal(b.valid, ~is_bad)
-        assert torch.equal(a.images[~is_bad], b.images[~is_bad])
-        assert torch.equal(a.labels[~is_bad], b.labels[~is_bad])
-        assert (b.images[is_bad] == 0).all()
-        assert (b.labels[is_bad] == -1).all()
-
-
 def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> None:
     """Most flipped bits of a JPEG only change its pixels; the manifest's hash detects them."""
     split = dataset.split("train")
@@ -190,25 +143,11 @@ def test_a_flipped_bit_that_still_decodes_is_a_bad_sample(dataset: Dataset) -> N
         is_bad = torch.from_numpy(a.rows == row)
         assert torch.equal(b.valid, ~is_bad)
         assert torch.equal(a.images[~is_bad], b.images[~is_bad])
+        assert torch.equal(a.labels[~is_bad], b.labels[~is_bad])
         assert (b.images[is_bad] == 0).all()
+        assert (b.labels[is_bad] == -1).all()
     with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7: its bytes in .*xxh128"):
         load(split, max_bad_share=0.0)
-
-
-def test_a_left_out_sample_does_not_move_the_hashes(dataset: Dataset) -> None:
-    split = dataset.split("train").only(np.delete(np.arange(COUNT), [0, 3, 20]))
-    reader = ShardReader(split)
-    assert [reader.read(row) for row in range(len(split))]
-
-
-def test_a_shard_that_was_cut_after_the_start(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    path = Path(split.shard_paths[4])  # the last 4 samples
-    path.write_bytes(path.read_bytes()[: split.place_of(38)[0]])
-    found, loader = load(split, max_bad_share=0.1)
-    assert sorted(loader.bad) == [38, 39]
-    assert "ends before byte" in loader.bad[38]
-    assert sum(int(batch.valid.sum()) for batch in found) == COUNT - 2
 
 
 def test_a_bad_sample_is_counted_once(dataset: Dataset) -> None:
@@ -225,19 +164,8 @@ def test_too_many_bad_samples_stop_the_run(dataset: Dataset) -> None:
     for row in (7, 17, 27):
         spoil(split, row)
     load(split, max_bad_share=0.075)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"^3 samples of 40 .*data.max_bad_share = 0.05.*class/\d*7"):
         load(split, max_bad_share=0.05)
-    said = str(error.value)
-    assert "3 samples of 40 cannot be read, more than data.max_bad_share = 0.05 allows (2)" in said
-    assert any(f"the first is class/{row}: " in said for row in (7, 17, 27))
-    assert "\n" not in said
-
-
-def test_no_budget_stops_at_the_first(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    spoil(split, 7)
-    with pytest.raises(UserError, match=r"1 sample of 40 cannot be read.*class/7"):
-        load(split, max_bad_share=0.0)
 
 
 def test_bad_samples_are_those_of_the_batches_read_so_far(dataset: Dataset) -> None:

@@ -253,7 +253,7 @@ def test_noise_is_normal_and_a_share_of_each_channels_range(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_erasing_and_blur_of_any_image(kind: str) -> None:
+def test_erasing_of_any_image(kind: str) -> None:
     pixels = pixels_of(5, kind)
     low, high = map(np.array, pixels.batch_range())
     for sample in range(8):
@@ -265,11 +265,6 @@ def test_erasing_and_blur_of_any_image(kind: str) -> None:
         box = found[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         assert ((box >= low - 1) & (box <= high + 1)).mean() > 0.95
         assert ((box - low) / (high - low)).mean() == pytest.approx(0.5, abs=0.12)
-        for channel in range(5):
-            alone, together = np.ascontiguousarray(image[..., channel : channel + 1]), image.copy()
-            distort(alone, AugmentConfig(blur=1.0), 3, 2, sample, pixels)
-            distort(together, AugmentConfig(blur=1.0), 3, 2, sample, pixels)
-            assert np.abs(alone[..., 0].astype(np.float64) - together[..., channel]).max() <= (kind != "float32") + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -307,10 +302,6 @@ def test_pictures_show_named_or_first_channels_by_the_range() -> None:
             found = to_rgb(image, pixels)
             assert found.dtype == np.uint8
             assert np.abs(found - expected).max() <= 0.5 + 1e-6
-    grey = to_rgb(noise("uint16", 4, 4, 2), pixels_of(2, "uint16"))
-    assert np.array_equal(grey[..., 0], grey[..., 2])
-    picture = noise("uint8", 4, 4, 3)
-    assert to_rgb(picture, RGB8) is picture
 
 
 @pytest.mark.parametrize(

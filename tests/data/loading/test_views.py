@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import cv2
@@ -15,13 +14,11 @@ from PIL import Image
 from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading import augment, views
 from pipeline.data.loading.decode import decode
-from pipeline.data.loading.loader import Batch, Loader, train_requests
-from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import (
     Views,
     ViewWriter,
-    bounding_box,
     eval_view,
     shown_view,
     train_view,
@@ -60,12 +57,6 @@ def load(split: Split, writer: ViewWriter, threads: int = 2, prefetch: int = 2, 
         return [replace(batch, views=tuple(v.clone() for v in batch.views)) for batch in loader.batches(requests())]
 
 
-def spoil(split: Split, row: int) -> None:
-    with open(split.shard_paths[int(split.shard_of(np.array(row)))], "r+b") as file:
-        file.seek(split.place_of(row)[0])
-        file.write(b"\x55" * split.place_of(row)[1])
-
-
 def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
     split = dataset.split("train")
     batches = load(split, train_views(GROUPS, SEED))
@@ -85,42 +76,10 @@ def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
             assert not any(torch.equal(group[0], other) for other in group[1:])
 
 
-def test_view_0_takes_its_numbers_from_the_seed(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    reader = ShardReader(split)
-    for batch in load(split, train_views(GROUPS, SEED)):
-        assert batch.images.data_ptr() == batch.views[0].data_ptr()
-        for i, row in enumerate(batch.rows.tolist()):
-            expected = np.empty((64, 64, 3), np.uint8)
-            augment.write_train_view(decode(reader.read(row)), expected, GLOBAL, SEED, int(batch.epochs[i]), row)
-            assert np.array_equal(batch.images[i].numpy(), expected)
-
-
 def test_seeds_of_views() -> None:
     """They decide what every resumed run with several views trains on, so they must never change."""
     assert [view_seed(3, number) for number in range(3)] == [3, 12214057047995133590, 961052965737857799]
     assert len({view_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
-
-
-@pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (4, 5)])
-def test_any_number_of_threads_and_batches_ahead(threads: int, prefetch: int, dataset: Dataset) -> None:
-    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
-    for a, b in zip(load(split, writer), load(split, writer, threads, prefetch), strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(a.views, b.views, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_any_number_of_ranks(world_size: int, dataset: Dataset) -> None:
-    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
-    order = SampleOrder(split.shard_sizes, SEED, 8, streams=2, window=6)
-
-    def step(rank: int, ranks: int) -> Batch:
-        with Loader(split, writer, 2, 1, 0.0) as loader:
-            return next(loader.batches(train_requests(order, 4, 5, 8 // ranks, rank, ranks)))
-
-    of_ranks = [step(rank, world_size) for rank in range(world_size)]
-    for number, expected in enumerate(step(0, 1).views):
-        assert torch.equal(torch.cat([batch.views[number] for batch in of_ranks], 1), expected)
 
 
 def test_an_image_is_decoded_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,69 +149,6 @@ def test_scaled_decoding(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> Non
         shapes.clear()
         for a, b in zip(found, expected, strict=True):
             assert np.abs(a.astype(int) - b).mean() < 2
-    # Of the crop, not of the image; where that is cropped after a resize, the size before the crop counts.
-    config = AugmentConfig(scaled_decoding=True)
-    assert augment.decoding_factor((10, 0, 224 * 4, 224 * 8 - 1), (224, 224), config) == 4
-    assert augment.decoding_factor((10, 0, 224 * 2 - 1, 4000), (224, 224), config) == 1
-    assert (
-        augment.decoding_factor((0, 0, 1000, 1000), (224, 224), replace(config, crop="resize_crop", resize_to=256)) == 2
-    )
-
-
-def test_bounding_box() -> None:
-    assert bounding_box([(3, 5, 10, 20)]) == (3, 5, 10, 20)
-    assert bounding_box([(3, 5, 10, 20), (0, 30, 2, 4), (7, 6, 9, 1)]) == (0, 5, 16, 29)
-
-
-def test_an_unreadable_image_is_zero_in_all_views(
-    dataset: Dataset, encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
-) -> None:
-    generator = np.random.default_rng(0)
-    files = [encode(generator.integers(0, 256, (70, 80, 3), np.uint8), "JPEG") for _ in range(COUNT)]
-    split = make_dataset(tmp_path / "data", files, [[0]] * COUNT, 9).split("train")
-    good = load(split, train_views(GROUPS, SEED))
-    spoil(split, 7)
-    for a, b in zip(good, load(split, train_views(GROUPS, SEED), bad=0.05), strict=True):
-        is_bad = torch.from_numpy(a.rows == 7)
-        assert torch.equal(b.valid, ~is_bad)
-        for one, other in zip(a.views, b.views, strict=True):
-            assert (other[:, is_bad] == 0).all()
-            assert torch.equal(one[:, ~is_bad], other[:, ~is_bad])
-
-
-def test_memory_of_every_group_is_used_again(dataset: Dataset) -> None:
-    """Also when a batch before it was zero: nothing of an earlier batch is left in an unreadable image."""
-    split, rows = dataset.split("train"), np.arange(8)
-    places: tuple[set[int], ...] = (set(), set())
-    kept = []
-    with Loader(split, train_views(GROUPS, SEED), 2, 1, 0.0) as loader:
-        for number, batch in enumerate(loader.batches([(rows, np.full(8, epoch)) for epoch in range(12)])):
-            for found, group in zip(places, batch.views, strict=True):
-                found.add(group.data_ptr())
-            if number == 4:
-                kept = [(batch.images, batch.images.clone()), (batch.views[1][2], batch.views[1][2].clone())]
-    assert all(len(found) < 7 for found in places)
-    assert all(torch.equal(view, then) for view, then in kept)
-
-
-@pytest.mark.parametrize("labels", [[[]] * COUNT, [[4]] + [[]] * (COUNT - 1)], ids=["none", "one"])
-def test_samples_without_labels(
-    labels: list[list[int]], encode: Encode, make_dataset: Callable[..., Dataset], tmp_path: Path
-) -> None:
-    generator = np.random.default_rng(0)
-    files = [encode(generator.integers(0, 256, (40, 50, 3), np.uint8), "PNG") for _ in range(COUNT)]
-    data = make_dataset(tmp_path / "data", files, labels, 9)
-    split = data.split("train")
-    assert data.num_classes == (5 if labels[0] else 0)
-    most = max(map(len, labels))
-    assert split.max_labels == most
-    for writer in (train_views(GROUPS, SEED), eval_view(AugmentConfig(), 16)):
-        for batch in load(split, writer):
-            assert (batch.labels.dtype, tuple(batch.labels.shape)) == (torch.int64, (len(batch.rows), most))
-            assert batch.valid.all()
-            expected = [(labels[row] + [-1] * most)[:most] for row in batch.rows.tolist()]
-            assert batch.labels.tolist() == expected
-            assert all(group.flatten(2).any(2).all() for group in batch.views)
 
 
 @pytest.mark.parametrize("crop", ["center", "resize_center", "resize"])

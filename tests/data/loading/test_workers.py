@@ -7,8 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ import psutil
 import pytest
 import torch
 from polling import until
+from test_loader import COUNT, LABELS, requests
 
 from pipeline.base.errors import Interrupted, OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Dataset
@@ -23,12 +22,10 @@ from pipeline.data.loading import workers
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.mixture.run_data import _refuse_remote
-from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 from pipeline.settings.run_sections import DataConfig
 
-COUNT = 40
 GROUPS = (Views(2, 24, AugmentConfig(color_jitter=0.4)), Views(3, ImageSize(8, 12), AugmentConfig(blur=0.5)))
 SMALL = (Views(2, 16, AugmentConfig()), Views(3, 8, AugmentConfig()))
 
@@ -41,13 +38,7 @@ def dataset(
     sides = generator.integers(20, 60, (COUNT, 2))
     files = [encode(generator.integers(0, 256, (h, w, 3), np.uint8), "JPEG") for h, w in sides]
     files[7] = b"no image"
-    labels = [[row % 5] if row % 4 else [row % 5, 7] for row in range(COUNT)]
-    return make_dataset(tmp_path_factory.mktemp("workers") / "data", files, labels, 9)
-
-
-def requests(epoch: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    rows = np.random.default_rng(1).permutation(COUNT)
-    return [(rows[i : i + 12], np.full(len(rows[i : i + 12]), epoch)) for i in range(0, COUNT, 12)]
+    return make_dataset(tmp_path_factory.mktemp("workers") / "data", files, LABELS, 9)
 
 
 def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], dict[int, str]]:
@@ -150,19 +141,6 @@ def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
         list(loader.batches(requests()))
 
 
-def test_a_missing_shard_is_one_line(
-    tmp_path: Path, encode: Callable[..., bytes], make_dataset: Callable[..., Dataset]
-) -> None:
-    files = [encode(np.zeros((8, 8, 3), np.uint8), "JPEG")] * 4
-    split = make_dataset(tmp_path / "data", files, [[0]] * 4, 4).split("train")
-    Path(split.shard_paths[0]).unlink()
-    with (
-        Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader,
-        pytest.raises(StorageError, match="cannot be read: No such file"),
-    ):
-        list(loader.batches([(np.arange(4), np.zeros(4, np.int64))]))
-
-
 def test_reading_a_shard_again_is_announced_and_counted(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank waited without a word, as in a hang, and its count stayed 0."""
     split, pread, announced = dataset.split("train"), os.pread, list[str]()
@@ -219,36 +197,6 @@ def test_processes_end_with_the_one_that_made_them(dataset: Dataset) -> None:
     until(lambda: not any(is_alive(number) for number in found))
     os.close(ours)
     os.close(theirs)
-
-
-@pytest.mark.parametrize(("module", "name"), [("os", "fork"), ("mmap", "mmap")])
-def test_a_process_that_cannot_be_started_is_one_line(
-    dataset: Dataset, module: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was a traceback, left the first process alive, and this one deaf to signals."""
-    started: list[int] = []
-    usual, calls = getattr(workers, module), iter(range(2))
-
-    def limited(*of: Any) -> Any:
-        if next(calls):
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        return getattr(usual, name)(*of)
-
-    def start(*of: Any) -> Any:
-        worker = make(*of)
-        started.append(worker.process)
-        return worker
-
-    make = workers._start
-    monkeypatch.setattr(workers, "_start", start)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    others = {each: getattr(usual, each) for each in dir(usual)}  # Of this module only: numpy maps files, too.
-    monkeypatch.setattr(workers, module, SimpleNamespace(**{**others, name: limited}))
-    with pytest.raises(UserError, match=r"data.processes = 3, and process 2 cannot be started \(Resource temporarily"):
-        Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=3)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-    assert len(started) == 1
-    assert not psutil.pid_exists(started[0])
 
 
 def test_a_bucket_is_refused(dataset: Dataset) -> None:

@@ -22,7 +22,7 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import Views, read_by, train_view, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.label_use import data_notes, label_notes
+from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -91,9 +91,6 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
         part, own = split.part_of(row)
         assert batch.labels[i].tolist() == part.labels_of(own).tolist()
         assert batch.valid[i]
-    for name in ("place_of", "hash_of", "label_offsets", "label_values", "only", "relabelled", "without_labels"):
-        with pytest.raises(AssertionError, match="of each part only"):
-            getattr(split, name)
 
 
 def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
@@ -329,26 +326,6 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
                 UserError, match=r"no training image has a label \(split 'val' of .*a\): nothing is learned"
             ):
                 open_run_data(trained, 0, 20, labels)
-    probed = config(tmp_path, "", "data.eval_split=", "data.mix=[]", "probe.every=1 epochs")
-    with pytest.raises(UserError, match=r"a: split 'val' has no images with a class"):
-        open_run_probe(probed, open_dataset(train), open_dataset(train).split("train"), open_dataset(train), RGB8)
-
-
-def test_sets_with_one_and_with_several_labels_are_refused(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = open_dataset(sets / "b")
-    split = type(dataset).split
-
-    def several(self: Any, *arguments: Any) -> Any:
-        found = split(self, *arguments)
-        return (
-            found
-            if self.fingerprint != dataset.fingerprint
-            else replace(found, index=replace(found.index, max_labels=2))
-        )
-
-    monkeypatch.setattr(type(dataset), "split", several)
-    with pytest.raises(UserError, match=r"b has several labels a sample and .*/a has one"):
-        opened(sets, "{path: b, weight: 1}")
 
 
 def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
@@ -391,10 +368,7 @@ def labelled(data: RunData, labels: list[list[int]]) -> RunData:
     values = np.array([label for of_one in labels for label in of_one], np.int32)
     starts = np.concatenate([[0], np.cumsum([len(of_one) for of_one in labels])])
     index = replace(data.own.split("train").index, labels=values, label_starts=starts, max_labels=max(map(len, labels)))
-    part = replace(data.split.parts[0], index=index)
-    if isinstance(data.split, MixedSplit):
-        return replace(data, split=replace(data.split, sets=(part, *data.split.sets[1:])))
-    return replace(data, split=part)
+    return replace(data, split=replace(data.split.parts[0], index=index))
 
 
 def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> None:
@@ -409,18 +383,8 @@ def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> Non
     some = labelled(data, [[2], [], [2]] * 30)
     assert label_notes(some, "softmax") == [bare, single]
     assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
-    for labels in ([[2], [], [1, 2]] * 30, [[1], [], [2, 3]] * 30, [[2], [], [2]] * 29 + [[2], [], [3]]):
-        assert label_notes(labelled(data, labels), "softmax") == [bare]
     alpha = {"alpha": 3}
     of_one = {name: (of, replace(split, left_out=alpha)) for name, (of, split) in data.evaluated.items()}
     of_both = replace(data, split=replace(data.split, left_out=alpha), evaluated=of_one)
     assert of_one
     assert ["alpha" in note for note in of_both.notes()].count(True) == 1
-    assert [line for line in data_notes(some, "softmax") if "label" in line] == [bare, single]
-    assert data_notes(some, "sigmoid") == ["train: 30 of 90 samples have no label"]
-    # As many as are not excluded, and of the classes of a mixture.
-    kept = replace(some, split=some.split.only(np.arange(1, 90, 3)))
-    assert label_notes(kept, "softmax") == ["train.loss = softmax learns nothing from 30 of 30 samples: no label"]
-    to_one = f"class_map: {{{', '.join(f'{name}: class2' for name in data.dataset.classes)}}}"
-    assert label_notes(labelled(opened(sets, f"{{path: b, weight: 1, {to_one}}}"), [[2]] * 90), "softmax") == [single]
-    assert label_notes(labelled(opened(sets, "{path: b, weight: 1}"), [[2]] * 90), "softmax") == []

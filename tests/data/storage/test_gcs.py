@@ -1,6 +1,5 @@
 """Google Cloud Storage, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set from start to end."""
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -9,38 +8,18 @@ import pytest
 from faulty_s3 import bucket_path, put
 
 from data_tools.check.verify_shard import VerifyJob, check_shard
-from data_tools.sources import list_source
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage.bucket import changed_at, name_inside, remove_tree, version, walk_files
+from pipeline.data.storage.bucket import changed_at, remove_tree, version, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
-from pipeline.settings.commands.data import ShardConfig
 
 
-def test_objects_are_files(gcs: str) -> None:
+def test_versions_of_an_object(gcs: str) -> None:
     folder = bucket_path(f"gs://models/set{gcs}")
-    large = os.urandom(21_000_000)
-    contents = {"a.gz": b"no gzip at all", "large": large, "sub/deep/x.tar": b"deep"}
-    for name, data in contents.items():
-        put(folder / name, data)
-    assert {name_inside(path, folder): size for path, size, _ in walk_files(folder)} == {
-        name: len(data) for name, data in contents.items()
-    }
+    put(folder / "a.gz", b"no gzip at all")
     assert {changed_at(path) - mtime for path, _, mtime in walk_files(folder)} == {0}
-    assert changed_at(folder / "large") > time.time_ns() - 600 * 10**9
-    assert folder.sizes() == {"a.gz": 14, "large": len(large)}
-    assert sorted(path.name for path in folder.iterdir()) == ["a.gz", "large", "sub"]
-    assert all((folder / name).read_bytes() == data for name, data in contents.items())
-    with (folder / "large").open() as file:
-        file.seek(-7, os.SEEK_END)
-        assert file.read() == large[-7:]
-    assert folder.is_dir()
-    assert (folder / "sub").is_dir()
-    assert (folder / "a.gz").is_file()
-    assert not (folder / "nothing").exists()
-    with pytest.raises(FileNotFoundError, match="set/nothing"):
-        (folder / "nothing").read_bytes()
+    assert changed_at(folder / "a.gz") > time.time_ns() - 600 * 10**9
     before, reader = version(folder / "a.gz"), (folder / "a.gz").reader()
     assert reader.read_at(3, 5) == b"gzip "
     put(folder / "a.gz", b"another thing")
@@ -49,11 +28,8 @@ def test_objects_are_files(gcs: str) -> None:
     # A reader never returns bytes of another version than the one it opened.
     with pytest.raises(FileNotFoundError, match=r"set/a\.gz"):
         reader.read_at(3, 5)
-    (folder / "a.gz").unlink()
-    (folder / "a.gz").unlink(missing_ok=True)
-    remove_tree(folder)
-    remove_tree(folder)  # A missing folder causes no retries.
-    assert list(walk_files(folder)) == []
+    for _ in range(2):
+        remove_tree(folder)  # A missing folder causes no retries.
     assert folder.retry.retries == 0
     with pytest.raises(StorageError, match="no such bucket"):
         bucket_path(f"gs://nobody/set{gcs}").exists()
@@ -80,9 +56,3 @@ def test_a_data_set_is_read_checked_and_listed(
             put(folder / shard.name, bytes(shard.bytes))
         found = check_shard(VerifyJob(url, shard, None, 0, data.num_classes, None)).findings["kind"].to_pylist()
         assert ("checksum" in found) == damage
-
-    copy_to = f"gs://models/raw{gcs}"
-    for name in ("cat/1.jpg", "dog/2.jpg"):
-        put(bucket_path(copy_to) / name, b"x")
-    listing = list_source(bucket_path(copy_to), ShardConfig(source=copy_to, out="unused"), tmp_path)
-    assert listing.classes == ["cat", "dog"]

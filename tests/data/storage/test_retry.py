@@ -34,46 +34,6 @@ def test_a_wait_is_said_once(late: Late, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min (data.retry_minutes)\n"
 
 
-def test_an_answer_in_time_is_not_mentioned(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
-    retry = Retry()
-    assert retry.call("s3://bucket/x", lambda: 1) == 1
-
-    def missing() -> None:
-        raise FileNotFoundError
-
-    with pytest.raises(FileNotFoundError):
-        retry.call("s3://bucket/x", missing)
-    retry.call("s3://bucket/x", late, is_transfer=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_transfer_is_mentioned_once_it_failed(late: Late, capsys: pytest.CaptureFixture[str]) -> None:
-    failures = [OSError("503"), OSError("503")]
-
-    def upload() -> None:
-        if failures:
-            raise failures.pop()
-        late()
-
-    Retry().call("s3://bucket/x", upload, is_transfer=True)
-    assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min\n"
-
-
-def test_one_rank_says_it(late: Late, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        late()
-        raise OSError("Couldn't resolve host name")
-
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(StorageError):
-        Retry(seconds=0.3).call("s3://bucket/x", fail)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(StorageError, match=r"x was unreachable for 0.005 minutes: Couldn't"):
-        Retry(seconds=0.3).call("s3://other/x", fail)
-    assert capsys.readouterr().err.startswith("waiting for s3://other/x, at most 0 s")
-
-
 def test_an_impossible_endpoint_is_not_retried() -> None:
     """The message is pyarrow's of `?endpoint_override=foo bar`; it was retried for ten minutes."""
     retry = Retry(seconds=600)

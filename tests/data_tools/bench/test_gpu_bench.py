@@ -108,7 +108,7 @@ def measure_after_failures(file: str) -> None:
 
 @pytest.mark.slow
 def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(forge: Forge, tmp_path: Path) -> None:
-    said = forge.start_work(1, "test_gpu_bench:measure_after_failures", str(file := tmp_path / "found.json")).finish()
+    said = forge.start_work(1, "test_gpu_bench:measure_after_failures", str(_file := tmp_path / "found.json")).finish()
     assert said.count("failed: ") == 2
 
 

@@ -13,14 +13,11 @@ import pyarrow as pa
 import pytest
 from mlflow.tracking import MlflowClient
 from PIL import Image
-from raw_images import jpeg, noise, settings, write_folder
-from tiny import make_dataset
+from raw_images import settings, write_folder
 
 from data_tools.check import contact_sheet, count, stats
 from data_tools.sharding import shard
-from pipeline.architecture.pixels import Pixels
-from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
 from pipeline.settings.commands.data import StatsConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,50 +138,6 @@ def test_the_contact_sheet_shows_every_class_and_survives_damage(tmp_path: Path,
     damaged = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
     assert not (colours(damaged) == shades["red"]).all(1).any()
     assert colours(damaged).shape == colours(sheet).shape
-
-
-def test_the_contact_sheet_names_the_channels_that_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bands = Pixels.full_range(("blue", "green", "red", "nir"), "uint16")
-    dataset = open_dataset(make_dataset(tmp_path / "bands", {"train": 8}, pixels=bands))
-    monkeypatch.setattr(contact_sheet, "png", lambda figure, dpi, caption: caption.encode())
-    assert b"red, green" in contact_sheet.draw_sheet(dataset, 4, np.array([2, 2, 2, 2]))
-
-
-def test_many_classes_get_a_picture_each(tmp_path: Path, ray_cluster: int) -> None:
-    files = {f"class{number}/{i}.jpg": jpeg(number) for number in range(30) for i in range(1 + number % 2)}
-    dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "data"))
-    samples = contact_sheet._choose(dataset, np.arange(30), 1)
-    assert sorted(sample["class"] for sample in samples) == list(range(30))
-    assert all(dataset.classes[sample["class"]] == sample["key"].split("/")[0] for sample in samples)
-    assert noise(0).size == (samples[0]["width"], samples[0]["height"])
-
-
-def test_a_damaged_manifest_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
-    data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
-    (data / "samples.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"samples.parquet is damaged .*python launch/verify.py data="):
-        run(data, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_labels_out_of_range_are_not_counted_as_others(dataset: Dataset, tmp_path: Path) -> None:
-    data = Path(shutil.copytree(dataset.path, tmp_path / "data"))
-    info = json.loads((data / "dataset.json").read_text())
-    (data / "dataset.json").write_text(
-        json.dumps({**info, "checksum": None, "num_classes": 2, "classes": info["classes"][:2]})
-    )
-    with pytest.raises(UserError, match=r"labels from 0 to 2, but there are 2 classes .*launch/verify.py"):
-        run(data, tmp_path / "out")
-
-
-def test_every_number_has_a_name_and_every_file_is_there(dataset: Dataset, tmp_path: Path) -> None:
-    config = StatsConfig(data=str(dataset.path), out=str(tmp_path / "out"), sheet=6)
-    found = stats.run(config)
-    metrics = stats.metrics(found)
-    assert metrics["train.samples"] == found["splits"]["train"]["samples"]
-    assert metrics["val.short_side.median"] == 16
-    assert all(isinstance(value, (int, float)) for value in metrics.values())
-    assert sorted(FILES) == sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
 def test_the_command_sends_all_of_it_to_mlflow(

@@ -6,12 +6,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import cv2
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from measure_dedup import PLANTS, measure_recall
 from PIL import Image
@@ -19,12 +16,11 @@ from raw_images import encoded, settings, write_folder
 
 from data_tools.dedup import dedup, marks, near_copies
 from data_tools.dedup.near_copies import NUM_CROPS, ImageIndex, is_plain, thumbnail
-from data_tools.dedup.pair_sheet import draw_pairs, read_tile
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.dedup_report import read_dedup_report
-from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, read_lists
+from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.settings import schema
@@ -246,22 +242,9 @@ def kill(*_: object, **__: object) -> None:
     raise RuntimeError("killed")
 
 
-def test_test_sets_in_folders_of_one_name_are_told_apart(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
-    train = copy(sets[0], tmp_path)
-    places = [shutil.copytree(sets[1].path, tmp_path / part / "pets") for part in ("x", "y")]
-    report = dedup.run(config(train, *places))
-    assert [part["name"] for part in report["against"]] == ["x/pets:train", "y/pets:train"]
-    reasons = read_lists(train)["test_copies"]["reason"].to_pylist()
-    assert {reason.partition("/x/")[0] for reason in reasons} == {"copy of x/pets:train"}
+def test_test_sets_in_folders_of_one_name_are_told_apart() -> None:
     buckets = [to_path(url) for url in ("s3://a/pets?region=b", "s3://b/pets", "gs://b/pets", "s3://c/dogs?region=b")]
     assert list(dedup._short_names(buckets).values()) == ["a/pets", "s3://b/pets", "gs://b/pets", "dogs"]
-
-
-def test_dry_run_marks_nothing(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
-    train = copy(sets[0], tmp_path)
-    report = dedup.run(config(train, sets[1].path, dry_run=True))
-    assert report["data"]["copies"] == len(planted())
-    assert not (train.path / "exclude").exists()
 
 
 def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Path, monkeypatch) -> None:
@@ -290,47 +273,6 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
     assert not (train.path / "dedup/pairs.png").exists()
 
 
-def test_marks_that_are_replaced_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the report says, which may be that of a dry run."""
-    data = SimpleNamespace(path=tmp_path, fingerprint="x")
-    tests = [SimpleNamespace(name="c:test", dataset=SimpleNamespace(fingerprint="c"))]
-
-    def tell() -> None:
-        dedup._tell_unmarked(data, tests, earlier_list(data, dedup.LIST)["reason"].to_pylist())
-
-    tell()
-    (tmp_path / "exclude").mkdir()
-    for names in (["d/a:test", "c:test", "d/a:test"], ["c:test"], []):
-        rows = [
-            {"split": "train", "row": row, "key": "k", "reason": f"copy of {name}/x/1, distance 0.100"}
-            for row, name in enumerate(names)
-        ]
-        table = pa.Table.from_pylist(rows, EXCLUDED).replace_schema_metadata({b"fingerprint": b"x"})
-        pq.write_table(table, tmp_path / "exclude/test_copies.parquet")
-        capsys.readouterr()
-        tell()
-        assert ("earlier search marked copies of d/a:test; the list" in capsys.readouterr().out) == (
-            "d/a:test" in names
-        )
-
-
-def test_marks_of_another_test_set_of_one_name_are_named(
-    sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train, tests = copy(sets[0], tmp_path), sets[1]
-    name = f"{tests.path.name}:train"
-    dedup.run(config(train, tests.path))
-    report = train.path / "dedup/report.json"
-    first = json.loads(report.read_text())
-    assert first["against"][0]["name"] == name
-    for marked, fingerprint, said in ((True, "other", True), (False, "other", False), (True, tests.fingerprint, False)):
-        first["against"][0]["fingerprint"] = fingerprint
-        report.write_text(json.dumps({**first, "marked": marked}))
-        capsys.readouterr()
-        dedup.run(config(train, tests.path))
-        assert (f"an earlier search marked copies of another {name};" in capsys.readouterr().out) == said
-
-
 def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
     train, tests = copy(sets[0], tmp_path), sets[1]
     mistakes = {
@@ -348,19 +290,6 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
             UserError, match=r"Set what the images are compared with: against=\[...\], .* or within_split=true"
         ):
             schema.load(DedupConfig, None, [f"data={train.path}", *others])
-
-
-@pytest.mark.parametrize("size", [8, 100])
-def test_a_damaged_copy_is_drawn_grey(size: int, tmp_path: Path) -> None:
-    """Equal files are copies, also when no decoder reads them; a tar may be cut after its thumbnails were made."""
-    (tmp_path / "a.tar").write_bytes(b"no image")
-    image = read_tile(str(tmp_path / "a.tar"), 0, size, "0.000  a")
-    assert len(np.unique(image.pixels)) == 1
-    assert read_tile(str(tmp_path / "a.tar"), 0, size, "0.022  2023/dcim/DSC_00768").lines == [
-        "0.022  2023/",
-        "dcim/DSC_00768",
-    ]
-    assert draw_pairs([(image, image)]).startswith(b"\x89PNG")
 
 
 def test_damage_stops_the_job_with_its_name(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:

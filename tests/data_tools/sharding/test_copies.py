@@ -10,7 +10,6 @@ import pytest
 import webdataset
 from raw_images import contents, jpeg, settings, write_folder, write_tar
 
-from data_tools import progress, tasks
 from data_tools.check import stats
 from data_tools.dedup import dedup
 from data_tools.sharding import index, shard
@@ -102,23 +101,12 @@ def test_copies_of_other_classes_and_splits_are_counted_and_excluded_by_the_comm
     assert capfd.readouterr().out.count("launch/dedup.py") == 2
 
 
-def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path, monkeypatch) -> None:
-    seen = []
-
-    class Watched(progress.ProgressMeter):
-        def add(self, images: int, num_bytes: int) -> None:
-            seen.append(json.loads((tmp_path / "progress.json").read_text()))
-            super().add(images, num_bytes)
-
-    monkeypatch.setattr(tasks, "ProgressMeter", Watched)
+def test_hashes_of_an_earlier_run_are_taken(ray_cluster: int, tmp_path: Path) -> None:
     source = write_folder(FILES, tmp_path / "raw")
     config = settings(source, tmp_path / "out", splits=SPLITS)
     listing = list_source(source, config, tmp_path / "staging")
     first, merged = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
     assert (len(first), len(merged.rows), merged.of_test) == (8, 5, 2)
-    (state,) = seen
-    assert (state["phase"], state["total_shards"]) == ("hashed", 1)
-    assert not (tmp_path / "progress.json").exists()
     for path in source.rglob("*.jpg"):
         path.unlink()
     again, _ = merge_copies(listing, tmp_path / "hashes", 1, tmp_path)
@@ -161,22 +149,3 @@ def test_an_image_held_out_for_val_takes_its_copies_out_of_train(ray_cluster: in
     assert len({row["xxh128"] for row in rows}) == len(rows) == 8
     assert np.sum([row["split"] == "val" for row in rows]) > 0
     assert all(row["labels"] == [0, 1] for row in rows if row["split"] == "train")
-
-
-def test_files_that_a_list_names_and_that_are_not_as_listed_are_bad_samples(ray_cluster: int, tmp_path: Path) -> None:
-    write_folder({"a.jpg": jpeg(1), "b.jpg": jpeg(2)}, tmp_path)
-    (tmp_path / "list.csv").write_text("path,label\na.jpg,cat;pet\nb.jpg,dog\ngone.jpg,dog\n")
-    dataset = shard.run(settings(tmp_path / "list.csv", tmp_path / "out", max_bad_share=0.5))
-    assert (dataset.path / "skipped.csv").read_text().startswith("key,where,reason\ngone,gone.jpg,[Errno 2]")
-    split = dataset.split("train")
-    assert {key: split.labels_of(row).tolist() for row, key in enumerate(split.keys([0, 1]))} == {"a": [0, 2], "b": [1]}
-
-
-def test_a_class_whose_training_images_are_all_copies_is_told(ray_cluster: int, tmp_path: Path, capfd) -> None:
-    files = {f"train/{'cat' if i < 3 else 'dog'}/{i}.jpg": jpeg(i) for i in range(6)}
-    files |= {f"test/dog/{i}.jpg": jpeg(i) for i in range(3, 6)} | {"test/cat/9.jpg": jpeg(9)}
-    source = write_folder(files, tmp_path / "raw")
-    shard.run(settings(source, tmp_path / "out", merge_copies=True, splits=SPLITS))
-    said = capfd.readouterr().out
-    assert "left out 3 train images that are copies of images in other splits" in said
-    assert "without the copies: 1 class with no image in train: dog" in said

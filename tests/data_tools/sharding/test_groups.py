@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_images import jpeg, settings, write_folder, write_tar
+from raw_images import jpeg, settings, write_folder
 
 from data_tools.sharding import index, shard
 from data_tools.sharding.classes import apply_rules
-from data_tools.sharding.holdout import describe_classes_of_groups, describe_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import groups
@@ -119,8 +119,6 @@ def test_parquet_of_images_names_the_group_of_each(tmp_path: Path) -> None:
     rows = [int(key.rpartition("/")[2]) for key in listing.table["key"].to_pylist()]
     assert listing.table["group"].to_pylist() == [patient(keys[row]) for row in rows]
     assert not set.intersection(*of_splits(listing).values())
-    pq.write_table(pa.table(table | {"of": [[key] for key in keys]}), tmp_path / "a.parquet")
-    assert "column 'of' (group_column) holds list<" in refused(tmp_path, group_column="of")
     for missing in (None, "nan"):
         pq.write_table(pa.table(table | {"of": [missing, *map(patient, keys[1:])]}), tmp_path / "a.parquet")
         assert "a.parquet, row 0: its group is missing" in refused(tmp_path, group_column="of")
@@ -148,17 +146,6 @@ def test_a_pattern_that_tries_too_many_ways_is_refused(tmp_path: Path, monkeypat
     source = write_folder({f"cat/{'a' * 64}.jpg": jpeg(1)}, tmp_path / "raw")
     assert "(a+)+" in refused(source, group_pattern="(a+)+b")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-
-
-def test_groups_that_span_classes_are_counted(tmp_path: Path) -> None:
-    files = {f"{name}/seq{i}_{j}.jpg": jpeg(1) for name in ("cat", "dog") for i in range(3) for j in range(3)}
-    source = write_folder({**files, "dog/seq7_1.jpg": jpeg(1)}, tmp_path / "raw")
-    (note,) = describe_classes_of_groups(listed(source, group_pattern="seq[0-9]"))
-    assert "3 of " in note
-    assert describe_classes_of_groups(listed(source, group_pattern="^([^/]+/.*?seq[0-9]+)")) == []
-    own, warning = describe_groups(groups_of(listed(source, group_pattern=".+")))
-    assert "19 " in own
-    assert warning.startswith("warning: each image")
 
 
 def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:
@@ -217,21 +204,6 @@ def test_dev_share_leaves_something_to_train_on(sizes: tuple[int, ...], count: i
         assert not run_data._in_groups(groups, count, seed).all()
 
 
-def test_tars_beside_another_s_dataset_json_are_read(tmp_path: Path) -> None:
-    write_tar({"p0_x.jpg": jpeg(0), "p0_x.cls": b"0", "p1_x.jpg": jpeg(1), "p1_x.cls": b"1"}, tmp_path / "a.tar")
-    (tmp_path / INFO).write_text('{"name": "of another program"}')
-    (tmp_path / "names.txt").write_text("cat\ndog\n")
-    listing = listed(tmp_path, layout="webdataset", label_names=str(tmp_path / "names.txt"))
-    assert (len(listing), listing.has_groups) == (2, False)
-
-
-@pytest.mark.ray
-def test_what_is_left_out_of_an_index_needs_no_group(ray_cluster: int, tmp_path: Path) -> None:
-    write_tar({"p0_x.jpg": jpeg(0), "p0_x.cls": b"0", "logo.jpg": jpeg(1)}, tmp_path / "a.tar")
-    dataset = index.run(IndexConfig(source=str(tmp_path), group_pattern="p[0-9]", max_bad_share=0.5))
-    assert dataset.table("train").groups().to_pylist() == ["p0"]
-
-
 def check(dataset: Dataset) -> None:
     train = open_dataset(dataset.path).split("train")
     keys = train.keys(np.arange(len(train)))
@@ -250,12 +222,3 @@ def check(dataset: Dataset) -> None:
     # The same set, in a mixture for a second time with another limit, has no other images of these groups.
     rest = run_data._without(train.only(np.arange(3, len(train))), dev.only(np.arange(len(dev) - 1)))
     assert not of_dev - {patient(dev.keys([len(dev) - 1])[0])} & set(map(patient, rest.keys(np.arange(len(rest)))))
-    sizes = np.bincount(groups)
-    largest = train.only(np.flatnonzero(groups == sizes.argmax()))
-    with pytest.raises(UserError, match="groups are held out whole, and all samples are of one group"):
-        run_data.hold_out(largest, 0.75, 0)
-    two = train.only(np.flatnonzero(np.isin(groups, np.argsort(sizes)[-2:])))
-    with pytest.raises(
-        UserError, match=r"groups are held out whole, and the smallest has 4 samples\. Use a share near 0\.5,"
-    ):
-        run_data.hold_out(two, 0.13, 0)

@@ -1,28 +1,23 @@
 """Layouts that know their samples: every image, class and split of real files of each kind; one line for what is wrong."""
 
 import csv
-import io
 import json
-import os
 import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 from raw_images import jpeg, write_folder, write_tar, write_zip
 from scipy.io import savemat
 
 from data_tools.sharding import index
 from data_tools.sources import Listing, Reader, list_source
-from data_tools.sources.images import to_png
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
@@ -139,8 +134,6 @@ def test_cifar100_takes_the_fine_labels_or_the_coarse(tmp_path: Path) -> None:
         assert by_binary.digest() == by_python.digest()
         assert by_python.classes == (NAMES if kind == "fine" else groups)
         assert samples(by_python)[f"{first}/train_00000"][:2] == ("train", (first,))
-    cifar10_source = write_folder(cifar10(tmp_path, binary_batch, ".bin"), tmp_path / "cifar10")
-    assert "is no CIFAR-100. It has: batches" in refused(cifar10_source, cifar100_labels="coarse")
 
 
 class _Evil:
@@ -152,32 +145,6 @@ def test_a_pickle_that_asks_for_more_than_an_array_is_not_obeyed(tmp_path: Path)
     files = cifar10(tmp_path, python2_batch)
     files["data_batch_1"] = pickle.dumps({"data": _Evil(), "labels": [0]})
     assert "it calls builtins.exec, which is not allowed" in refused(write_folder(files, tmp_path / "raw"))
-    # Python 3 writes bytes as text under protocol 2: then there are no pixels to point at.
-    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:4], "labels": LABELS[:4]}, protocol=2)
-    assert "does not contain its pixels as contiguous bytes" in refused(write_folder(files, tmp_path / "raw"))
-    files["data_batch_1"] = pickle.dumps({"data": PIXELS[:3], "labels": LABELS[:4]}, protocol=4)
-    assert "no `data` of 3,072 bytes for each of its `labels`" in refused(write_folder(files, tmp_path / "raw"))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"data_batch_1.bin": binary_batch([0, 3], PIXELS[:2])}, "data_batch_1.bin, image 1: label 3 is out of range, the number of class names is 3;"),
-        ({"batches.meta.txt": b"", "test_batch.bin": b""}, "test_batch.bin has 0 bytes"),
-        ({"data_batch_2.bin": b"x" * 3000}, "3,000 bytes, which are no whole records of 3,073"),
-    ],
-)  # fmt: skip
-def test_bad_cifar(change: dict[str, bytes], said: str, tmp_path: Path) -> None:
-    assert said in refused(write_folder(cifar10(tmp_path, binary_batch, ".bin") | change, tmp_path / "raw"))
-
-
-def test_png_of_pixels_is_the_same_everywhere_and_two_decoders_read_it() -> None:
-    pixels = PIXELS[0].reshape(3, 32, 32).transpose(1, 2, 0)
-    data = to_png(PIXELS[0].tobytes())
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(data))), pixels)
-    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB), pixels)
-    # 8 signature, 25 IHDR, 12 of IDAT around 2 + 5 + 32 * 97 + 4 bytes of zlib, 12 IEND: no compressor had a say.
-    assert len(data) == 8 + 25 + 12 + 2 + 5 + 32 * 97 + 4 + 12
 
 
 # --- ImageNet-1k ------------------------------------------------------------------------------------------------------
@@ -244,16 +211,6 @@ def test_imagenet1k_with_the_labels_of_real(tmp_path: Path) -> None:
     assert listing.classes == ["n01", "n02", "n03"]
     assert any("left out 1 of 3 images" in note for note in listing.notes)
     assert "label_names=FILE names the wnids" in refused(source, **flat)
-    real.write_text("[[3], [], [1]]")
-    assert "label 3 is out of range" in refused(source, label_names=str(names), **flat)
-    for text, said in (
-        ("[[1]]", "must be a list of 3 lists"),
-        ("[", "is not valid JSON"),
-        ("[[1], 2, [1]]", f"val_labels = {real}: [1] = 2 must be a list of whole number."),
-        ('[[1], ["2"], [1]]', "[1][0] = '2' must be a whole number"),
-    ):
-        real.write_text(text)
-        assert said in refused(source, label_names=str(names), **flat)
 
 
 def test_bad_imagenet1k(tmp_path: Path) -> None:
@@ -262,7 +219,6 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     few = _text("ILSVRC2012_val_00000001 n02\n")(tmp_path)
     assert "names no class for 2 of 3 images, such as ILSVRC2012_val_00000002" in refused(source, val_labels=str(few))
     (tmp_path / "labels.txt").write_text("".join(f"{stem}.JPEG {number}\n" for number, stem in enumerate(VAL)))
-    assert "has class numbers: label_names=FILE names the wnids" in refused(source, val_labels=str(few))
     names = tmp_path / "wnids.txt"
     for text, said in (
         ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, the number of class names is 2"),
@@ -277,10 +233,6 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert {key: sample[1] for key, sample in samples(listing).items() if sample[0] == "val"} == {
         f"{wnid}/{stem}": (wnid,) for wnid, stem in zip(listing.classes, VAL, strict=True)
     }
-    (tmp_path / "labels.txt").write_text("n02\nn01\n")
-    assert "has 2 lines for 3 images" in refused(source, val_labels=str(few))
-    (tmp_path / "labels.txt").write_text("1\n2\n9\n")
-    assert "meta.mat is missing" in refused(source, val_labels=str(few))
     (source / "ILSVRC2012_img_val.tar").unlink()
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
 
@@ -318,8 +270,6 @@ def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
     start = "" if form == "folder" else "tiny-imagenet-200/"
     splits = {"train": f"{start}train", "val": f"{start}val"}
     assert samples(listed(source, layout=layout, splits=splits)) == TINY_SAMPLES
-    said = refused(source, layout=layout, splits={**splits, "test": f"{start}test"})
-    assert "Tiny-ImageNet has labels of its folders train and val only" in said
 
 
 def test_bad_tiny_imagenet(tmp_path: Path) -> None:
@@ -328,13 +278,6 @@ def test_bad_tiny_imagenet(tmp_path: Path) -> None:
     listing = listed(source)
     assert listing.skipped == [("", "val/images/val_9.JPEG", "no class: val_annotations.txt has no line for it")]
     assert samples(listing) == TINY_SAMPLES
-    for text, said in ((b"val_0.JPEG\n", "line 1: 'val_0.JPEG' is not of the form"), (b"\xff", "no text in UTF-8")):
-        (source / "val/val_annotations.txt").write_bytes(text)
-        assert said in refused(source)
-    (source / "val/val_annotations.txt").write_bytes(TINY["val/val_annotations.txt"])
-    for text, said in ((b"n01 a\nn01 b\n", "words.txt names 'n01' twice, 'a' and 'b'"), (b"\xff", "no text in UTF-8")):
-        (source / "words.txt").write_bytes(text)
-        assert said in refused(source)
     (source / "words.txt").unlink()
     assert listed(source).class_names == {}
     (source / "val/val_annotations.txt").unlink()
@@ -372,9 +315,6 @@ def test_an_image_of_a_flat_folder_without_a_class(tmp_path: Path) -> None:
     listing = listed(source, layout="flat")
     assert [where for _, where, _ in listing.skipped] == ["tench.JPEG"]
     assert len(listing) == 4
-    # Without being told, such a folder is refused, with the command that reads it.
-    said = refused(source)
-    assert f"a first line path,label and a line for each image (1.jpg,cat), and run: python launch/shard.py layout=list source={source}/labels.csv out=unused . At" in said  # fmt: skip
     table(source / "labels.csv", [(name, name[:9]) for name in FLAT])
     assert len(listed(source / "labels.csv", layout="list")) == 4
 
@@ -404,11 +344,7 @@ def hugging_face(path: Path, labels: pa.Array, names: list[str] | None = None, c
         (pa.array([2, 0, 0, 1, 2]), NAMES, [("bird",), ("plane",), ("plane",), ("car",), ("bird",)]),
         (pa.array([10, 2, 0, 2, 2]), None, [("10",), ("2",), ("0",), ("2",), ("2",)]),
         (pa.array(["b", "a", "a", "b", "a"]), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
-        (pa.array(["b", "a", "a", "b", "a"]).dictionary_encode(), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
         (pa.array([[2, 0], [0], [], [1], [1, 1]]), NAMES, [("plane", "bird"), ("plane",), (), ("car",), ("car",)]),
-        (pa.array(list("baaba"), pa.string_view()), None, [("b",), ("a",), ("a",), ("b",), ("a",)]),
-        (pa.array([[0], [0], [1], [1], [1]], pa.list_(pa.int32(), 1)), NAMES[:2], [*[("plane",)] * 2, *[("car",)] * 3]),
-        (pa.array([["b", "a"], ["a"], ["b"], ["c"], ["a"]]), None, [("a", "b"), ("a",), ("b",), ("c",), ("a",)]),
     ],
 )
 def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_path: Path) -> None:
@@ -421,20 +357,12 @@ def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_
         assert listing.classes == (names or [str(number) for number in range(11)])
 
 
-def test_a_parquet_column_with_a_slash_in_its_name(tmp_path: Path) -> None:
-    path = hugging_face(tmp_path / "a.parquet", pa.array(list("ababa")), column="image/encoded")
-    assert [data for _, _, data in samples(listed(path, image_column="image/encoded")).values()] == IMAGES
-
-
 def test_a_table_of_images_and_of_the_paths_that_they_had(tmp_path: Path) -> None:
     """Alone it was a list, none of whose files is there; in a folder it was read."""
     path = hugging_face(tmp_path / "raw/a.parquet", pa.array(list("ababa")))
     images = pq.read_table(path)
     pq.write_table(images.append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)])), path)
     assert samples(listed(path)) == samples(listed(path.parent))
-    numbers = images.drop_columns("image").append_column("image", pa.array(range(5)))
-    pq.write_table(numbers.append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)])), path)
-    assert listed(path).table["name"].to_pylist() == [f"old/{row}.jpg" for row in range(5)]
 
 
 def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
@@ -442,9 +370,6 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": IMAGES, "label": list("aabbb")}), tmp_path / "raw/data/validation-0.parquet")
     said = refused(tmp_path / "raw")
     assert "look like several splits. If they are, say so: splits.train=data/train splits.val=data/val" in said
-    capitals = hugging_face(tmp_path / "capitals/Train-0.parquet", pa.array(list("ababa"))).parent
-    hugging_face(capitals / "Test-0.parquet", pa.array(list("ababa")))
-    assert "say so: splits.test=Test splits.train=Train" in refused(capitals)
     listing = listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/val"})
     found = samples(listing)
     assert found["data/validation-0/000001"] == ("val", ("a",), IMAGES[1])
@@ -454,82 +379,25 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
     assert listed(tmp_path / "raw", splits=dict(zip(listing.splits, ("data/train", "data/val"), strict=True)))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "staging").iterdir()} == staged
 
-    # A file of the same length that was written later is another one.
-    changed = tmp_path / "raw/data/validation-0.parquet"
-    os.utime(changed, ns=(0, 0))
-    listed(tmp_path / "raw", splits={"train": "data/train", "val": "data/validation"})
-    assert len(list((tmp_path / "staging").iterdir())) == len(staged) + 2
-
 
 def test_bad_parquet(tmp_path: Path) -> None:
     path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
     assert "row 3: label 3 is out of range, the number of class names is 3" in refused(path)
-    assert "has no column 'img' (image_column). It has: image, label" in refused(path, image_column="img")
-    assert "column 'label' holds int64, not encoded images" in refused(
-        path, image_column="label", label_column="", layout="parquet"
-    )
     images = pa.array([{"bytes": IMAGES[0], "path": "0.jpg"}, None, {"bytes": None, "path": "cat/2.jpg"}])
     pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"]}), path)
     assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
     pq.write_table(pa.table({"image": images, "label": ["a", "b", "c"]}), path)
     assert "row 2: 'image' names a file (cat/2.jpg) instead of holding it" in refused(path)
-    pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"], "split": ["train", "val"]}), path)
-    assert "the column 'split'" in listed(path).notes[0]
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
-        (pa.array([[0], [0, None], [], None, [1]]), "row 1: [0, None] has a missing label (null)"),
-        (pa.array([["a"], None, [None], [], ["b"]]), "row 2: [None] has a missing label"),
-        (pa.array([1.5, 2, 3, 4, 5]), "column 'label' holds double, but labels are text, whole numbers or lists of them. If pandas wrote"),
-        (pa.array([True, False, True, True, True]), "column 'label' holds bool, but labels are text"),
-        (pa.array([[[0]], [[1]], [], [], []]), "column 'label' holds list<element: list<"),
-        (pa.array([2**64 - 1, 0, 0, 0, 0], pa.uint64()), "row 0: label 18446744073709551615 is out of range"),
-        (pa.nulls(5), "column 'label' holds null, but labels are text"),
-        (pa.array([{"a": 1}] * 5), "column 'label' holds struct<a: int64>, but labels are text"),
-    ],
-)  # fmt: skip
-def test_odd_labels_in_parquet(labels: pa.Array, said: str, tmp_path: Path) -> None:
-    assert said in refused(hugging_face(tmp_path / "a.parquet", labels))
 
 
 def test_text_and_bytes_in_views_and_dictionaries(tmp_path: Path) -> None:
     write_folder({f"{i}.jpg": data for i, data in enumerate(IMAGES)}, tmp_path)
     images, paths, views = pa.array(IMAGES, pa.binary_view()), [f"{i}.jpg" for i in range(5)], pa.string_view()
-    groups = pa.array(list("xxyyz"), views)
     for column in (pa.array(paths, views), pa.array(paths).dictionary_encode()):
-        pq.write_table(pa.table({"path": column, "label": list("abaab"), "of": groups}), tmp_path / "list.parquet")
-        listing = listed(tmp_path / "list.parquet", group_column="of")
-        assert [data for *_, data in samples(listing).values()] == IMAGES
-        assert listing.table["group"].to_pylist() == list("xxyyz")
+        pq.write_table(pa.table({"path": column, "label": list("abaab")}), tmp_path / "list.parquet")
+        assert [data for *_, data in samples(listed(tmp_path / "list.parquet")).values()] == IMAGES
     pq.write_table(pa.table({"image": images, "label": list("abaab")}), tmp_path / "images.parquet")
     assert [data for *_, data in samples(listed(tmp_path / "images.parquet")).values()] == IMAGES
-
-
-def test_odd_columns_in_parquet(tmp_path: Path) -> None:
-    folder = tmp_path / "raw"
-    folder.mkdir()
-    columns = [pa.array(IMAGES), pa.array([0, 1, 0, 1, 0]), pa.array([1, 0, 1, 0, 1])]
-    pq.write_table(pa.table(columns, ["image", "label", "label"]), folder / "a.parquet")
-    assert "a.parquet has 2 columns 'label' (label_column). Rename all but one." in refused(folder)
-    # Parquet selects nested columns by the beginning of their names.
-    pq.write_table(pa.table([columns[2], *columns[:2]], ["label.x", "image", "label"]), folder / "a.parquet")
-    assert [labels for _, labels, _ in samples(listed(folder)).values()] == [("0",), ("1",), ("0",), ("1",), ("0",)]
-    # Numbers in one file and text in another; int32 beside int64 is nothing.
-    hugging_face(folder / "a.parquet", columns[1])
-    hugging_face(folder / "b.parquet", columns[1].cast(pa.int32()))
-    assert len(listed(folder)) == 10
-    hugging_face(folder / "b.parquet", pa.array(list("abcde")))
-    assert "b.parquet: column 'label' holds text, but numbers in" in refused(folder)
-
-
-@pytest.mark.parametrize("features", [{}, {"label": None}, {"label": []}, {"label": 3}, {"label": {"dtype": "int64"}}])
-def test_hugging_face_metadata_without_names(features: dict, tmp_path: Path) -> None:
-    path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 1, 2]))
-    for metadata in ({"info": {"features": features}}, {"info": None}, {}):
-        pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": json.dumps(metadata)}), path)
-        assert listed(path).classes == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -598,9 +466,6 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     assert found["cat/1"] == ("train", ("10",), FILES["cat/1.jpg"])
     assert found["3"] == ("test", ("0",), FILES["3.png"])
     assert listing.classes == [str(number) for number in range(11)]
-    names = _text("\n".join(NAMES))(tmp_path)
-    said = refused(tmp_path / "raw/lists/a.csv", label_names=str(names))
-    assert "a.csv, row 1: label 10 is out of range, the number of class names is 3" in said
     # Left out without a word, the empty line shifted the names after it.
     assert "line 2 " in refused(tmp_path / "raw/lists/b.csv", label_names=str(_text("plane\n\ncar\n")(tmp_path)))
     assert listed(tmp_path / "raw/lists/b.csv", label_names=str(_text("plane\ncar\n\n")(tmp_path))).classes == NAMES[:2]
@@ -624,53 +489,32 @@ def test_a_column_of_splits(ending: str, tmp_path: Path) -> None:
     assert any("left out 1 row" in note for note in listing.notes)
     chosen = listed(path, splits={"train": "train", "dev": "val"})
     assert splits_of(chosen) == {"0": "train", "1": "dev", "2": "train"}
-    assert any("left out 2 rows" in note for note in chosen.notes)
     assert set(splits_of(listed(path, split_column="")).values()) == {"train"}
     assert listed(path, label_column="split").splits == ["train"]
-    assert "already has a 'val'" in refused(path, val_share=0.5)
-    assert "'trian'" in refused(path, splits={"train": "trian"})
-    assert "split_column" in refused(path, split_column="fold")
     assert splits_of(listed(split_list(["0"] * 2 + ["1"] * 3, "fold"), split_column="fold"))["4"] == "1"
-    way_out = refused(split_list(["Train", "Validation", "Train", "Test", "Train"]))
-    assert "splits.test=Test splits.train=Train splits.val=Validation " in way_out
-    # Where splits are lists, the column is named as what is not used.
-    listing = listed(tmp_path, layout="list", splits={"val": path.name})
-    assert (splits_of(listing)["0"], "'split'" in listing.notes[0]) == ("val", True)
 
 
 @pytest.mark.parametrize(
     ("labels", "expected", "num_classes"),
     [
-        (["2", "0;10"], [("2",), ("0", "10")], 11),
         (["2", " ", "10; 07"], [("2",), (), ("7", "10")], 11),
         (["02", "", "10;07"], [("02",), (), ("07", "10")], 3),
-        (["2", "", "ten"], [("2",), (), ("ten",)], 2),
         (["2.0", "", "10.0;1"], [("2",), (), ("1", "10")], 11),
         (["2", "nan", "10;NaN"], [("2",), (), ("10",)], 11),
-        (["cat", "None", " NA;dog"], [("cat",), (), ("dog",)], 2),
         (["none", "<NA>", "dog"], [("none",), (), ("dog",)], 2),
     ],
-    ids=["several", "blank", "codes", "names", "of pandas", "missing number", "missing name", "a class called none"],
+    ids=["blank", "codes", "of pandas", "missing number", "a class called none"],
 )
 def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_classes: int, tmp_path: Path) -> None:
     listing = listed(table(tmp_path / "list.csv", [(f"{row}.jpg", label) for row, label in enumerate(labels)]))
     found = [tuple(listing.classes[label] for label in row) for row in listing.table["labels"].to_pylist()]
     assert found == expected
     assert len(listing.classes) == num_classes
-    if any(not names for names in expected):
-        assert "1 image without any label" in listing.notes
-    missing = {part.strip() for label in labels for part in label.split(";")} & {"nan", "NaN", "None", "NA", "<NA>"}
-    assert all(any(repr(text) in note for note in listing.notes) for text in missing)
     assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
 
 
 def test_bad_list(tmp_path: Path) -> None:
-    (excel := tmp_path / "excel.csv").write_text("path,label\n1.jpg,cat\n", encoding="utf-16")
-    assert "excel.csv is text in UTF-16, as Excel's `Unicode Text` is. Save it as CSV in UTF-8." in refused(excel)
-    path = table(tmp_path / "list.csv", [("gone.jpg", "cat"), ("", "dog")], ("file", "label"))
-    assert "list.csv has no column 'path' (path_column). It has: file, label." in refused(path)
-    assert "row 2: file is empty" in refused(path, path_column="file")
-    table(path, [("gone.jpg", "cat")])
+    path = table(tmp_path / "list.csv", [("gone.jpg", "cat")])
     # A missing file is the job's to find, count and name.
     assert listed(path).table["size"].to_pylist() == [0]
     table(path, [("a.jpg", "cat"), ("a.png", "cat")])
@@ -714,14 +558,9 @@ def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
     assert said in refused(path)
 
 
-@pytest.mark.parametrize("form", ["folder", "tar", "tiny"])
-def test_names_of_numbers_are_refused_where_folders_name_the_classes(form: str, tmp_path: Path) -> None:
-    files = {name: data for name, data in FILES.items() if "/" in name}
-    source = write_tar(files, tmp_path / "a.tar") if form == "tar" else tmp_path / "raw"
-    if form != "tar":
-        write_folder(TINY if form == "tiny" else files, source)
-    names = _text("cat\ndog\n")(tmp_path)
-    assert "folders name the classes. Leave it out" in refused(source, label_names=str(names))
+def test_names_of_numbers_are_refused_where_folders_name_the_classes(tmp_path: Path) -> None:
+    source, names = write_folder(TINY, tmp_path / "raw"), _text("cat\ndog\n")(tmp_path)
+    assert "label_names" in refused(source, label_names=str(names))
 
 
 # --- webdataset -------------------------------------------------------------------------------------------------------
@@ -755,9 +594,6 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     listing = listed(tmp_path / "raw")
     assert samples(listing) == {f"{tar}/0": ("train", ("0",), jpeg(i)) for i, tar in enumerate(("v1_0", "more/v1_0"))}
     assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
-    files = [(f"{key}.{ext}", data) for key in (0, 1, 0) for ext, data in (("jpg", jpeg(key)), ("cls", b"0"))]
-    write_tar(files, tmp_path / "raw/twice.tar")
-    assert "0.jpg is in it twice, 'twice/0'. Keys are tar/name up to its first dot" in refused(tmp_path / "raw")
 
 
 @pytest.mark.parametrize(
@@ -765,9 +601,7 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     [
         ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
         (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
-        (["00001-of-00003", "00002-of-00003", "00003-of-00003"], ""),
         (["20190131", "20190228", "20200331"], ""),
-        (["a/0", "a/1", "b/3", "b/4", "cars"], ""),
     ],
 )
 def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
@@ -797,18 +631,6 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     assert [f"{tmp_path}/raw/more_pets (near_copies)" in note for note in listing.notes] == [True]
     pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
     assert pets.classes == ["cat", "dog"]
-    # A data set without labels contradicts no classes, tars without names might. Another program's file is named, and not used.
-    (tmp_path / "raw/more_pets/dataset.json").unlink()
-    assert (
-        f"The tars in {tmp_path}/raw/more_pets: no classes are named, but in {tmp_path}/raw/pets. If both"
-        in refused(tmp_path / "raw", layout="webdataset")
-    )
-    write_dataset(tmp_path / "raw/more_pets", [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], [], {}, {})
-    assert listed(tmp_path / "raw", layout="webdataset").classes == pets.classes
-    (tmp_path / "raw/pets/dataset.json").write_text('{"name": "pets"}')
-    theirs = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
-    assert (theirs.classes, "warning: a file dataset.json is not used" in theirs.notes[0]) == (["0", "1"], True)
-    assert "Or name the classes of the tars: label_names=FILE." in refused(tmp_path / "raw/pets", layout="webdataset")
 
 
 def test_bad_webdataset(tmp_path: Path) -> None:
@@ -821,19 +643,9 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")
     write_tar(SHARD, tmp_path / "raw/b.tar")
-    write_tar(SHARD, tmp_path / "raw/c.TAR")
     listing = listed(packed.parent, layout="webdataset")
     assert len(listing) == 3
-    assert ["a.tar.gz" in listing.notes[0], "c.TAR" in listing.notes[1]] == [True, True]
-    splits = {"train": "b", "val": "a"}
-    assert "raw: a.tar.gz is compressed, and only plain tars" in refused(
-        packed.parent, layout="webdataset", splits=splits
-    )
-    assert len(listed(packed, layout="webdataset")) == 3
-    with pytest.raises(UserError, match=r"a\.tar\.gz is compressed, and only plain tars"):
-        index.run(IndexConfig(source=str(packed), out=str(tmp_path / "out")))
-    write_tar({"a.jpg": jpeg(1), "a.cls": b"cat"}, tmp_path / "b.tar")
-    assert "split 'train' (all of it) has no images" in refused(tmp_path / "b.tar")
+    assert "a.tar.gz" in listing.notes[0]
 
 
 def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:

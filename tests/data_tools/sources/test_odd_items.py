@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar, write_zip
 
@@ -24,7 +22,6 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
 LATIN = os.fsdecode("caf\u00e9".encode("latin-1"))
 
@@ -49,30 +46,9 @@ def test_a_path_that_is_not_utf8_is_refused_before_ray(command: str, tmp_path: P
     with pytest.raises(UserError, match=r"^(source|data) = .* is not UTF-8, as Ray and Parquet require. Rename"):
         run()
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=r"^out = .* is not UTF-8"):
-        shard.run(settings(write_folder(GOOD, tmp_path / "raw"), tmp_path / LATIN / "out"))
-
-
-def test_a_parquet_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    with open(tmp_path / "raw" / f"{LATIN}.parquet", "wb") as file:
-        pq.write_table(pa.table({"image": [jpeg(1)], "label": [0]}), file)
-    with pytest.raises(UserError, match=r"its path is not UTF-8, as Arrow requires. Rename it"):
-        listed(tmp_path / "raw")
 
 
 # ---------------------------------------------------------------- folders
-
-
-def test_class_folders_that_are_links_to_nowhere_are_named(tmp_path: Path) -> None:
-    """They were files without an image extension, or nothing at all."""
-    (tmp_path / "cat").symlink_to(tmp_path / "moved")
-    with pytest.raises(
-        UserError, match=r"Also ignored 1 file without an image extension: cat \(a link that leads nowhere\)\.$"
-    ):
-        listed(tmp_path)
-    with pytest.raises(UserError, match=r"1 file without an image extension: cat \(a link that leads nowhere\)\.$"):
-        listed(tmp_path, layout="images")
 
 
 def _loop(at: Path) -> None:
@@ -119,15 +95,6 @@ def test_class_folders_with_the_names_of_other_layouts(tmp_path: Path) -> None:
     assert listed(source).classes == sorted(names)
 
 
-def test_what_is_ignored_is_named(tmp_path: Path) -> None:
-    others = {"cat/00001": b"", "cat/b.txt": b"", "cat/.photo.jpg": b"", "top.jpg": b""}
-    listing = listed(write_folder({**GOOD, **others}, tmp_path / "raw"))
-    said = {note.split(": ")[0]: set(note.split(": ")[-1].split(", ")) for note in listing.notes}
-    assert said["ignored 2 files without an image extension"] == {"cat/00001", "cat/b.txt"}
-    assert said["ignored 1 hidden file"] == {"cat/.photo.jpg"}
-    assert said["ignored 1 image outside the class folders of splits = {'train'"] == {"top.jpg"}
-
-
 def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster: int, tmp_path: Path, capfd) -> None:
     files = {f"{name}/{i}.jpg": jpeg(i) for name in ("cat", "dog") for i in range(5)}
     plain = shard.run(settings(write_folder(files, tmp_path / "plain"), tmp_path / "a"))
@@ -149,10 +116,6 @@ def test_skipped_items_are_a_share_of_all_items(ray_cluster: int, tmp_path: Path
     """Of 3 images and 4 that were never listed as such, no share was enough: 1.0 allowed 3."""
     files = {**GOOD, "dog/cut.jpg": jpeg(3)[:-200], **{os.fsdecode(b"cat/%d\xff.jpg" % i): b"?" for i in range(4)}}
     source = write_folder(files, tmp_path / "raw")
-    with pytest.raises(
-        UserError, match=r"^4 items of the source cannot be used, .* max_bad_share = 0.5 allows of 7: cat/0"
-    ):
-        shard.run(settings(source, tmp_path / "out", max_bad_share=0.5))
     with pytest.raises(
         UserError, match=r"^5 of the 7 images read so far are bad, more than the 4 that .* allows of 7: "
     ):
@@ -219,9 +182,6 @@ ODD_MEMBERS = {
     "name not UTF-8": (member(b"cat/caf\xe9.jpg", jpeg(3)), "its name is not UTF-8; rename it"),
     "pax name not UTF-8": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\xff.jpg")), "its name is not UTF-8; rename it"),
     "pax size no number": (member(b"cat/x.jpg", jpeg(3), record(b"size", b"many")), "says size = 'many', which is no number"),
-    "pax length no number": (member(b"cat/x.jpg", jpeg(3), b"xx path=cat/y.jpg\n"), "b'xx', which is no length"),
-    "pax length nought": (member(b"cat/x.jpg", jpeg(3), b"0 path=cat/y.jpg\n"), "a record of 0 bytes does not end"),
-    "pax length too long": (member(b"cat/x.jpg", jpeg(3), b"99 path=cat/y.jpg\n"), "a record of 99 bytes does not end"),
     "NUL in a pax name": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\0.jpg")), "its name has a NUL character"),
 }  # fmt: skip
 
@@ -346,16 +306,6 @@ def test_a_flipped_bit_in_a_zip_is_found(method: int, file: type[io.BytesIO], tm
         reader.read(*place)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_an_empty_member_of_a_zip_is_an_empty_file(method: int, tmp_path: Path) -> None:
-    """Of a stored one, a byte too many was read, which was said to be another size than the listed one."""
-    with zipfile.ZipFile(tmp_path / "raw.zip", "w", method) as file:
-        file.writestr("cat/1.jpg", b"")
-    rows = listed(tmp_path / "raw.zip").rows(np.arange(1))
-    with Reader() as reader:
-        assert reader.read(*(rows[name][0] for name in ("path", "offset", "size", "packed"))) == b""
-
-
 # ---------------------------------------------------------------- webdataset
 
 SHARD = [
@@ -376,17 +326,13 @@ def odd_shard(tmp_path: Path) -> Path:
     return write_tar(SHARD, tmp_path / "tars/a.tar")
 
 
-def test_odd_samples_of_a_webdataset(odd_shard: Path, ray_cluster: int, tmp_path: Path) -> None:
+def test_odd_samples_of_a_webdataset(odd_shard: Path) -> None:
     listing = listed(odd_shard)
     assert listing.table["key"].to_pylist() == ["1", "__/up", "tmp/ESC"]
     assert "removed the leading / of 1 key: /tmp/ESC" in listing.notes
     found = {where.removeprefix("a.tar: "): reason for where, reason in skipped(listing).items()}
     assert found.keys() == BAD.keys()
     assert all(BAD[name] in reason for name, reason in found.items())
-    made = shard.run(settings(odd_shard, tmp_path / "out", max_bad_share=0.6))
-    with tarfile.open(made.path / "train-000000.tar") as tar:
-        names = tar.getnames()
-    assert sorted(names) == sorted(f"{key}.{ext}" for key in ("1", "tmp/ESC", "__/up") for ext in ("jpg", "cls"))
 
 
 def test_links_of_a_webdataset_are_skipped_and_named(tmp_path: Path) -> None:
@@ -433,9 +379,6 @@ def test_a_sample_of_a_webdataset_without_an_image_is_skipped_and_named(what: st
     found = skipped(listed(tmp_path / "a.tar"))
     assert found.keys() == {f"a.tar: {where}"}
     assert found[f"a.tar: {where}"].startswith(reason)
-    write_tar(odd, tmp_path / "b.tar")
-    with pytest.raises(UserError, match=r"b.tar: split 'train' .* has no images; 1 cannot be used: b.tar: " + where):
-        listed(tmp_path / "b.tar", layout="webdataset")
 
 
 def test_labels_that_are_not_beside_their_images_are_not_taken_for_none(tmp_path: Path) -> None:
@@ -457,9 +400,3 @@ def test_index_and_verify_of_odd_tars(odd_shard: Path, ray_cluster: int, tmp_pat
     assert all(BAD[name] in reason for name, reason in found.items())
     assert len(made.split("train")) == 3
     assert verify.run(VerifyConfig(data=str(made.path)))["is_whole"]
-    # A tar of which only an odd header has changed since.
-    with open(odd_shard, "r+b") as file:
-        file.seek(-20_000, io.SEEK_END)
-        file.write(tar_of(member(b"x\xff.jpg", b"", b"0 path=y\n")))
-    report = verify.run(VerifyConfig(data=str(made.path)))
-    assert not report["is_whole"]

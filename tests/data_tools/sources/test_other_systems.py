@@ -30,12 +30,6 @@ def test_labels_of_a_tar_made_on_a_mac(layout: str, tmp_path: Path) -> None:
     }
 
 
-def test_class_tars_in_a_tar_made_on_a_mac(tmp_path: Path) -> None:
-    inner = write_tar(_with_doubles({"1.JPEG": jpeg(1)}), tmp_path / "inner.tar").read_bytes()
-    write_tar(_with_doubles({"./n01.tar": inner, "./n02.tar": inner}), tmp_path / "raw.tar")
-    assert samples(listed(tmp_path / "raw.tar")).keys() == {"n01/1", "n02/1"}
-
-
 @pytest.mark.parametrize("form", ["folder", "tar", "zip"])
 def test_a_flat_folder_of_a_mac(form: str, tmp_path: Path) -> None:
     images = {"n01440764_1.JPEG": jpeg(1), "n01440765_1.JPEG": jpeg(2)}

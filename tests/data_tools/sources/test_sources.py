@@ -17,11 +17,9 @@ from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zi
 from data_tools.sharding.shard import run
 from data_tools.sources import list_source
 from data_tools.sources.layouts import LAYOUTS
-from data_tools.sources.listing import Collector
 from pipeline.settings import command
 from pipeline.settings.commands.data import ShardConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"cat/1.jpg": jpeg(1), "dog/1.jpg": jpeg(2)}
 MORE = {**GOOD, "cat/2.jpg": jpeg(3, width=99)}
 
@@ -46,40 +44,11 @@ def _cut(path: Path) -> Path:
     return path
 
 
-def _flipped(path: Path) -> Path:
-    data = bytearray(path.read_bytes())
-    data[20] ^= 0xFF
-    path.write_bytes(data)
-    return path
-
-
-def _damaged_header(path: Path) -> Path:
-    with tarfile.open(path) as tar:
-        second = tar.getmembers()[1].offset
-    data = bytearray(path.read_bytes())
-    data[second + 10] ^= 0xFF
-    path.write_bytes(data)
-    return path
-
-
 def _twice_in_tar(at: Path) -> Path:
     write_tar(GOOD, at / "raw.tar")
     with tarfile.open(at / "raw.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo("cat/1.jpg"))
     return at / "raw.tar"
-
-
-def _cut_class_tars(at: Path) -> Path:
-    folder = write_class_tars({**GOOD, "elk/1.jpg": jpeg(4)}, at / "raw")
-    _cut(folder / "cat.tar")
-    _cut(folder / "elk.tar")
-    return folder
-
-
-def _damaged_tar_in_a_tar(at: Path) -> Path:
-    folder = write_class_tars(MORE, at / "inner")
-    _damaged_header(folder / "cat.tar")
-    return write_tar({path.name: path.read_bytes() for path in sorted(folder.iterdir())}, at / "raw.tar")
 
 
 def _text(at: Path) -> Path:
@@ -114,15 +83,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
-    "cut tar.gz": (lambda at: _cut(write_tar(MORE, at / "raw.tgz", "w:gz")), "is damaged"),
-    "damaged tar.bz2": (lambda at: _flipped(write_tar(MORE, at / "raw.tar.bz2", "w:bz2")), "is damaged (Invalid data"),
-    "cut zip": (lambda at: _cut(write_zip(MORE, at / "raw.zip")), "is damaged"),
-    "damaged tar": (lambda at: _damaged_header(write_tar(GOOD, at / "raw.tar")), "is damaged (bad checksum"),
-    "cut class tars": (_cut_class_tars, "raw has 2 damaged tars: cat.tar (cut off at byte"),
-    "damaged tar in a tar": (_damaged_tar_in_a_tar, "raw.tar has 1 damaged tar: cat.tar (bad checksum at byte"),
     "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
     "not fetched": (_begins_with(LFS, "raw.tar"), "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull."),
-    "folder not fetched": (lambda at: _begins_with(LFS, "raw/train-0.parquet")(at).parent, "train-0.parquet is a pointer of Git LFS"),
     "splits as classes": (
         lambda at: write_folder(_below("test", "train"), at / "raw"),
         "If they are, say so: splits.test=test splits.train=train",
@@ -170,11 +132,6 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
         (f"out={stranger}/thesis.txt",): "thesis.txt",
         (f"out={tmp_path}/new", "splits.train=here"): "here has no class folders with images (split 'train')",
         (f"out={tmp_path}/new", "val_share=0.0001"): "leaves 2 for 'train' and 0 for 'val'",
-        (f"out={tmp_path}/new", "layout=archive"): "is a folder",
-        (
-            f"out={tmp_path}/new",
-            "label_column=a",
-        ): "layout = folder: label_column = a has no effect without layout = parquet or list.",
     }
     for arguments, said in cases.items():
         assert said in refusal(monkeypatch, capfd, f"source={source}", *arguments)
@@ -183,21 +140,6 @@ def test_bad_places_are_refused(tmp_path: Path, monkeypatch, capfd) -> None:
 
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"working_dir": "gcs://x.zip"}}')
     assert "out = here is a relative path" in refusal(monkeypatch, capfd, f"source={source}", "out=here")
-
-
-def test_photographs_of_phones_and_netpbm_s_are_images(tmp_path: Path) -> None:
-    files = {
-        "cat/2.HEIC": b"?",
-        "cat/3.hif": b"?",
-        "fox/1.avif": b"?",
-        "fox/2.ppm": b"?",
-        "fox/3.pgm": b"?",
-        "fox/4.jxl": b"?",
-    }
-    source = write_folder({**GOOD, **files}, tmp_path / "raw")
-    found = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
-    assert not found.skipped
-    assert {name.partition(".")[0] for name in files} <= set(found.table["key"].to_pylist())
 
 
 def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
@@ -248,20 +190,6 @@ def test_a_listing_has_the_time_of_each_image_s_last_change(layout: str, tmp_pat
 def write_parquet(path: Path, columns: dict[str, list]) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
-
-
-def test_a_folder_of_images_with_few_in_folders_below_is_read_by_another_layout(tmp_path: Path) -> None:
-    source = write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "more/3.jpg": jpeg(3)}, tmp_path / "raw")
-    listing = list_source(source, ShardConfig(source=str(source), out="unused"), tmp_path / "staging")
-    assert any("2.jpg; layout=images reads them without labels" in note for note in listing.notes)
-
-
-def test_names_of_many_images_are_kept_in_the_table_alone(tmp_path: Path) -> None:
-    """A folder of 2 million images took 210 MB more for a message that names eight of them."""
-    collector = Collector(tmp_path, {"train": ""}, by_folders=False, is_labelled=False)
-    for number in range(20):
-        collector.file(f"{number}.jpg", -1, 0, 1)
-    assert len(collector._tops) == 8
 
 
 def test_classes_called_like_splits(tmp_path: Path) -> None:

@@ -1,13 +1,9 @@
-"""Single flipped bits in the files that describe a data set: the same samples, one line, or an index made again.
-
-Never other labels or offsets, and never an exception that is no UserError.
-"""
+"""Files that describe a data set and are wrong although their checksums agree, or that are read from a cache of these."""
 
 import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import (
     INFO,
     ROWS,
@@ -31,7 +26,7 @@ from pipeline.data.dataset.manifest import (
 from pipeline.data.dataset.tables import info_checksum
 from pipeline.data.storage import checksum_cache
 
-COUNT, FLIPS = 60, 100
+COUNT = 60
 LABELS = [[row % 5] if row % 4 else [row % 5, 6] for row in range(COUNT)]
 PER_SHARD = 20
 
@@ -69,14 +64,8 @@ def content(path: Path) -> dict[str, object]:
         "starts": split.index.label_starts.tolist(),
         "max_labels": split.max_labels,
         "keys": split.keys(range(len(split))),
+        "index": {file.name: file.read_bytes() for file in path.glob("index/train-*/*")},
     }
-
-
-def flip(path: Path, generator: np.random.Generator) -> None:
-    data = bytearray(path.read_bytes())
-    place = int(generator.integers(len(data)))
-    data[place] ^= 1 << int(generator.integers(8))
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +73,6 @@ def flip(path: Path, generator: np.random.Generator) -> None:
     [
         ("labels", lambda values: [[-1], *values[1:]], "column labels has -1"),
         ("labels", lambda values: [[0, None], *values[1:]], "column labels has a null"),
-        ("labels", lambda values: [None, *values[1:]], "column labels has a null"),
         ("offset", lambda values: [-512, *values[1:]], "column offset has -512"),
         ("size", lambda values: [None, *values[1:]], "column size has a null"),
     ],
@@ -104,91 +92,14 @@ def test_impossible_numbers_behind_right_checksums(column: str, change: Any, sai
         open_dataset(dataset.path).split("train")
 
 
-def test_samples_without_a_label_are_counted(tmp_path: Path) -> None:
-    """An empty list is documented: of several labels, none. Beside samples of one label each, it is said."""
-    split = make(tmp_path / "data").split("train")
-    assert split.notes() == []
-    starts = np.minimum(np.arange(COUNT + 1), COUNT - 2)
-    single = replace(split.index, labels=np.zeros(COUNT - 2, np.int32), label_starts=starts, max_labels=1)
-    assert replace(split, index=single).notes() == ["train: 2 of 60 samples have no label"]
-
-
-def check_line(error: UserError, path: Path) -> None:
-    assert "\n" not in str(error)
-    assert str(path) in str(error)
-
-
-@dataclass
-class Outcomes:
-    same: int = 0
-    refused: int = 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "signed"),
-    [(SAMPLES_FILE, True), (SHARDS_FILE, True), (INFO, True), ("index", True), (INFO, False)],
-    ids=["samples", "shards", "info", "index", "info of an earlier version"],
-)
-def test_flipped_bits(name: str, signed: bool, tmp_path: Path) -> None:
-    path = make(tmp_path / "data").path
-    if not signed:
-        info = json.loads((path / INFO).read_text())
-        (path / INFO).write_text(json.dumps({key: value for key, value in info.items() if key != "checksum"}))
-    expected = content(path)
-    files = sorted((path / "index").glob("train-*/*")) if name == "index" else [path / name]
-    whole = {file: file.read_bytes() for file in files}
-    generator = np.random.default_rng(len(name))
-    outcomes = Outcomes()
-    for number in range(FLIPS if signed else 2 * FLIPS):  # Without a checksum it matters which bit.
-        flip(files[number % len(files)], generator)
-        try:
-            found = content(path)
-        except UserError as error:
-            check_line(error, path)
-            outcomes.refused += 1
-        else:
-            if signed:
-                assert found == expected
-            outcomes.same += 1
-        if name != "index":
-            for file, data in whole.items():
-                file.write_bytes(data)
-    if name == "index":
-        # Every time made again, to the byte.
-        assert outcomes.refused == 0
-        assert {file: file.read_bytes() for file in files} == whole
-    elif name != INFO:
-        assert outcomes.same == 0
-    assert content(path) == expected
-
-
-def test_a_row_group_of_labels_set_to_nothing(tmp_path: Path) -> None:
-    path = make(tmp_path / "data").path
-    table = pq.read_table(path / SAMPLES_FILE)
-    zeros = table.column("labels").to_pylist()
-    zeros[:20] = [[0]] * 20
-    place = table.schema.get_field_index("labels")
-    pq.write_table(
-        table.set_column(place, table.schema.field(place), pa.array(zeros, pa.list_(pa.int32()))), path / SAMPLES_FILE
-    )
-    with pytest.raises(UserError, match=r"samples.parquet is damaged: .*dataset.json was written with\. Copy it again"):
-        open_dataset(path).split("train")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"classes": []}, "classes has 0 names, but num_classes says 7"),
-        ({"classes": [], "num_classes": 0}, r"has 0 classes, but split 'train' has label 6"),
         ({"classes": list("abc"), "num_classes": 3}, r"has 3 classes, but split 'train' has label 6"),
         ({"classes": list("abcdefa")}, "classes has 'a' more than once"),
-        ({"classes": "abcdefg"}, r"classes = 'abcdefg' must be a list of text"),
         ({"classes": [1, 2, 3, 4, 5, 6, 7]}, r"classes\[0\] = 1 must be text"),
-        ({"class_names": ["a"]}, "classes has 7 names, but class_names says 1"),
-        ({"samples": {"train": "60"}}, "samples.train = '60' must be a whole number"),
         ({"samples": {"train": -60}}, "do not fit"),
-        ({"files": {"samples.parquet": 3}}, "files.samples.parquet = 3 must be text"),
         ({"format": {}}, "has format {}"),
     ],
 )
@@ -202,42 +113,6 @@ def test_fields_of_dataset_json(change: dict, said: str, tmp_path: Path) -> None
     assert "\n" not in str(error.value)
     (path / INFO).write_text(json.dumps(info))
     assert len(open_dataset(path).split("train")) == COUNT
-
-
-def test_a_data_set_without_hashes_of_its_tables(tmp_path: Path) -> None:
-    path = make(tmp_path / "data").path
-    expected = content(path)
-    info = json.loads((path / INFO).read_text())
-    for field in ("checksum", "files", "num_classes"):
-        del info[field]
-    (path / INFO).write_text(json.dumps(info))
-    assert content(path) == expected
-    for name in (SAMPLES_FILE, SHARDS_FILE):
-        data = (path / name).read_bytes()
-        generator = np.random.default_rng(0)
-        for _ in range(50):
-            (path / name).write_bytes(data[: int(generator.integers(len(data)))])
-            with pytest.raises(UserError, match=rf"{name}\b"):
-                open_dataset(path).split("train")
-        (path / name).write_bytes(data)
-
-
-def test_a_list_of_samples_to_leave_out(tmp_path: Path) -> None:
-    dataset = make(tmp_path / "data")
-    rows = {"split": ["train"] * 3, "row": [1, 2, 5], "key": ["class/1", "class/2", "class/5"], "reason": ["x"] * 3}
-    path = write_list(dataset, "bad", pa.table(rows, EXCLUDED))
-    data = path.read_bytes()
-    expected = dataset.split("train").excluded_rows.tolist()
-    generator = np.random.default_rng(0)
-    for _ in range(FLIPS):
-        flip(path, generator)
-        try:
-            found = dataset.split("train").excluded_rows.tolist()
-        except UserError as error:
-            check_line(error, path)
-        else:
-            assert found == expected
-        path.write_bytes(data)
 
 
 def test_a_file_is_read_once_and_again_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
