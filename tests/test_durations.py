@@ -12,10 +12,16 @@ from pipeline.base.progress import ProgressFile, duration
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.2, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2.0 h"), (86400, "24.0 h"),
-        (172_800, "2.0 d"), (1_000_000, "11.6 d"),
+        (0.2, "0 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (7199, "120 min"),
+        (7200, "2.0 h"),
+        (86400, "24.0 h"),
+        (172_800, "2.0 d"),
+        (1_000_000, "11.6 d"),
     ],
-)  # fmt: skip
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

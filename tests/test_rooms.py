@@ -6,8 +6,11 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-            for folder in ("pipeline", "data_tools", "launch") for path in (ROOT / folder).rglob("*.py")}  # fmt: skip
+_MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in ("pipeline", "data_tools", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+}
 
 
 def test_only_rooms_stand_in_the_library() -> None:

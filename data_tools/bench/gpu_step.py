@@ -90,10 +90,23 @@ DEFAULTS = Setup(engine=True, fused=True, deterministic=True)
 
 def settings(case: Case, *overrides: str) -> RunConfig:
     """A run of the case, with the defaults."""
-    return schema.load(RunConfig, None, [
-        "name=bench", "data.path=none", "data.streams=1", "train.length=1000000 steps", "schedule.warmup=0 steps", "train.loss=softmax", f"model.name={case.model}",
-        f"model.image_size={case.pixels}", f"train.global_batch={case.batch}", f"train.micro_batch={case.batch}", *overrides,
-    ])  # fmt: skip
+    return schema.load(
+        RunConfig,
+        None,
+        [
+            "name=bench",
+            "data.path=none",
+            "data.streams=1",
+            "train.length=1000000 steps",
+            "schedule.warmup=0 steps",
+            "train.loss=softmax",
+            f"model.name={case.model}",
+            f"model.image_size={case.pixels}",
+            f"train.global_batch={case.batch}",
+            f"train.micro_batch={case.batch}",
+            *overrides,
+        ],
+    )
 
 
 def matrix_product(device: str) -> Iterator[Row]:
@@ -144,9 +157,11 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
     flops = objectives.training_flops(run, config)
     losses, speed = _timed(case, _engine(case, run, models.build(config), DEFAULTS)(case.batch), flops)
     yield speed | {
-        "setup": asdict(DEFAULTS), "first_losses": losses, "arithmetic": flops / models.training_flops_per_image(case.config),
+        "setup": asdict(DEFAULTS),
+        "first_losses": losses,
+        "arithmetic": flops / models.training_flops_per_image(case.config),
         "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
-    }  # fmt: skip
+    }
 
 
 def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int) -> Iterator[Row]:
@@ -159,11 +174,19 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
 
     with tempfile.TemporaryDirectory() as folder:
         run = settings(
-            case, f"out={folder}", f"data.path={data}", f"data.threads={decoders}",
-            f"train.length={3 * steps} steps", f"train.log_every={log_every}",
-            "evaluate.every=100%", f"evaluate.batch={case.batch}",
-            f"checkpoint.every={steps} steps", "checkpoint.keep=1", "track.enabled=false", "track.figures=false",
-        )  # fmt: skip
+            case,
+            f"out={folder}",
+            f"data.path={data}",
+            f"data.threads={decoders}",
+            f"train.length={3 * steps} steps",
+            f"train.log_every={log_every}",
+            "evaluate.every=100%",
+            f"evaluate.batch={case.batch}",
+            f"checkpoint.every={steps} steps",
+            "checkpoint.keep=1",
+            "track.enabled=false",
+            "track.figures=false",
+        )
         run_training(run)
         records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
     lines = [record.metrics for record in records if record.step > steps and "images_per_second" in record.metrics]
@@ -254,10 +277,14 @@ def _timed(case: Case, step: Step, flops: float) -> tuple[list[float], Row]:
     ready = time.perf_counter() - begin
     seconds = _median_seconds(step, case.seconds, case.device == "cuda")
     return losses, {
-        "model": case.name, "batch": case.batch, "ms": 1e3 * seconds,
-        "images_per_second": case.batch / seconds, "tflops": flops * case.batch / seconds / 1e12,
-        "peak_memory_gib": _peak_gib(case), "seconds_of_first_steps": ready,
-    }  # fmt: skip
+        "model": case.name,
+        "batch": case.batch,
+        "ms": 1e3 * seconds,
+        "images_per_second": case.batch / seconds,
+        "tflops": flops * case.batch / seconds / 1e12,
+        "peak_memory_gib": _peak_gib(case),
+        "seconds_of_first_steps": ready,
+    }
 
 
 def _median_seconds(step: Callable[[], object], seconds: float, on_gpu: bool) -> float:

@@ -23,13 +23,28 @@ _RATE, _PEAK = {"images/s": "{images_per_second:,.0f}", "MFU": "{mfu:.1%}"}, {"p
 _SPEED = {"ms": "{ms:,.1f}", **_RATE, "TFLOP/s": "{tflops:,.1f}"}
 # Part -> the columns of its table.
 _TABLES = {
-    "step": {**_SPEED, "of the product": "{of_product:.1%}", **_PEAK, "loss within": "{loss_difference}", "tolerated": "{is_close}"},
-    "shards": {**_RATE, "data wait": "{data_wait:.2%}", "checkpoint stall": "{checkpoint_blocked_seconds:.3f} s", **_PEAK},
+    "step": {
+        **_SPEED,
+        "of the product": "{of_product:.1%}",
+        **_PEAK,
+        "loss within": "{loss_difference}",
+        "tolerated": "{is_close}",
+    },
+    "shards": {
+        **_RATE,
+        "data wait": "{data_wait:.2%}",
+        "checkpoint stall": "{checkpoint_blocked_seconds:.3f} s",
+        **_PEAK,
+    },
     "objectives": {
-        "batch": "{batch}", **_SPEED, "arithmetic of classification": "{arithmetic:.2f}", **_PEAK, "predicted": "{predicted_gib:.1f}",
+        "batch": "{batch}",
+        **_SPEED,
+        "arithmetic of classification": "{arithmetic:.2f}",
+        **_PEAK,
+        "predicted": "{predicted_gib:.1f}",
     },
     "fit": {"micro-batch": "{micro_batch}", "fits": "{fits}", **_PEAK},
-}  # fmt: skip
+}
 
 
 class BenchResults:
@@ -44,8 +59,11 @@ class BenchResults:
         lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
         self.machine: dict[str, Any] = {
-            "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "gpu": "none", "torch": torch.__version__,
-        }  # fmt: skip
+            "cpu": cpu,
+            "cores": len(os.sched_getaffinity(0)),
+            "gpu": "none",
+            "torch": torch.__version__,
+        }
         self.facts: dict[str, Any] = {
             # As it was typed: launch/bench.py takes the benchmark's name out of sys.argv.
             "command": shlex.join(["python", *sys.orig_argv[1:]]),

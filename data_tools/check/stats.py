@@ -149,20 +149,32 @@ def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
     worst, mix = max(shards, key=lambda pair: pair[1].excess)
     return {
         "count": len(shards),
-        "samples_min": min(samples), "samples_max": max(samples),
-        "bytes_min": min(sizes), "bytes_max": max(sizes),
+        "samples_min": min(samples),
+        "samples_max": max(samples),
+        "bytes_min": min(sizes),
+        "bytes_max": max(sizes),
         "mix_excess_median": float(np.median([m.excess for _, m in shards])),
-        "mix_excess_max": mix.excess, "mix_worst": worst.name,
-    }  # fmt: skip
+        "mix_excess_max": mix.excess,
+        "mix_worst": worst.name,
+    }
 
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
     header = ("shard", "split", "samples", "bytes", "classes", "largest_class", "largest_share", "distance", "excess")
     rows = [
-        (s.name, s.split, s.samples, s.bytes, m.classes, names[m.largest] if m.classes else "",
-         f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
+        (
+            s.name,
+            s.split,
+            s.samples,
+            s.bytes,
+            m.classes,
+            names[m.largest] if m.classes else "",
+            f"{m.largest_share:.4f}",
+            f"{m.distance:.4f}",
+            f"{m.excess:.3f}",
+        )
         for s, m in zip(shards, mixes, strict=True)
-    ]  # fmt: skip
+    ]
     return as_csv([header, *rows])
 
 
@@ -196,7 +208,11 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
         )
         if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
             print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
-        for text, key in (("short side, px", "short_side"), ("width / height", "aspect_ratio"), ("bytes", "bytes_per_image")):  # fmt: skip
+        for text, key in (
+            ("short side, px", "short_side"),
+            ("width / height", "aspect_ratio"),
+            ("bytes", "bytes_per_image"),
+        ):
             if of[key]:
                 q = {k: f"{v:,.2f}" if key == "aspect_ratio" else f"{v:,.0f}" for k, v in of[key].items()}
                 print(

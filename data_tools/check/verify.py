@@ -80,10 +80,17 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
     report = {
-        "data": str(dataset.path), "fingerprint": dataset.fingerprint, "is_whole": not len(found),
-        "shards": len(tables.shards), "samples": total, "bytes": num_bytes, "decoded": decoded, "left_out": dict(unread),
-        "seconds": time.monotonic() - begin, **_summary(found),
-    }  # fmt: skip
+        "data": str(dataset.path),
+        "fingerprint": dataset.fingerprint,
+        "is_whole": not len(found),
+        "shards": len(tables.shards),
+        "samples": total,
+        "bytes": num_bytes,
+        "decoded": decoded,
+        "left_out": dict(unread),
+        "seconds": time.monotonic() - begin,
+        **_summary(found),
+    }
     # The report comes last: with it, damage.csv and the list are of the same check.
     (out / REPORT).unlink(missing_ok=True)
     remove_leftovers(out, pattern=f".{DETAILS}.*.tmp")

@@ -16,8 +16,24 @@ from pipeline.base.words import counted, printable
 from pipeline.settings.commands.data import ShardConfig
 
 # Folders beside each other in data sets for segmentation or detection. An image and its mask would become samples of two classes.
-_PARTS_OF_DATA = {"images", "image", "imgs", "img", "jpegimages", "masks", "mask", "labels", "annotations", "segmentation",
-                  "segmentationclass", "segmentationobject", "groundtruth", "ground_truth", "gt", "depth"}  # fmt: skip
+_PARTS_OF_DATA = {
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "jpegimages",
+    "masks",
+    "mask",
+    "labels",
+    "annotations",
+    "segmentation",
+    "segmentationclass",
+    "segmentationobject",
+    "groundtruth",
+    "ground_truth",
+    "gt",
+    "depth",
+}
 
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:

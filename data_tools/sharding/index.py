@@ -353,9 +353,15 @@ def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
 
 
 def _finish(
-    out: AnyPath, jobs: list[IndexJob], results: list[_IndexedTar], names: list[str], source: AnyPath, is_labelled: bool,
-    group_pattern: str, pixels: Pixels,
-) -> Dataset:  # fmt: skip
+    out: AnyPath,
+    jobs: list[IndexJob],
+    results: list[_IndexedTar],
+    names: list[str],
+    source: AnyPath,
+    is_labelled: bool,
+    group_pattern: str,
+    pixels: Pixels,
+) -> Dataset:
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
     if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):

@@ -388,10 +388,17 @@ def to_tiff(values: np.ndarray, description: str = "") -> bytes:
     array = values[..., 0] if values.shape[2] == 1 else values
     predictor = values.dtype.kind in "ui" and values.dtype.itemsize <= 4
     tifffile.imwrite(
-        file, array, compression="zstd", compressionargs={"level": 3}, predictor=predictor, photometric="minisblack",
-        planarconfig="contig" if array.ndim == 3 else None, metadata=None, software=False,
+        file,
+        array,
+        compression="zstd",
+        compressionargs={"level": 3},
+        predictor=predictor,
+        photometric="minisblack",
+        planarconfig="contig" if array.ndim == 3 else None,
+        metadata=None,
+        software=False,
         description=description or None,
-    )  # fmt: skip
+    )
     return file.getvalue()
 
 

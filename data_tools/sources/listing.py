@@ -283,9 +283,18 @@ class Collector:
         self.skipped.append(("", printable(where), reason))
 
     def sample(
-        self, split: str, key: str, classes: Iterable[str], name: str, container: int, offset: int, size: int, packed: int = 0,
-        group: str = "", mtime: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        split: str,
+        key: str,
+        classes: Iterable[str],
+        name: str,
+        container: int,
+        offset: int,
+        size: int,
+        packed: int = 0,
+        group: str = "",
+        mtime: int = 0,
+    ) -> None:
         """Report a sample; see TABLE. key: may have dots. classes: names of all its classes. mtime: without a container.
 
         A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
@@ -313,8 +322,14 @@ class Collector:
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
         for reported in (
-            self._parts, self._rows, self._labels, self.containers, self._mtimes, self.prefixes, self.skipped
-        ):  # fmt: skip
+            self._parts,
+            self._rows,
+            self._labels,
+            self.containers,
+            self._mtimes,
+            self.prefixes,
+            self.skipped,
+        ):
             reported.clear()
         self._ends, self._absolute = [0], Few()
 
@@ -341,9 +356,17 @@ class Collector:
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         listing = Listing(
-            self.source, self.root or self.source, list(self.splits), classes, self.containers, table, [],
-            skipped=sorted(self.skipped), class_names=self.class_names, is_labelled=self.is_labelled,
-        )  # fmt: skip
+            self.source,
+            self.root or self.source,
+            list(self.splits),
+            classes,
+            self.containers,
+            table,
+            [],
+            skipped=sorted(self.skipped),
+            class_names=self.class_names,
+            is_labelled=self.is_labelled,
+        )
         rows, labels = listing.label_pairs()
         column = label_lists(rows, ranks[labels], len(table))
         table = table.set_column(TABLE.get_field_index("labels"), "labels", column)

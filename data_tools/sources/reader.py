@@ -27,8 +27,15 @@ _MAX_BYTES = 2**30
 _HAS_DESCRIPTOR, _DESCRIPTOR_BYTES = 0x8, 8
 # Errors caused by the file itself. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of machine or storage.
 _OF_THE_FILE = {
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENXIO,
-}  # fmt: skip
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENXIO,
+}
 
 
 class Reader:

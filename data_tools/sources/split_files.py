@@ -10,9 +10,15 @@ from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
 # Names, in lower case, that are probably of splits -> the split, as the recipes' data.eval_split calls it.
 LIKE_SPLITS = {
-    "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "dev", "test": "test",
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "dev",
+    "test": "test",
     "testing": "test",
-}  # fmt: skip
+}
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 _BEGINNINGS = ("train", "val", "test", "dev")
 # Of shards: what is before its number, the number, perhaps that of all shards, the suffix.

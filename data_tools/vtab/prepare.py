@@ -145,9 +145,15 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
                         f"{source}: {pool.keys[row]} has label {label} of {counted(len(original.classes), 'class')}."
                     )
                 collector.sample(
-                    split, shard_key(name, pool.keys[row]), [original.classes[label]], place.name,
-                    containers[place.archive], place.offset, place.size, place.packed,
-                )  # fmt: skip
+                    split,
+                    shard_key(name, pool.keys[row]),
+                    [original.classes[label]],
+                    place.name,
+                    containers[place.archive],
+                    place.offset,
+                    place.size,
+                    place.packed,
+                )
     table = key_table(original.pools)
     convert = original.convert or as_stored
     return replace(collector.finish(), convert=convert, extra_tables={KEYS_FILE: table})

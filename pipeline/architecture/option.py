@@ -14,10 +14,28 @@ _MAX_SIDE = 2**16  # Far above every published model: a damaged file must not al
 # The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are not at
 # their defaults.
 _FIRST_SAVED = (
-    "units", "width", "depth", "mlp_width", "num_heads", "patch_size", "image_size", "num_classes", "representation", "gelu",
-    "dropout", "head_bias", "drop_path", "pool", "positions", "positions_at", "patch_stride", "stem", "axial", "layer_norm_eps",
+    "units",
+    "width",
+    "depth",
+    "mlp_width",
+    "num_heads",
+    "patch_size",
+    "image_size",
+    "num_classes",
+    "representation",
+    "gelu",
+    "dropout",
+    "head_bias",
+    "drop_path",
+    "pool",
+    "positions",
+    "positions_at",
+    "patch_stride",
+    "stem",
+    "axial",
+    "layer_norm_eps",
     "masked",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

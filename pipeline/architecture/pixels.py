@@ -42,8 +42,12 @@ FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
 # Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize (bool as 0 and 255, so that
 # edges have levels); all others are scaled to [0, 1] as float32 before that.
 _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
-    "bool": "uint8", "uint8": "uint8", "int8": "int16", "uint16": "uint16", "int16": "int16",
-}  # fmt: skip
+    "bool": "uint8",
+    "uint8": "uint8",
+    "int8": "int16",
+    "uint16": "uint16",
+    "int16": "int16",
+}
 RGB_CHANNELS = ("red", "green", "blue")
 _SHOWN_MEAN = 0.4
 

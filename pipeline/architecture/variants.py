@@ -24,18 +24,18 @@ class Variant(NamedTuple):
 # B, L, H: ViT paper, Table 1. Ti, S: google-research/vision_transformer, vit_jax/configs/models.py.
 # The others: google-research/big_vision, models/vit.py (mu is its size for tests).
 VARIANTS = {
-    "mu":     Variant(32, 1, 128, 2),
-    "Ti":     Variant(192, 12, 768, 3),
-    "S":      Variant(384, 12, 1536, 6),
-    "M":      Variant(512, 12, 2048, 8),
-    "B":      Variant(768, 12, 3072, 12),
-    "L":      Variant(1024, 24, 4096, 16),
+    "mu": Variant(32, 1, 128, 2),
+    "Ti": Variant(192, 12, 768, 3),
+    "S": Variant(384, 12, 1536, 6),
+    "M": Variant(512, 12, 2048, 8),
+    "B": Variant(768, 12, 3072, 12),
+    "L": Variant(1024, 24, 4096, 16),
     "So400m": Variant(1152, 27, 4304, 16),
-    "H":      Variant(1280, 32, 5120, 16),
-    "g":      Variant(1408, 40, 6144, 16),
-    "G":      Variant(1664, 48, 8192, 16),
-    "e":      Variant(1792, 56, 15360, 16),
-}  # fmt: skip
+    "H": Variant(1280, 32, 5120, 16),
+    "g": Variant(1408, 40, 6144, 16),
+    "G": Variant(1664, 48, 8192, 16),
+    "e": Variant(1792, 56, 15360, 16),
+}
 
 # Name -> size of the ViT, units of each stage of the ResNet stem, patch side in cells of the stem's output. The number in a
 # name is the side of a token in pixels (ViT paper, section 4.1; vit_jax/configs/models.py). R+Ti/16 is an exception: its root

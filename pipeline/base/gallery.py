@@ -47,8 +47,10 @@ def gallery(
     legend: (name, colour) of each square at the foot of the page.
     Raises UserError for more rows than a picture can have.
     """
-    rows = [[tile and replace(tile, lines=[part for line in tile.lines for part in _wrapped(line)]) for tile in row]
-            for row in rows]  # fmt: skip
+    rows = [
+        [tile and replace(tile, lines=[part for line in tile.lines for part in _wrapped(line)]) for tile in row]
+        for row in rows
+    ]
     num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
     heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
     inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)

@@ -59,9 +59,14 @@ class Saver:
     """
 
     def __init__(
-        self, folder: str, ranks: Ranks, retry: float, committed_step: int = 0, say: Callable[[str], None] = print,
+        self,
+        folder: str,
+        ranks: Ranks,
+        retry: float,
+        committed_step: int = 0,
+        say: Callable[[str], None] = print,
         wait_seconds: float = 1800.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.ranks, self.retry, self.say, self.wait_seconds = folder, ranks, retry, say, wait_seconds
         # Seconds since the last `read`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
@@ -80,9 +85,15 @@ class Saver:
     def _start_writer(self) -> None:
         spawner = subprocess.Popen(
             [sys.executable, "-c", _START, str(self._memory)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, pass_fds=[self._memory],
-            bufsize=0, start_new_session=True, cwd="/", env=child_environment(),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            pass_fds=[self._memory],
+            bufsize=0,
+            start_new_session=True,
+            cwd="/",
+            env=child_environment(),
+        )
         spawner.wait()
         # Unbuffered: select does not see what a buffer holds.
         self._from = cast(io.RawIOBase, spawner.stdout)
@@ -95,9 +106,17 @@ class Saver:
         self._conclude()
         self._copy(part)
         job = SaveJob(
-            self.folder, self.retry, step, self.ranks.agree(uuid.uuid4().hex[:8]), self.ranks.rank,
-            self.ranks.world_size, list(part.tensors), part.ranges, commit, constants=part.constant_ranges,
-        )  # fmt: skip
+            self.folder,
+            self.retry,
+            step,
+            self.ranks.agree(uuid.uuid4().hex[:8]),
+            self.ranks.rank,
+            self.ranks.world_size,
+            list(part.tensors),
+            part.ranges,
+            commit,
+            constants=part.constant_ranges,
+        )
         self._send(Request(job=job))
         self.blocked += time.perf_counter() - begin
 
@@ -109,8 +128,10 @@ class Saver:
 
     def read(self) -> dict[str, float]:
         """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers worked."""
-        reading = {"checkpoint_blocked_seconds": self.ranks.max(self.blocked),
-                   "checkpoint_write_seconds": self.ranks.max(self.written)}  # fmt: skip
+        reading = {
+            "checkpoint_blocked_seconds": self.ranks.max(self.blocked),
+            "checkpoint_write_seconds": self.ranks.max(self.written),
+        }
         self.blocked = self.written = 0.0
         return reading
 

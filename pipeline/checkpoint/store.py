@@ -389,11 +389,15 @@ def read_state(path: AnyPath) -> State:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _CheckpointFormat, str(file)).format
     if found > FORMAT:
-        raise UserError(f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
-                        "pipeline that wrote it, or a newer one.")  # fmt: skip
+        raise UserError(
+            f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
+            "pipeline that wrote it, or a newer one."
+        )
     if found < FORMAT:
-        raise UserError(f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
-                        f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version.")  # fmt: skip
+        raise UserError(
+            f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
+            f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version."
+        )
     state = json_record.parse(content, State, str(file))
     if NAME.fullmatch(path.name) and state.step != step_of(path):
         raise UserError(f"{file}: step = {state.step:,}, in a folder of another step. Use another checkpoint.")

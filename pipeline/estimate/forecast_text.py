@@ -84,17 +84,20 @@ def _describe_memory(forecast: Forecast) -> list[str]:
     for layout in forecast.layouts:
         m = layout.memory
         is_configured = (layout.zero_stage, layout.activation_checkpointing) == (
-            config.engine.zero_stage, config.engine.activation_checkpointing,
-        )  # fmt: skip
+            config.engine.zero_stage,
+            config.engine.activation_checkpointing,
+        )
         too_large = cluster is not None and m.total > cluster.gpu.memory
-        rows.append([
-            f"{'*' if is_configured else ' '} {layout.zero_stage}",
-            "yes" if layout.activation_checkpointing else "no",
-            *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
-            f"{m.total / _GIB:.2f}{' !' if too_large else ''}",
-            m.when,
-            "-" if layout.largest is None else str(layout.largest or "none"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{'*' if is_configured else ' '} {layout.zero_stage}",
+                "yes" if layout.activation_checkpointing else "no",
+                *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
+                f"{m.total / _GIB:.2f}{' !' if too_large else ''}",
+                m.when,
+                "-" if layout.largest is None else str(layout.largest or "none"),
+            ]
+        )
     if not cluster:
         titles, rows = titles[:-1], [row[:-1] for row in rows]
     return [

@@ -31,9 +31,16 @@ _NETWORKS = {
 }
 # The usual server of a GPU; the others of the table get 100 Gb/s Ethernet.
 _USUAL = {
-    "B300": "dgx-b300", "B200": "dgx-b200", "H200": "dgx-h100", "H100": "dgx-h100", "H800": "dgx-h100", "H20": "dgx-h100",
-    "H20 3e": "dgx-h100", "A100": "dgx-a100", "A800": "dgx-a100",
-}  # fmt: skip
+    "B300": "dgx-b300",
+    "B200": "dgx-b200",
+    "H200": "dgx-h100",
+    "H100": "dgx-h100",
+    "H800": "dgx-h100",
+    "H20": "dgx-h100",
+    "H20 3e": "dgx-h100",
+    "A100": "dgx-a100",
+    "A800": "dgx-a100",
+}
 
 # Share of the line rate that large collectives reach. Published (nccl-tests' bus bandwidth of line rate, in GB/s): NVLink 370 of
 # 450 on H100 (NVIDIA/nccl-tests#212), 231 of 300 on A100 (NVIDIA/nccl#527); network cards 192 of 200 (NVIDIA/nccl#812),

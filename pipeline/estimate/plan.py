@@ -108,8 +108,11 @@ class Plan:
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
             return named
-        return [*named, f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
-                f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used"]  # fmt: skip
+        return [
+            *named,
+            f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
+            f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used",
+        ]
 
     def describe(self) -> str:
         """The plan in one line for the log."""

@@ -145,11 +145,16 @@ def collectives(config: RunConfig, model: Config, accumulation: int) -> list[Col
     last = P - (buckets - 1) * bucket  # Nothing of the backward pass is left while the last bucket is reduced.
     return [
         Collective("all-gather", accumulation * e * sharded, accumulation * tensors, "forward"),
-        Collective("all-gather", accumulation * e * again, accumulation * math.ceil(tensors * again / max(sharded, 1)), "backward"),
+        Collective(
+            "all-gather",
+            accumulation * e * again,
+            accumulation * math.ceil(tensors * again / max(sharded, 1)),
+            "backward",
+        ),
         Collective("reduce-scatter", accumulation * e * (P - last), accumulation * (buckets - 1), "backward"),
         Collective("reduce-scatter", accumulation * e * last, accumulation, "backward's end"),
         Collective("all-gather", e * kept, 1, "step"),
-    ]  # fmt: skip
+    ]
 
 
 def optimizer_bytes(config: RunConfig, model: Config, world_size: int, accumulation: int) -> int:

@@ -128,10 +128,14 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
     groups, has_top5 = split.groups, classification.has_top5(num_classes)
     top1, top5 = hits[:, 0], hits.any(1)
     return ClassificationScores(
-        float(top1.sum()) / n, float(top5.sum()) / n if has_top5 else None, loss, n, n - readable,
+        float(top1.sum()) / n,
+        float(top5.sum()) / n if has_top5 else None,
+        loss,
+        n,
+        n - readable,
         None if groups is None else effective_number(*in_groups(top1, groups)),
         None if groups is None or not has_top5 else effective_number(*in_groups(top5, groups)),
-    )  # fmt: skip
+    )
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

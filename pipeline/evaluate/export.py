@@ -221,8 +221,14 @@ def _write_graph(model: Model, form: str, path: Path, metadata: dict[str, str]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch calls what it deprecates itself.
             program = torch.onnx.export(
-                model, (images,), dynamo=True, input_names=["images"], output_names=["logits"], dynamic_shapes=shapes, verbose=False,
-            )  # fmt: skip
+                model,
+                (images,),
+                dynamo=True,
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=shapes,
+                verbose=False,
+            )
         assert program is not None
         program.model.metadata_props.update(metadata)
         program.save(path, external_data=False)

@@ -14,8 +14,13 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 
-SCORES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy", "macro_precision": "precision, mean over classes",
-          "macro_recall": "recall, mean over classes", "macro_f1": "F1, mean over classes"}  # fmt: skip
+SCORES = {
+    "top1": "top-1 accuracy",
+    "top5": "top-5 accuracy",
+    "macro_precision": "precision, mean over classes",
+    "macro_recall": "recall, mean over classes",
+    "macro_f1": "F1, mean over classes",
+}
 _MAX_LISTED, _WORST, _BEST = 30, 15, 5
 _MAX_NAMED = 20
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
@@ -131,9 +136,14 @@ def _probes(scores: dict[str, Any]) -> Iterator[Block]:
             f"Ridge regression of strength λ on a few images per class, chosen{turns} with seeds 0, 1, ...:"
         )
         rows = [
-            (f"{row['shots']}", f"{row['l2']:g}", ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]), f"{row['fewest']}")
+            (
+                f"{row['shots']}",
+                f"{row['l2']:g}",
+                ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]),
+                f"{row['fewest']}",
+            )
             for row in scores["fewshot"]
-        ]  # fmt: skip
+        ]
         yield Table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
         if len({row["l2"] for row in scores["fewshot"]}) > 1:
             yield Paragraph(

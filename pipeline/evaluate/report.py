@@ -45,8 +45,18 @@ from pipeline.settings.commands.weights import ScoreConfig
 _NUM_CONFUSED = 10
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
 _PARAMETERS = (
-    "weights", "step", "data", "split", "image_size", "eval_crop", "eval_resize", "resize_filter", "precision", "excluded", TRAINED_BY,
-)  # fmt: skip
+    "weights",
+    "step",
+    "data",
+    "split",
+    "image_size",
+    "eval_crop",
+    "eval_resize",
+    "resize_filter",
+    "precision",
+    "excluded",
+    TRAINED_BY,
+)
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
 
@@ -90,9 +100,13 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- the scores
     scores: dict[str, Any] = {
-        **_identity(config, scored, split, loaded), TRAINED_BY: trained, "num_samples": len(split), "num_unreadable": len(seen.problems),
-        "images_per_second": len(split) / seconds, "unreadable": _named(seen.problems, split),
-    }  # fmt: skip
+        **_identity(config, scored, split, loaded),
+        TRAINED_BY: trained,
+        "num_samples": len(split),
+        "num_unreadable": len(seen.problems),
+        "images_per_second": len(split) / seconds,
+        "unreadable": _named(seen.problems, split),
+    }
     if split.groups is not None:
         scores["num_groups"] = len(np.unique(split.groups))
     if predictions is not None or train is not None:
@@ -133,14 +147,28 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
 
 def _send(
-    config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel, origin: WeightsOrigin, scores: dict[str, Any],
+    config: ScoreConfig,
+    dataset: Dataset,
+    split: Split,
+    loaded: LoadedModel,
+    origin: WeightsOrigin,
+    scores: dict[str, Any],
     files: list[Path],
-) -> None:  # fmt: skip
+) -> None:
     """Send the scores to MLflow, as a run that names the run of the weights."""
     data = dataset.path.name
     known = (
-        "top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable", "macro_precision", "macro_recall", "macro_f1",
-    )  # fmt: skip
+        "top1",
+        "top1_effective_images",
+        "top5",
+        "top5_effective_images",
+        "loss",
+        "num_samples",
+        "num_unreadable",
+        "macro_precision",
+        "macro_recall",
+        "macro_f1",
+    )
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
     score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
@@ -158,11 +186,28 @@ def _send(
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     facts = RunFacts(
-        name, "evaluation", parameters,
+        name,
+        "evaluation",
+        parameters,
         {"model": architecture.name_of(loaded.model.config), "data": dataset.fingerprint, "dataset": data},
-        (DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, len(split), dataset.num_classes, "evaluation", notes),),
-        description, {"parent": origin.run_id} if origin.run_id else {}, score=score, scored_on=scored_on, origin=origin,
-    )  # fmt: skip
+        (
+            DatasetFacts(
+                data,
+                str(dataset.path),
+                dataset.fingerprint,
+                split.name,
+                len(split),
+                dataset.num_classes,
+                "evaluation",
+                notes,
+            ),
+        ),
+        description,
+        {"parent": origin.run_id} if origin.run_id else {},
+        score=score,
+        scored_on=scored_on,
+        origin=origin,
+    )
     send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)
 
 
@@ -267,13 +312,23 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
     """Keys of scores.json that identify weights, data and preprocessing."""
     size, view = loaded.image_size, loaded.view
     return {
-        "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"),
-        "data": config.data, "split": config.split, "fingerprint": dataset.fingerprint,
-        "excluded": split.excluded, "num_classes": dataset.num_classes, "image_size": str(size), "eval_crop": view.eval_crop,
+        "weights": config.weights,
+        "run": loaded.extra.get("run"),
+        "step": loaded.extra.get("step"),
+        "data": config.data,
+        "split": config.split,
+        "fingerprint": dataset.fingerprint,
+        "excluded": split.excluded,
+        "num_classes": dataset.num_classes,
+        "image_size": str(size),
+        "eval_crop": view.eval_crop,
         "eval_resize": (view.eval_resize or default_eval_resize(size)) if view.eval_crop != "resize" else min(size),
-        "resize_filter": view.resize_filter, "kernel": getattr(loaded.model.config, "kernel", None),
-        "loss_kind": loaded.loss_kind, "precision": config.precision, "device": str(loaded.device),
-    }  # fmt: skip
+        "resize_filter": view.resize_filter,
+        "kernel": getattr(loaded.model.config, "kernel", None),
+        "loss_kind": loaded.loss_kind,
+        "precision": config.precision,
+        "device": str(loaded.device),
+    }
 
 
 def _probe(

@@ -125,9 +125,15 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
 
 
 def _block_hook(
-    on_weights: OnWeights, name: str, attention: SelfAttention, config: ViTConfig, rotation: rope.Rotation | None,
-    module: nn.Module, inputs: tuple[Tensor, ...], qkv: Tensor,
-) -> None:  # fmt: skip
+    on_weights: OnWeights,
+    name: str,
+    attention: SelfAttention,
+    config: ViTConfig,
+    rotation: rope.Rotation | None,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    qkv: Tensor,
+) -> None:
     """Forward hook of `SelfAttention.qkv`."""
     q, k, _ = attention.split(qkv, rotation)
     logits = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
@@ -140,9 +146,12 @@ def _block_hook(
 
 
 def _pooling_hook(
-    on_weights: OnWeights, pool: AttentionPooling,
-    module: nn.Module, inputs: tuple[Tensor, ...], key_value: Tensor,
-) -> None:  # fmt: skip
+    on_weights: OnWeights,
+    pool: AttentionPooling,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    key_value: Tensor,
+) -> None:
     """Forward hook of `AttentionPooling.key_value`."""
     q = pool.query(pool.probe).view(1, 1, pool.num_heads, -1).transpose(1, 2).float()
     k = key_value.view(*key_value.shape[:2], 2, pool.num_heads, -1)[:, :, 0].transpose(1, 2).float()

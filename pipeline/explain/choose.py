@@ -143,8 +143,13 @@ def _write_images(
 
 
 def _draw(
-    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]], sheet: Path
-) -> None:  # fmt: skip
+    config: ChooseConfig,
+    loaded: LoadedModel,
+    images: AdhocSplit,
+    rows: np.ndarray,
+    table: list[dict[str, str]],
+    sheet: Path,
+) -> None:
     lines = dict(zip(rows.tolist(), table, strict=True))
     kept, pixels = read_shown(config, loaded, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)

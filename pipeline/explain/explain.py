@@ -264,9 +264,14 @@ def _caption(pictures: AdhocSplit, row: int) -> str:
 
 
 def _draw_attention(
-    config: ExplainConfig, model: VisionTransformer, drawings: set[str], images: Tensor,
-    shown: np.ndarray, captions: Sequence[str], results: ExplainResults,
-) -> None:  # fmt: skip
+    config: ExplainConfig,
+    model: VisionTransformer,
+    drawings: set[str],
+    images: Tensor,
+    shown: np.ndarray,
+    captions: Sequence[str],
+    results: ExplainResults,
+) -> None:
     attention = compute_attention(model, images, config.batch)
     if "attention" in drawings:
         results.drawings |= galleries.draw_attention(

@@ -155,9 +155,10 @@ def _table(
     # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
     ends = np.cumsum(seen.readable) * seen.values.shape[1]
     vectors = pa.ListArray.from_arrays(
-        pa.array(np.concatenate([[0], ends]), pa.int32()), pa.array(seen.values[seen.readable].ravel()),
+        pa.array(np.concatenate([[0], ends]), pa.int32()),
+        pa.array(seen.values[seen.readable].ravel()),
         mask=pa.array(~seen.readable),
-    )  # fmt: skip
+    )
     fields = [("key", pa.string()), ("label", pa.string()), ("vector", vectors.type), ("problem", pa.string())]
     about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
     if note := checkpoint_note(loaded.extra):
@@ -168,9 +169,13 @@ def _table(
 
 
 def _draw_neighbours(
-    config: FeaturesConfig, loaded: LoadedModel, query: AdhocSplit, images: AdhocSplit, rows: np.ndarray,
+    config: FeaturesConfig,
+    loaded: LoadedModel,
+    query: AdhocSplit,
+    images: AdhocSplit,
+    rows: np.ndarray,
     similarities: np.ndarray,
-) -> list[tuple[str, float]]:  # fmt: skip
+) -> list[tuple[str, float]]:
     _, (image,) = read_shown(config, loaded, query.split, np.zeros(1, np.int64))
     _, pixels = read_shown(config, loaded, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)

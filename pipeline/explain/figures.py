@@ -141,8 +141,15 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig) -> Figure:
         whole.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor="white", linewidth=0.7))
         if h * w <= 100:
             left, top = (place * (patch + gap) + 0.04 * patch for place in (column, row))
-            cut.text(left, top, str(i), fontsize=SMALL, color="white", va="top",
-                     bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0})  # fmt: skip
+            cut.text(
+                left,
+                top,
+                str(i),
+                fontsize=SMALL,
+                color="white",
+                va="top",
+                bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0},
+            )
     overlap = ""
     if step < patch:
         overlap = f", one each {step} px"

@@ -41,10 +41,12 @@ def draw_attention(
     galleries: list[list[list[Tile | None]]] = []
     for i, (image, caption) in enumerate(zip(pixels, captions, strict=True)):
         tiles = [
-            [Tile(overlay(image, maps[i, j, k].numpy(), config), [label(of_layer, of_head)])
-             for k, of_head in enumerate(heads)]
+            [
+                Tile(overlay(image, maps[i, j, k].numpy(), config), [label(of_layer, of_head)])
+                for k, of_head in enumerate(heads)
+            ]
             for j, of_layer in enumerate(layers)
-        ]  # fmt: skip
+        ]
         lines = tiles if is_matrix else lines_of([tile for row in tiles for tile in row], _MAX_MAPS)
         if is_matrix or not galleries:
             galleries.append([])
@@ -119,9 +121,12 @@ def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarr
 
 
 def draw_gradcam(
-    maps: Sequence[Tensor], labels: Sequence[Sequence[str]], config: ViTConfig | None, pixels: np.ndarray,
+    maps: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    config: ViTConfig | None,
+    pixels: np.ndarray,
     captions: Sequence[str],
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Each image, and below it a map for each of its likeliest classes. labels: of the maps."""
     rows = [_inputs(pixels, captions)]
     for of_class, names in zip(maps, labels, strict=True):
@@ -152,9 +157,14 @@ def note_on_mistakes(right: np.ndarray) -> str:
 
 
 def draw_predictions(
-    pixels: np.ndarray, true: np.ndarray, predicted: np.ndarray, names: Sequence[str], confidence: np.ndarray, note: str,
+    pixels: np.ndarray,
+    true: np.ndarray,
+    predicted: np.ndarray,
+    names: Sequence[str],
+    confidence: np.ndarray,
+    note: str,
     image_size: ImageSize | int,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Images with true class and prediction, int64 (n,), in green or red; in black if the true class is unknown, -1.
 
     names: of all classes, of which some may have the same one, as ImageNet's two cranes. image_size: of the model.

@@ -189,9 +189,12 @@ class Stop:
         with self._lock if hosts_store else contextlib.nullcontext():
             # A connection of its own: the process group's is held while it waits.
             store = TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=hosts_store, wait_for_workers=False,
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=hosts_store,
+                wait_for_workers=False,
                 multi_tenant=True,
-            )  # fmt: skip
+            )
             self._store = RankStore(store, _STORE_SECONDS)
 
     def connect(self, ranks: "Ranks") -> None:

@@ -38,9 +38,15 @@ _HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISAT
 _WRAPPERS = ("state_dict", "model", "target_encoder")
 # Suffix -> what such a file is. Said when it cannot be read as weights.
 _OTHER_FORMATS = {
-    ".onnx": "an ONNX graph", ".pt2": "a program of torch.export", ".tflite": "a TensorFlow Lite graph", ".gguf": "a GGUF file",
-    ".h5": "a Keras file", ".keras": "a Keras file", ".msgpack": "a Flax file", ".engine": "a TensorRT engine",
-}  # fmt: skip
+    ".onnx": "an ONNX graph",
+    ".pt2": "a program of torch.export",
+    ".tflite": "a TensorFlow Lite graph",
+    ".gguf": "a GGUF file",
+    ".h5": "a Keras file",
+    ".keras": "a Keras file",
+    ".msgpack": "a Flax file",
+    ".engine": "a TensorRT engine",
+}
 _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
 
 

@@ -149,8 +149,14 @@ class WeightsOrigin:
     def tags(self) -> dict[str, str]:
         """As an MLflow run has them."""
         step = "" if self.step is None else str(self.step)
-        found = {"": self.title, "_checkpoint": self.path, "_sha256": self.sha256, "_run": self.run, "_step": step,
-                 "_score": self.score}  # fmt: skip
+        found = {
+            "": self.title,
+            "_checkpoint": self.path,
+            "_sha256": self.sha256,
+            "_run": self.run,
+            "_step": step,
+            "_score": self.score,
+        }
         return {f"parent{name}": text for name, text in found.items() if text}
 
 

@@ -33,17 +33,26 @@ class Tracker:
     """
 
     def __init__(
-        self, config: TrackConfig, out: Path, folder: Path, facts: RunFacts, start: int | None = None,
-        timing: ExportTiming | None = None, find_models: FindModels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: TrackConfig,
+        out: Path,
+        folder: Path,
+        facts: RunFacts,
+        start: int | None = None,
+        timing: ExportTiming | None = None,
+        find_models: FindModels | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
         declared = {accepted_name(name): metric for name, metric in facts.metrics.items()}
         texts = {name: hide_passwords(value) for name, value in facts.parameters.items() if isinstance(value, str)}
         facts = replace(
-            facts, parameters={**facts.parameters, **texts}, tags={**facts.tags, **source_tags()}, metrics=declared,
+            facts,
+            parameters={**facts.parameters, **texts},
+            tags={**facts.tags, **source_tags()},
+            metrics=declared,
             score=accepted_name(facts.score),
-        )  # fmt: skip
+        )
         self._page = PageFolder(folder)
         # With other settings, the steps that run again have other values. A resumed run knows of these itself.
         repeats = not facts.changed and (start != 0 or self._page.has_parameters(facts.parameters))
@@ -138,9 +147,13 @@ def send_report(
 
 
 def exports_of(
-    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, timing: ExportTiming | None = None,
+    config: TrackConfig,
+    out: Path,
+    folder: Path,
+    facts: RunFacts,
+    timing: ExportTiming | None = None,
     find_models: FindModels | None = None,
-) -> list[FolderExport]:  # fmt: skip
+) -> list[FolderExport]:
     """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see Tracker."""
     exporters: list[Exporter] = []
     if config.enabled:

@@ -50,9 +50,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, folder: Path, rank: int, hosts: Sequence[str], minutes: float,
+        self,
+        folder: Path,
+        rank: int,
+        hosts: Sequence[str],
+        minutes: float,
         record: Callable[[str, bool], None] = lambda line, lost_others: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.rank, self.hosts, self.seconds, self.record = folder, rank, hosts, minutes * 60, record
         self._at = (time.monotonic(), 0, "start")
         self._over = threading.Event()

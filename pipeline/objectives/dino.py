@@ -62,9 +62,12 @@ class DinoSettings:
         0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
     )
     local_area_max: float = setting(
-        0.4, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1,
+        0.4,
+        "Small views: largest share of the image's area; augment.area_min is the smallest of large views.",
+        above=0,
+        max=1,
         needs="local_views",
-    )  # fmt: skip
+    )
     blur: list[float] = setting(
         [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
     )
@@ -73,28 +76,43 @@ class DinoSettings:
     )
     student_temperature: float = setting(0.1, "What the student's outputs are divided by.", above=0)
     teacher_temperature: float = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.", above=0)
-    teacher_temperature_start: float = setting(0.04, "The same in the first step, from which it changes linearly.", above=0)  # fmt: skip
+    teacher_temperature_start: float = setting(
+        0.04, "The same in the first step, from which it changes linearly.", above=0
+    )
     temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
     momentum: float = setting(
-        0.996, "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches "
-        "(0.9995 at 256).", min=0, below=1,
-    )  # fmt: skip
+        0.996,
+        "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches "
+        "(0.9995 at 256).",
+        min=0,
+        below=1,
+    )
     frozen: Length = setting(
         Length.parse("1%"),
         "How long the prototypes are frozen, in the unit of train.length or %; 1 epochs in the paper.",
     )
     centring: Literal["mean", "sinkhorn"] = setting(
-        "mean", "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
+        "mean",
+        "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
         "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
-    )  # fmt: skip
+    )
     centre_momentum: float = setting(
-        0.9, "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.", min=0, below=1
-    )  # fmt: skip
+        0.9,
+        "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.",
+        min=0,
+        below=1,
+    )
     ibot_weight: float = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.", min=0)
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
-    ibot_share_min: float = setting(0.1, "Smallest share of patches that is masked, in half of the large views.", above=0, below=1, needs="ibot_weight")  # fmt: skip
+    ibot_share_min: float = setting(
+        0.1,
+        "Smallest share of patches that is masked, in half of the large views.",
+        above=0,
+        below=1,
+        needs="ibot_weight",
+    )
     ibot_share_max: float = setting(
         0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
     )
@@ -136,10 +154,14 @@ class Dino(Objective):
                     "the small ones."
                 )
             if getattr(config.augment, name):
-                raise UserError(f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}.")  # fmt: skip
+                raise UserError(
+                    f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}."
+                )
         for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
             if getattr(given, least) > getattr(given, most):
-                raise UserError(f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}.")  # fmt: skip
+                raise UserError(
+                    f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}."
+                )
         for name in ("temperature_warmup", "frozen"):
             _share(config, name)
         if config.model.name:
@@ -236,7 +258,9 @@ class Dino(Objective):
         targets = self._targets(outputs, facts["valid"].repeat(2), "centre")
         return {"loss": pair_losses(student, targets.view(2, -1, targets.shape[1]))}
 
-    def _read(self, backbone: nn.Module, images: Tensor, facts: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def _read(
+        self, backbone: nn.Module, images: Tensor, facts: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views. facts: with the masks of the student's."""
         if not self.masks:
             return backbone(images), None

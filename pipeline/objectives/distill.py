@@ -28,8 +28,11 @@ from pipeline.settings.schema import setting
 @dataclass(frozen=True, kw_only=True)
 class DistillSettings(TeacherSettings):
     patch_weight: float = setting(
-        1.0, "Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches.", min=0, max=1e4
-    )  # fmt: skip
+        1.0,
+        "Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches.",
+        min=0,
+        max=1e4,
+    )
 
 
 class Distill(TaughtObjective):
@@ -53,7 +56,9 @@ class Distill(TaughtObjective):
         """
         given: DistillSettings = cls.settings(config)
         saved = cls.published(config).config
-        without = [name for name, one in (("the model", model), ("objective.teacher", saved)) if not isinstance(one, ViTConfig)]  # fmt: skip
+        without = [
+            name for name, one in (("the model", model), ("objective.teacher", saved)) if not isinstance(one, ViTConfig)
+        ]
         if without and given.patch_weight:
             raise UserError(
                 f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has none: set "

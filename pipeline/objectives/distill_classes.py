@@ -37,8 +37,9 @@ class DistillClassesSettings(TeacherSettings):
         None, "Size of the images that the teacher reads, resized from the view, as 224 or 224x384; null is its own."
     )
     teacher_loss: Literal["auto", "softmax", "sigmoid"] = setting(
-        "auto", "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or softmax."
-    )  # fmt: skip
+        "auto",
+        "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or softmax.",
+    )
     match_classes: bool = setting(
         True, "Refuse a teacher whose classes have other names than those of the data; false takes classes by number."
     )

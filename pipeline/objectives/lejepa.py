@@ -45,12 +45,17 @@ class LejepaSettings:
         0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
     )
     local_area_max: float = setting(
-        0.3, "Small views: largest share of the image's area; augment.area_min is the smallest of large views.", above=0, max=1,
+        0.3,
+        "Small views: largest share of the image's area; augment.area_min is the smallest of large views.",
+        above=0,
+        max=1,
         needs="local_views",
-    )  # fmt: skip
+    )
     hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
     width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)
-    directions: int = setting(1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16)  # fmt: skip
+    directions: int = setting(
+        1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16
+    )
     weight: float = setting(
         0.87,
         "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean over them is "
@@ -81,7 +86,9 @@ class Lejepa(Objective):
         super().check(config)
         given: LejepaSettings = cls.settings(config)
         if given.global_views + given.local_views < 2:
-            raise UserError("objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more.")  # fmt: skip
+            raise UserError(
+                "objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more."
+            )
         if given.local_area_min > given.local_area_max:
             raise UserError(
                 f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."

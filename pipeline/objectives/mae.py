@@ -46,9 +46,10 @@ class MaeSettings:
     decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
     normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
     pixels: Literal["half", "imagenet"] = setting(
-        "half", "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit RGB), or ImageNet's, as in "
+        "half",
+        "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit RGB), or ImageNet's, as in "
         "facebookresearch/mae.",
-    )  # fmt: skip
+    )
 
     def check(self) -> None:
         """Raise UserError for a width that does not fit the heads or the positions."""
@@ -122,9 +123,18 @@ class Mae(Objective):
         E = settings.decoder_width
         # The paper's blocks, whatever parts of later ViTs the backbone has.
         decoder = ViTConfig(
-            E, settings.decoder_depth, 4 * E, settings.decoder_heads, vit.patch_size, vit.image_size, 0, positions="sincos2d_mae",
-            gelu=vit.gelu, layer_norm_eps=vit.layer_norm_eps, pool="token" if vit.has_class_token else "gap",
-        )  # fmt: skip
+            E,
+            settings.decoder_depth,
+            4 * E,
+            settings.decoder_heads,
+            vit.patch_size,
+            vit.image_size,
+            0,
+            positions="sincos2d_mae",
+            gelu=vit.gelu,
+            layer_norm_eps=vit.layer_norm_eps,
+            pool="token" if vit.has_class_token else "gap",
+        )
         self.decoder_embed = Dense(vit.width, E)
         self.mask_token = nn.Parameter(torch.empty(1, 1, E))
         self.decoder_positions = nn.Buffer(sincos2d(decoder))  # saved, since weights may bring other ones
@@ -183,10 +193,11 @@ class Mae(Objective):
             for name, own_value, value in (
                 ("decoder_width", self.mask_token.shape[-1], len(additions["decoder_embed.weight"])),
                 ("decoder_depth", len(self.decoder_blocks), decoder_depth(additions)),
-                ("decoder_heads", self.num_heads, facts.num_heads), ("normalise", self.normalise, facts.normalise),
+                ("decoder_heads", self.num_heads, facts.num_heads),
+                ("normalise", self.normalise, facts.normalise),
             )
             if value not in (None, own_value)
-        ]  # fmt: skip
+        ]
         if differing:
             raise UserError(
                 f"init.weights: its decoder does not fit {', '.join(f'objective.{name} = {own}' for name, own, _ in differing)}. "

@@ -96,9 +96,12 @@ class Objective(nn.Module):
         """Raise UserError for settings of a run that do not fit this objective."""
         cls.settings(config)
         of_classes = {
-            "augment.mixup": config.augment.mixup, "augment.cutmix": config.augment.cutmix, "train.freeze": config.train.freeze != NOTHING,
-            "init.attentive_pool": config.init.attentive_pool, "train.image_sizes": config.train.image_sizes,
-        }  # fmt: skip
+            "augment.mixup": config.augment.mixup,
+            "augment.cutmix": config.augment.cutmix,
+            "train.freeze": config.train.freeze != NOTHING,
+            "init.attentive_pool": config.init.attentive_pool,
+            "train.image_sizes": config.train.image_sizes,
+        }
         if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an objective that does, "

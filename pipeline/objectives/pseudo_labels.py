@@ -27,17 +27,32 @@ from pipeline.settings.schema import setting
 
 # What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
 _CROP_AND_FLIP = (
-    "crop", "area_min", "area_max", "aspect_min", "aspect_max", "resize_to", "padding", "flip", "flip_vertical", "turns", "resize_filter", "scaled_decoding",
-    "eval_resize", "eval_crop",
-)  # fmt: skip
+    "crop",
+    "area_min",
+    "area_max",
+    "aspect_min",
+    "aspect_max",
+    "resize_to",
+    "padding",
+    "flip",
+    "flip_vertical",
+    "turns",
+    "resize_filter",
+    "scaled_decoding",
+    "eval_resize",
+    "eval_crop",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PseudoLabelsSettings:
     threshold: float = setting(
-        0.6, "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of ImageNet's "
-        "labels and 0.5 with 10 %.", min=0, max=1,
-    )  # fmt: skip
+        0.6,
+        "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of ImageNet's "
+        "labels and 0.5 with 10 %.",
+        min=0,
+        max=1,
+    )
     momentum: float = setting(
         0.9999,
         "Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller for short runs.",

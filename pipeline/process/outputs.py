@@ -29,9 +29,20 @@ from pipeline.base.locks import only_writer
 Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
-    "study", "VTAB-1k sweep", "data set", "run", "grid", "evaluation", "explanation", "verification", "statistics",
-    "comparison", "report of sweeps", "report of a run", "segmentation",
-]  # fmt: skip
+    "study",
+    "VTAB-1k sweep",
+    "data set",
+    "run",
+    "grid",
+    "evaluation",
+    "explanation",
+    "verification",
+    "statistics",
+    "comparison",
+    "report of sweeps",
+    "report of a run",
+    "segmentation",
+]
 # The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
 # there was grid.json has the others.
 _MARKS: dict[Holds, tuple[str, ...]] = {

@@ -79,10 +79,16 @@ def rank_environments(places: Sequence[RankPlacement], port: int, cpus: int) -> 
     for rank, place in enumerate(places):
         local = hosts[:rank].count(place.address)
         environments.append(
-            {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port),
-             "LOCAL_RANK": str(local if place.gpu < 0 else place.gpu), "LOCAL_SIZE": str(hosts.count(place.address)),
-             "OMP_NUM_THREADS": str(cpus)}
-        )  # fmt: skip
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "MASTER_ADDR": hosts[0],
+                "MASTER_PORT": str(port),
+                "LOCAL_RANK": str(local if place.gpu < 0 else place.gpu),
+                "LOCAL_SIZE": str(hosts.count(place.address)),
+                "OMP_NUM_THREADS": str(cpus),
+            }
+        )
     return environments
 
 
@@ -100,9 +106,14 @@ class RankProcess:
         """Start a Python script with its arguments."""
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.process = subprocess.Popen(
-            [sys.executable, "-u", *command], env={**os.environ, **environment}, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=dying_with_parent(),
-        )  # fmt: skip
+            [sys.executable, "-u", *command],
+            env={**os.environ, **environment},
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=dying_with_parent(),
+        )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 

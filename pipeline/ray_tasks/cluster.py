@@ -74,8 +74,12 @@ def connect(num_cpus: int = 0) -> int:
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
         else:
             # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other options.
-            options = {"address": "local", "num_cpus": num_cpus or None, "include_dashboard": False,
-                       "object_store_memory": 256 * 2**20}  # fmt: skip
+            options = {
+                "address": "local",
+                "num_cpus": num_cpus or None,
+                "include_dashboard": False,
+                "object_store_memory": 256 * 2**20,
+            }
         try:
             # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was about.
             where = (

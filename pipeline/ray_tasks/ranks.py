@@ -33,9 +33,14 @@ class _RankActor(RankProcess):
 
 
 def run_ranks(
-    command: Sequence[str], num_ranks: int, cpus: int, say: Callable[[str], None], stopping: Callable[[], bool],
-    wait_minutes: float = 10.0, inputs: Mapping[str, str] | None = None,
-) -> int:  # fmt: skip
+    command: Sequence[str],
+    num_ranks: int,
+    cpus: int,
+    say: Callable[[str], None],
+    stopping: Callable[[], bool],
+    wait_minutes: float = 10.0,
+    inputs: Mapping[str, str] | None = None,
+) -> int:
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
     command: Python's arguments (a script, or -m and a module, and its settings); it finds RANK, LOCAL_RANK, ... in its environment, as under any other launcher.

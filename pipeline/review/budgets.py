@@ -136,9 +136,13 @@ def _curves(
 
 
 def draw_curves(
-    records: Records, title: str, values: Mapping[str, Series | None], seeds: Sequence[Sequence[str]], percent: bool = False,
+    records: Records,
+    title: str,
+    values: Mapping[str, Series | None],
+    seeds: Sequence[Sequence[str]],
+    percent: bool = False,
     smooth: bool = False,
-) -> bytes | None:  # fmt: skip
+) -> bytes | None:
     """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it, or none after step 0.
 
     values: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
@@ -193,8 +197,14 @@ def finish(axes: Axes, x: str) -> None:
 
 
 def draw_line(
-    axes: Axes, amounts: np.ndarray, values: np.ndarray, look: dict[str, str], label: str | None, smooth: bool = True, raw: bool = True
-) -> None:  # fmt: skip
+    axes: Axes,
+    amounts: np.ndarray,
+    values: np.ndarray,
+    look: dict[str, str],
+    label: str | None,
+    smooth: bool = True,
+    raw: bool = True,
+) -> None:
     """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean; raw: and the values, faintly."""
     values = finite(values)
     if smooth and len(values) >= SMOOTH_FROM:

@@ -204,15 +204,28 @@ def table_row(name: str, record: RunRecord) -> dict[str, Any]:
     last, best = record.last_score, record.best_score
     train, held_out = record.dataset("training"), record.dataset("evaluation")
     row: dict[str, Any] = {
-        "run": name, "address": record.address, "mlflow_run_id": record.run_id or "", "kind": record.kind, "model": record.model,
+        "run": name,
+        "address": record.address,
+        "mlflow_run_id": record.run_id or "",
+        "kind": record.kind,
+        "model": record.model,
         "data": record.data_name,
-        "fingerprint": train.digest if train else "", "evaluation_split": record.split,
-        "evaluation_fingerprint": held_out.digest if held_out else "", "status": record.status, "outcome": record.outcome,
-        "steps": record.last_step or "", "planned_steps": record.steps or "", "images_seen": record.images_seen or "",
-        "exaflops": record.exaflops or "", "images_per_second": median_speed(record)[0] or "",
-        "training_seconds": record.training_seconds or "", "ranks": record.ranks or "", "device": record.tags.get("device", ""),
-        "revision": record.revision, "ended": record.period[1] or "",
-    }  # fmt: skip
+        "fingerprint": train.digest if train else "",
+        "evaluation_split": record.split,
+        "evaluation_fingerprint": held_out.digest if held_out else "",
+        "status": record.status,
+        "outcome": record.outcome,
+        "steps": record.last_step or "",
+        "planned_steps": record.steps or "",
+        "images_seen": record.images_seen or "",
+        "exaflops": record.exaflops or "",
+        "images_per_second": median_speed(record)[0] or "",
+        "training_seconds": record.training_seconds or "",
+        "ranks": record.ranks or "",
+        "device": record.tags.get("device", ""),
+        "revision": record.revision,
+        "ended": record.period[1] or "",
+    }
     for kind, score in (("last", last), ("best", best)):
         interval = score.interval if score else None
         row |= {
@@ -233,13 +246,20 @@ def _shown(row: Mapping[str, Any], record: RunRecord) -> dict[str, str]:
     at_best = f", step {best.step:,}" if best and best.step is not None else ""
     is_last = last is not None and best is not None and best.step == last.step
     return {
-        "run": row["run"], "kind": record.kind, "model": record.model or "–", "data": row["data"] or "–",
-        "status": record.status or "–", "steps": f"{steps} of {record.steps:,}" if record.steps else steps,
+        "run": row["run"],
+        "kind": record.kind,
+        "model": record.model or "–",
+        "data": row["data"] or "–",
+        "status": record.status or "–",
+        "steps": f"{steps} of {record.steps:,}" if record.steps else steps,
         "images seen": f"{record.images_seen:,}" if record.images_seen else "–",
         "FLOPs": in_units(record.exaflops * 1e18, FLOPS) if record.exaflops else "–",
-        "images/s": speed(record), "compute": compute + devices, "last score": str(last or "–"),
-        "best score": "the last" if is_last else f"{best}{at_best}" if best else "–", "ended": when(record.period[1]),
-    }  # fmt: skip
+        "images/s": speed(record),
+        "compute": compute + devices,
+        "last score": str(last or "–"),
+        "best score": "the last" if is_last else f"{best}{at_best}" if best else "–",
+        "ended": when(record.period[1]),
+    }
 
 
 def when(seconds: float) -> str:
@@ -310,17 +330,27 @@ def _noise(tested: Sequence[Pair]) -> Iterator[Block]:
     )
     rows = [
         (
-            pair.first.title, pair.second.title, f"{100 * d.value:+.2f}", f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
-            _p(d.p), _p(pair.corrected), in_words(d, pair.corrected) + _budget(pair), d.method,
+            pair.first.title,
+            pair.second.title,
+            f"{100 * d.value:+.2f}",
+            f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
+            _p(d.p),
+            _p(pair.corrected),
+            in_words(d, pair.corrected) + _budget(pair),
+            d.method,
         )
         for pair in shown
         for d in [pair.difference]
-    ]  # fmt: skip
+    ]
     yield Table(("better", "than", "by, points", "95 % interval", "p", "p, corrected", "verdict", "test"), rows)
     used = [text for method, text in _METHODS.items() if any(pair.difference.method == method for pair in tested)]
-    seeds = "" if all(p.difference.method == STUDENT for p in tested) else (
-        " The tests over images do not know how much another seed would change a score: train several seeds to know."
-    )  # fmt: skip
+    seeds = (
+        ""
+        if all(p.difference.method == STUDENT for p in tested)
+        else (
+            " The tests over images do not know how much another seed would change a score: train several seeds to know."
+        )
+    )
     yield Paragraph(
         f"p, corrected: by Holm's method for {counted(len(tested), 'pair')}; of pairs below 0.05, even one is "
         f"wrong with a probability of at most 5 %. The intervals are of each pair alone. {' '.join(used)}{seeds}"
@@ -333,8 +363,17 @@ def _p(value: float) -> str:
 
 def _pair_row(pair: Pair) -> dict[str, Any]:
     d = pair.difference
-    return {"first": pair.first.title, "second": pair.second.title, "difference": d.value, "low": d.low, "high": d.high,
-            "p": d.p, "p_corrected": pair.corrected, "verdict": in_words(d, pair.corrected), "test": d.method}  # fmt: skip
+    return {
+        "first": pair.first.title,
+        "second": pair.second.title,
+        "difference": d.value,
+        "low": d.low,
+        "high": d.high,
+        "p": d.p,
+        "p_corrected": pair.corrected,
+        "verdict": in_words(d, pair.corrected),
+        "test": d.method,
+    }
 
 
 def _budgets(records: Records) -> Iterator[Block]:
@@ -430,9 +469,11 @@ def data_facts(record: RunRecord) -> dict[str, str]:
     def shown(facts: DatasetFacts | None, name: str) -> dict[str, str]:
         count = f"{facts.num_samples:,}" if facts and facts.num_samples else "–"
         return {
-            f"{name} data": facts.name if facts else "–", f"{name} split": facts.split if facts else "–",
-            f"{name} fingerprint": (facts.digest if facts else "") or "–", f"{name} images": count,
-        }  # fmt: skip
+            f"{name} data": facts.name if facts else "–",
+            f"{name} split": facts.split if facts else "–",
+            f"{name} fingerprint": (facts.digest if facts else "") or "–",
+            f"{name} images": count,
+        }
 
     others = [facts for facts in record.datasets if facts.context == "training"][1:]
     mixed = ", ".join(
@@ -448,8 +489,13 @@ def data_facts(record: RunRecord) -> dict[str, str]:
 
 def code_facts(record: RunRecord) -> dict[str, str]:
     """What is known of the code and the machine that ran it."""
-    names = {"git branch": "mlflow.source.git.branch", "command": "mlflow.source.name", "PyTorch": "torch", "device": "device",
-             "user": "mlflow.user"}  # fmt: skip
+    names = {
+        "git branch": "mlflow.source.git.branch",
+        "command": "mlflow.source.name",
+        "PyTorch": "torch",
+        "device": "device",
+        "user": "mlflow.user",
+    }
     known = {shown: record.tags.get(tag) or "–" for shown, tag in names.items()}
     return {"git revision": record.revision or "–", **known, "ranks": f"{record.ranks}" if record.ranks else "–"}
 

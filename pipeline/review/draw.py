@@ -114,9 +114,15 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     split = data.eval_split if data.eval_split and not data.dev_share else data.train_split
     with tempfile.TemporaryDirectory() as out:
         settings = [
-            f"weights={folder}", f"images={json.dumps([data.path])}", f"split={split}", f"draw=[{','.join(drawn)}]", f"out={out}",
-            f"num_drawn={_NUM_EXPLAINED}", "device=cpu", "threads=1",
-        ]  # fmt: skip
+            f"weights={folder}",
+            f"images={json.dumps([data.path])}",
+            f"split={split}",
+            f"draw=[{','.join(drawn)}]",
+            f"out={out}",
+            f"num_drawn={_NUM_EXPLAINED}",
+            "device=cpu",
+            "threads=1",
+        ]
         if drawn:
             explain.run(schema.load(ExplainConfig, None, settings), skip=True)
         for name in names:

@@ -163,7 +163,12 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
         return None
     chosen = chosen[np.isin(found.rows[chosen], rows)]
     figure = galleries.draw_predictions(
-        to_rgb(pixels.numpy(), split.pixels), found.true[chosen], found.predicted[chosen], names, found.probability[chosen],
-        galleries.note_on_mistakes(right), config.model.image_size,
-    )  # fmt: skip
+        to_rgb(pixels.numpy(), split.pixels),
+        found.true[chosen],
+        found.predicted[chosen],
+        names,
+        found.probability[chosen],
+        galleries.note_on_mistakes(right),
+        config.model.image_size,
+    )
     return png(figure, DPI, split.pixels.describe_shown())

@@ -61,14 +61,27 @@ def from_folder(folder: Path) -> RunRecord:
         word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS.get(end.status, "unknown")
     word = word or ("unknown" if (folder / "config.json").exists() else "finished")
     record = RunRecord(
-        folder.resolve().name, "", str(folder), files, folder, run_id_of(folder), word, tags.get("outcome", outcome or word), metrics=metrics,
-        tags=tags, num_damaged=num_damaged,
-    )  # fmt: skip
+        folder.resolve().name,
+        "",
+        str(folder),
+        files,
+        folder,
+        run_id_of(folder),
+        word,
+        tags.get("outcome", outcome or word),
+        metrics=metrics,
+        tags=tags,
+        num_damaged=num_damaged,
+    )
     if facts is not None:
         record = replace(
-            record, parameters={key: str(value) for key, value in facts.parameters.items()}, datasets=facts.datasets, parents=facts.parents, origin=facts.origin,
+            record,
+            parameters={key: str(value) for key, value in facts.parameters.items()},
+            datasets=facts.datasets,
+            parents=facts.parents,
+            origin=facts.origin,
             declared=facts.metrics,
-        )  # fmt: skip
+        )
     return _completed(record, facts)
 
 
@@ -104,13 +117,18 @@ def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
     kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
     planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
     return replace(
-        record, name=facts.name if facts else config.name if config else str(results.get("name") or record.name),
-        kind=tags.get("kind", kind), settings=settings, has_all_settings=config is not None, steps=planned,
+        record,
+        name=facts.name if facts else config.name if config else str(results.get("name") or record.name),
+        kind=tags.get("kind", kind),
+        settings=settings,
+        has_all_settings=config is not None,
+        steps=planned,
         images_per_step=as_count(settings.get("train.global_batch")),
         flops_per_image=facts.flops_per_image or flops if facts else flops,
-        starts=tuple(starts), results=results,
+        starts=tuple(starts),
+        results=results,
         ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
-    )  # fmt: skip
+    )
 
 
 def _config(files: RunFiles) -> RunConfig | None:

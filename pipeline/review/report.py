@@ -34,9 +34,14 @@ from pipeline.transfer import grid
 from pipeline.transfer.report import about_intervals, caveats, origin, score_table
 
 _KINDS = {
-    "pretrain": "pre-training", "finetune": "fine-tuning", "grid": "grid of fine-tunings", "vtab": "VTAB-1k sweep", "study": "study",
-    "data": "job on data", "explain": "explanation of a model",
-}  # fmt: skip
+    "pretrain": "pre-training",
+    "finetune": "fine-tuning",
+    "grid": "grid of fine-tunings",
+    "vtab": "VTAB-1k sweep",
+    "study": "study",
+    "data": "job on data",
+    "explain": "explanation of a model",
+}
 _MAX_ANCESTORS = 8
 _COUNTS = {
     "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
@@ -345,10 +350,17 @@ def _data(record: RunRecord) -> Iterator[Block]:
         return
     yield Heading("Data")
     rows = [
-        (f"{facts.context} {facts.notes.get('share', '')}{_trained_on(facts)}".strip(), facts.name, facts.split, f"{facts.num_samples:,}" if facts.num_samples else "–",
-         f"{facts.num_classes:,}" if facts.num_classes else "–", facts.digest or "–", facts.source or "–")
+        (
+            f"{facts.context} {facts.notes.get('share', '')}{_trained_on(facts)}".strip(),
+            facts.name,
+            facts.split,
+            f"{facts.num_samples:,}" if facts.num_samples else "–",
+            f"{facts.num_classes:,}" if facts.num_classes else "–",
+            facts.digest or "–",
+            facts.source or "–",
+        )
         for facts in record.datasets
-    ]  # fmt: skip
+    ]
     yield Table(("used for", "data set", "split", "images", "classes", "fingerprint", "where"), rows)
 
 

@@ -31,9 +31,15 @@ SILENT_SECONDS = 30.0
 
 
 def main(
-    cls: type[T], function: Callable[[T], object] | str, about: str | None, subject: str = "", flag: str = "",
-    more_help: Callable[[Sequence[str]], str] | None = None, by_launcher: bool = False, starts_launcher: bool = False,
-) -> None:  # fmt: skip
+    cls: type[T],
+    function: Callable[[T], object] | str,
+    about: str | None,
+    subject: str = "",
+    flag: str = "",
+    more_help: Callable[[Sequence[str]], str] | None = None,
+    by_launcher: bool = False,
+    starts_launcher: bool = False,
+) -> None:
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
     function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in the

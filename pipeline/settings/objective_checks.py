@@ -33,8 +33,11 @@ OF_WHOLE_BATCH = frozenset({"lejepa"})
 # "scored": only held-out images need some. Here, because data sets are opened before torch is imported.
 Labels = Literal["learned", "partly", "scored", "unread"]
 LABELS: dict[str, Labels] = {
-    "softmax": "learned", "sigmoid": "learned", "distill_classes": "scored", "pseudo_labels": "partly",
-}  # fmt: skip
+    "softmax": "learned",
+    "sigmoid": "learned",
+    "distill_classes": "scored",
+    "pseudo_labels": "partly",
+}
 # For messages: those that read no labels.
 NEED_NO_LABELS = " | ".join(loss for loss in OBJECTIVES if loss not in LABELS)
 # Defaults of objective.local_size and objective.mask_share. Here, because they are compared with the patches of a model before torch is
@@ -100,11 +103,16 @@ def check_encodes_kept(vit: Config, loss: str) -> None:
         if not vit.has_stem:
             vit.check_covered()
         fits = {
-            "stem": vit.stem is None, "small_stem": vit.small_stem is None, "axial": not vit.axial,
-            "positions": vit.positions != "relative", "positions_at": vit.positions_at == "stem",
-            "patch_stride": vit.stride == vit.patch_size, "representation": not vit.representation,
-            "pool": not vit.pools_by_attention, "pool_norm": not vit.pool_norm,
-        }  # fmt: skip
+            "stem": vit.stem is None,
+            "small_stem": vit.small_stem is None,
+            "axial": not vit.axial,
+            "positions": vit.positions != "relative",
+            "positions_at": vit.positions_at == "stem",
+            "patch_stride": vit.stride == vit.patch_size,
+            "representation": not vit.representation,
+            "pool": not vit.pools_by_attention,
+            "pool_norm": not vit.pool_norm,
+        }
         found = [f"{name} = {vit.to_dict()[name]}" for name, does in fits.items() if not does]
     if found:
         raise UserError(

@@ -130,10 +130,18 @@ class SplitEvaluator(Evaluator):
             return self.engine.measure(batch)
 
         reader = SplitReader(
-            split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, self.context.ranks,
-            pixels=self.engine.objective.pixels, stop=self.context.stop, budget=BadBudget(config.data.max_bad_share), seed=config.seed,
+            split,
+            config.model.image_size,
+            config.augment,
+            config.evaluate.batch,
+            config.data.threads,
+            self.context.ranks,
+            pixels=self.engine.objective.pixels,
+            stop=self.context.stop,
+            budget=BadBudget(config.data.max_bad_share),
+            seed=config.seed,
             views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
-        )  # fmt: skip
+        )
         if not self.engine.objective.predicts_classes:
             return means(measure, reader), None
         kind, num_classes = self.engine.objective.loss_kind, self.context.prepared.data.dataset.num_classes

@@ -31,9 +31,16 @@ class Feed:
         views = [kind(config.train.loss).views(part) for part in config.parts()]
         self.writers = [train_views(groups, config.seed, *reading) for groups in views]
         self.loader = Loader(
-            split, self.writers[-1], config.data.threads, config.data.prefetch, config.data.max_bad_share, pin=ranks.device.type == "cuda", is_stop_wanted=stop.is_wanted,
-            processes=config.data.processes, writers=self.writers,
-        )  # fmt: skip
+            split,
+            self.writers[-1],
+            config.data.threads,
+            config.data.prefetch,
+            config.data.max_bad_share,
+            pin=ranks.device.type == "cuda",
+            is_stop_wanted=stop.is_wanted,
+            processes=config.data.processes,
+            writers=self.writers,
+        )
         self._steps: Iterator[list[Batch]] = iter(())
 
     def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]]) -> None:

@@ -88,9 +88,13 @@ class StepResult:
 
 
 def training_step(
-    trainer: Trainer, micro_batches: Sequence[Batch], step: int, lr: float,
-    mixing: Mixing | None = None, accept: Callable[[Tensor], bool] | None = None,
-) -> StepResult:  # fmt: skip
+    trainer: Trainer,
+    micro_batches: Sequence[Batch],
+    step: int,
+    lr: float,
+    mixing: Mixing | None = None,
+    accept: Callable[[Tensor], bool] | None = None,
+) -> StepResult:
     """One optimizer step on this rank's micro-batches. Collective, unless the trainer uses one device.
 
     step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean loss

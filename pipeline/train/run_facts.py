@@ -61,9 +61,15 @@ ARTIFACTS = (
 
 
 def run_facts(
-    config: RunConfig, plan: Plan, model: Model, data: RunData, device: torch.device, origin: WeightsOrigin | None,
-    probe: RunProbe | None = None, trained_on: Sequence[TrainedSet] = (),
-) -> RunFacts:  # fmt: skip
+    config: RunConfig,
+    plan: Plan,
+    model: Model,
+    data: RunData,
+    device: torch.device,
+    origin: WeightsOrigin | None,
+    probe: RunProbe | None = None,
+    trained_on: Sequence[TrainedSet] = (),
+) -> RunFacts:
     """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded. trained_on: see `RunContext`."""
     dataset, split = data.dataset, data.split
     flops = objectives.training_flops(config, model.config)
@@ -100,9 +106,14 @@ def run_facts(
     parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
     copies = _test_copies(dataset, split.name)
     tags = {
-        "model": str(resolved["model.name"]), "data": dataset.fingerprint, "dataset": name, "device": str(device),
-        "torch": torch.__version__, "test_copies": copies, "run_folder_path": str((Path(config.out) / config.name).resolve()),
-    }  # fmt: skip
+        "model": str(resolved["model.name"]),
+        "data": dataset.fingerprint,
+        "dataset": name,
+        "device": str(device),
+        "torch": torch.__version__,
+        "test_copies": copies,
+        "run_folder_path": str((Path(config.out) / config.name).resolve()),
+    }
     if teacher := objectives.kind(config.train.loss).teacher_file(config):
         file = find_origin(teacher[0], str(teacher[0]))
         tags[TEACHER_TAG] = f"{file.path}, {file.details}"
@@ -115,11 +126,22 @@ def run_facts(
     }
     measured |= {name: replace(metric, group="train") for name, metric in of_steps.items()}
     return RunFacts(
-        name=config.name, kind=kind, parameters=parameters, tags=tags, datasets=tuple(datasets_of(data, trained_on)),
-        description=_description(config, plan, resolved, dataset, split, parent, origin), parents=parents, steps=plan.steps,
-        images_per_step=plan.global_batch, flops_per_image=flops, artifacts=ARTIFACTS,
-        score=config.checkpoint.best or score_of(measured), origin=origin, objective=config.train.loss, metrics=measured,
-    )  # fmt: skip
+        name=config.name,
+        kind=kind,
+        parameters=parameters,
+        tags=tags,
+        datasets=tuple(datasets_of(data, trained_on)),
+        description=_description(config, plan, resolved, dataset, split, parent, origin),
+        parents=parents,
+        steps=plan.steps,
+        images_per_step=plan.global_batch,
+        flops_per_image=flops,
+        artifacts=ARTIFACTS,
+        score=config.checkpoint.best or score_of(measured),
+        origin=origin,
+        objective=config.train.loss,
+        metrics=measured,
+    )
 
 
 def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
@@ -193,9 +215,14 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
 
 
 def _description(
-    config: RunConfig, plan: Plan, resolved: dict[str, Any], dataset: Dataset, split: Split, parent: str | None,
+    config: RunConfig,
+    plan: Plan,
+    resolved: dict[str, Any],
+    dataset: Dataset,
+    split: Split,
+    parent: str | None,
     origin: WeightsOrigin | None,
-) -> str:  # fmt: skip
+) -> str:
     """Markdown: what is trained, on what, from what."""
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [

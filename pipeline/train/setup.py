@@ -260,9 +260,13 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
     return Tracker(
-        config.track, Path(config.out), folder, facts, start.state.step,
+        config.track,
+        Path(config.out),
+        folder,
+        facts,
+        start.state.step,
         find_models=partial(logged_models, start.checkpoints),
-    )  # fmt: skip
+    )
 
 
 def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:
@@ -289,7 +293,11 @@ def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
     if config.train.stop_after_minutes:
         context.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
     saver = Saver(
-        str(start.checkpoints.folder), context.ranks, 60 * config.data.retry_minutes, start.state.step, context.console.say,
+        str(start.checkpoints.folder),
+        context.ranks,
+        60 * config.data.retry_minutes,
+        start.state.step,
+        context.console.say,
         60 * commit_minutes(config),
-    )  # fmt: skip
+    )
     return Saving(start.checkpoints, saver, start.damaged)

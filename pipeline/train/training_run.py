@@ -191,13 +191,19 @@ class TrainingRun:
         batches_seen = batches_before(progress.step, progress.skipped_batches)
         logged = {name: ranks.mean(value) for name, value in values.items()}
         metrics = {
-            "loss": ranks.mean(loss), **logged,
-            "lr": lr, "grad_norm": grad_norm, **meter.read(),
+            "loss": ranks.mean(loss),
+            **logged,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **meter.read(),
             "epoch": self.training.feed.epochs(batches_seen),
-            "skipped_steps": engine.skipped_steps, "loss_spikes": monitoring.spikes.num_spikes,
-            "bad_samples": num_bad, "storage_retries": counts.storage_retries, **saver.read(),
+            "skipped_steps": engine.skipped_steps,
+            "loss_spikes": monitoring.spikes.num_spikes,
+            "bad_samples": num_bad,
+            "storage_retries": counts.storage_retries,
+            **saver.read(),
             **monitoring.host_meter.read_on_all_ranks(),
-        }  # fmt: skip
+        }
         collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
         if collapse:
             metrics["collapse"] = 1
@@ -268,8 +274,14 @@ class TrainingRun:
             TRAINED_ON: trained_on,
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
-        extra = {"classes": dataset.classes, "preprocessing": preprocessing, "loss": engine.objective.loss_kind or config.train.loss,
-                 TRAINED_ON: trained_on, "run": config.name, "step": progress.step}  # fmt: skip
+        extra = {
+            "classes": dataset.classes,
+            "preprocessing": preprocessing,
+            "loss": engine.objective.loss_kind or config.train.loss,
+            TRAINED_ON: trained_on,
+            "run": config.name,
+            "step": progress.step,
+        }
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         split = self.context.prepared.data.split

@@ -45,8 +45,16 @@ def draw_means(table: Sequence[Column]) -> bytes:
             if name not in column.means:
                 num_scored = sum(task not in column.absent for task in MEMBERS[name])
                 text = f"only {num_scored} of {counted(len(MEMBERS[name]), 'task')}"
-                axes.text(place + _shift(number, len(table)), 1, text, rotation=90, ha="center", va="bottom",
-                          fontsize=max(6, 40 * width), color=_colours(table)[number])  # fmt: skip
+                axes.text(
+                    place + _shift(number, len(table)),
+                    1,
+                    text,
+                    rotation=90,
+                    ha="center",
+                    va="bottom",
+                    fontsize=max(6, 40 * width),
+                    color=_colours(table)[number],
+                )
     axes.set_title(f"VTAB-1k: unweighted means over tasks{_caveat(table)}")
     return png(figure)
 
@@ -72,8 +80,15 @@ def _bars(
         high = np.array([score.interval.high if score.interval else score.accuracy for score in scored])
         lines = {"elinewidth": 1, "capsize": 2, "ecolor": "black"}
         errors = 100 * np.clip([heights - low, high - heights], 0, None) if (high > low).any() else None
-        axes.bar(places + _shift(number, len(table)), 100 * heights, _width(len(table)), color=colour, label=label,
-                 yerr=errors, error_kw=lines)  # fmt: skip
+        axes.bar(
+            places + _shift(number, len(table)),
+            100 * heights,
+            _width(len(table)),
+            color=colour,
+            label=label,
+            yerr=errors,
+            error_kw=lines,
+        )
     axes.set_xticks(range(len(titles)), titles, parse_math=False)
     axes.set_xlim(-0.6, len(titles) - 0.4)
     axes.set_ylim(0, 100)

@@ -118,22 +118,35 @@ def _run(
             page.ended(final.folder, tried, runs, best)
     settings = finals[0].config
     return {
-        "name": config.name, "run": config.run, "settings": [hide_passwords(text) for text in config.settings], "lr": best, "dev_share": config.dev_share,
-        "weights": settings.init.weights, "data": settings.data.path, "split": settings.data.eval_split,
-        TRAINED_BY: scores[TRAINED_BY], "trials": tried, "runs": runs, **mean_and_deviation([row["top1"] for row in runs]),
+        "name": config.name,
+        "run": config.run,
+        "settings": [hide_passwords(text) for text in config.settings],
+        "lr": best,
+        "dev_share": config.dev_share,
+        "weights": settings.init.weights,
+        "data": settings.data.path,
+        "split": settings.data.eval_split,
+        TRAINED_BY: scores[TRAINED_BY],
+        "trials": tried,
+        "runs": runs,
+        **mean_and_deviation([row["top1"] for row in runs]),
         "also": {
             data: _scores_on(data, name.folder, finals, data not in by_number)
             for data, name in data_names(config.also).items()
         },
-    }  # fmt: skip
+    }
 
 
 def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: float) -> ChildRun:
     """The settings of one run. Raises UserError for a settings file that cannot be used."""
     overrides = [
-        *config.settings, f"name={name}", f"out={Path(config.out) / config.name}", f"optimizer.lr={lr!r}", f"seed={seed}",
+        *config.settings,
+        f"name={name}",
+        f"out={Path(config.out) / config.name}",
+        f"optimizer.lr={lr!r}",
+        f"seed={seed}",
         f"data.dev_share={dev_share!r}",
-    ]  # fmt: skip
+    ]
     if dev_share:  # It names a metric of data.eval_split, which only the final runs are scored on.
         overrides.append("checkpoint.best=")
     run = make_child(name, config.run, overrides)
@@ -328,10 +341,11 @@ def page(result: dict[str, Any]) -> list[Block]:
             (data, _score_text(scores, scores["of_seeds"], scores["num_samples"]), f"{scores['num_samples']:,}")
         )
     trials = [
-        (f"{trial['lr']:g}", "diverged", "-") if "diverged" in trial
+        (f"{trial['lr']:g}", "diverged", "-")
+        if "diverged" in trial
         else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
         for trial in result["trials"]
-    ]  # fmt: skip
+    ]
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
     spread = ": mean ± standard deviation" if len(accuracies) > 1 else ""
     return [

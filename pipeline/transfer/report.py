@@ -153,12 +153,16 @@ def origin(column: Column) -> Iterator[Block]:
     yield Table(
         ["", "value"],
         [
-            ("method", facts["method"]), ("protocol", protocol["name"]), ("protocol's sha256", protocol["sha256"]),
+            ("method", facts["method"]),
+            ("protocol", protocol["name"]),
+            ("protocol's sha256", protocol["sha256"]),
             *((name, str(facts.get(name, "not known"))) for name in ("precision", "micro_batch", "kernel")),
-            ("checkpoint", checkpoint["path"]), ("checkpoint's sha256", checkpoint["sha256"]),
-            ("pre-training run", checkpoint.get("run_id") or "not known"), *settings,
+            ("checkpoint", checkpoint["path"]),
+            ("checkpoint's sha256", checkpoint["sha256"]),
+            ("pre-training run", checkpoint.get("run_id") or "not known"),
+            *settings,
         ],
-    )  # fmt: skip
+    )
     if facts["failed"]:
         reasons = (f"{cell['task']}, seed {cell['seed']}: {cell.get('reason', 'unknown')}" for cell in facts["failed"])
         yield Paragraph(f"Runs that failed, which count nowhere: {'; '.join(reasons)}.")
@@ -168,9 +172,15 @@ def origin(column: Column) -> Iterator[Block]:
             continue
         copies = (facts["contamination"] or {}).get(task.name)
         rows.append(
-            (task.title, facts["details"].get(task.name, ""), f"{score.num_seeds}", f"{score.num_test:,}",
-             "not searched" if copies is None else f"{copies:,}", facts["data"].get(task.name, "")[:16])
-        )  # fmt: skip
+            (
+                task.title,
+                facts["details"].get(task.name, ""),
+                f"{score.num_seeds}",
+                f"{score.num_test:,}",
+                "not searched" if copies is None else f"{copies:,}",
+                facts["data"].get(task.name, "")[:16],
+            )
+        )
     header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
     yield Table(header, rows)
 
@@ -208,12 +218,15 @@ def tags_of(facts: dict[str, Any]) -> dict[str, str]:
     """Tags that say what a sweep was made of. facts: content of its results.json."""
     copies = [count for count in (facts["contamination"] or {}).values() if count is not None]
     return {
-        "protocol": facts["protocol"]["name"], "protocol_sha256": facts["protocol"]["sha256"], "method": facts["method"],
-        "checkpoint": str(facts["checkpoint"]["path"]), "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
+        "protocol": facts["protocol"]["name"],
+        "protocol_sha256": facts["protocol"]["sha256"],
+        "method": facts["method"],
+        "checkpoint": str(facts["checkpoint"]["path"]),
+        "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
         "contamination": str(sum(copies)) if copies else "not searched",
         **({UNPUBLISHED_TAG: ",".join(facts["unpublished"])} if facts.get("unpublished") else {}),
         **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
-    }  # fmt: skip
+    }
 
 
 def _score_text(column: Column, task: str) -> str:

@@ -38,12 +38,38 @@ _FACTS = {**facts_of(VtabConfig), "kernel": Fact("zoom")}
 # The optional settings of the first protocols, which are in a protocol's digest always. Any other is only if it is set, so that
 # digests stay when one is added.
 _IN_EVERY_DIGEST = {
-    "small_image_size", "small_resize_to", "pixels", "optimizer", "momentum", "weight_decay", "clip", "dropout", "l2",
-    "neighbours", "temperature", "schedule.decay", "schedule.drops", "schedule.warmup", "schedule.final", "augment.crop",
-    "augment.area_min", "augment.area_max", "augment.aspect_min", "augment.aspect_max", "augment.resize_to", "augment.flip",
-    "augment.resize_filter", "augment.color_jitter", "augment.randaugment_layers", "augment.randaugment_magnitude",
-    "augment.erase", "augment.mixup", "augment.cutmix", "augment.eval_resize", "augment.eval_crop",
-}  # fmt: skip
+    "small_image_size",
+    "small_resize_to",
+    "pixels",
+    "optimizer",
+    "momentum",
+    "weight_decay",
+    "clip",
+    "dropout",
+    "l2",
+    "neighbours",
+    "temperature",
+    "schedule.decay",
+    "schedule.drops",
+    "schedule.warmup",
+    "schedule.final",
+    "augment.crop",
+    "augment.area_min",
+    "augment.area_max",
+    "augment.aspect_min",
+    "augment.aspect_max",
+    "augment.resize_to",
+    "augment.flip",
+    "augment.resize_filter",
+    "augment.color_jitter",
+    "augment.randaugment_layers",
+    "augment.randaugment_magnitude",
+    "augment.erase",
+    "augment.mixup",
+    "augment.cutmix",
+    "augment.eval_resize",
+    "augment.eval_crop",
+}
 Outcome = dict[str, Any]
 
 
@@ -338,8 +364,13 @@ def score_row(cell: VtabCell, outcome: Outcome, val_accuracy: float | None = Non
     """A row of results.json. val_accuracy: of the setting chosen; a probe's outcome has its own."""
     setting = cell.setting
     return {
-        "task": cell.task.name, "seed": cell.seed, "accuracy": outcome["accuracy"], "num_test": outcome["num_images"],
-        "learning_rate": setting.lr if setting else None, "weight_decay": setting.weight_decay if setting else None,
-        "steps": outcome["steps"], "val_accuracy": outcome.get("val_accuracy", val_accuracy),
+        "task": cell.task.name,
+        "seed": cell.seed,
+        "accuracy": outcome["accuracy"],
+        "num_test": outcome["num_images"],
+        "learning_rate": setting.lr if setting else None,
+        "weight_decay": setting.weight_decay if setting else None,
+        "steps": outcome["steps"],
+        "val_accuracy": outcome.get("val_accuracy", val_accuracy),
         **{name: outcome[name] for name in ("l2", "neighbours") if name in outcome},
-    }  # fmt: skip
+    }

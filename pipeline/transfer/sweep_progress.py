@@ -70,10 +70,16 @@ class SweepProgress:
     def _write(self) -> None:
         seconds_left = self._seconds_left()
         state = {
-            "cells": self.total.total(), "done": self.done.total(), "failed": self.failed.total(), "retries": self.retries,
+            "cells": self.total.total(),
+            "done": self.done.total(),
+            "failed": self.failed.total(),
+            "retries": self.retries,
             "seconds": round(time.monotonic() - self._begin, 1),
             "seconds_left": None if seconds_left is None else round(seconds_left, 1),
             "median_cell_seconds": statistics.median(self._cell_seconds) if self._cell_seconds else None,
-            "tasks": {task: {"cells": count, "done": self.done[task], "failed": self.failed[task]} for task, count in self.total.items()},
-        }  # fmt: skip
+            "tasks": {
+                task: {"cells": count, "done": self.done[task], "failed": self.failed[task]}
+                for task, count in self.total.items()
+            },
+        }
         self._file.write(state)

@@ -84,8 +84,9 @@ def run(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> d
         scores = [score_row(cell, outcomes[cell], chosen[cell.task.name][1]) for cell in finals if cell in outcomes]
         failures = [
             {"task": cell.task.name, "cell": cell_name(cell), "seed": cell.seed, "reason": failed[cell]}
-            for cell in [*searches, *finals] if cell in failed
-        ]  # fmt: skip
+            for cell in [*searches, *finals]
+            if cell in failed
+        ]
         results = {**header, "scores": scores, "failed": failures, "missing": sweep.missing}
         results = _with_earlier(results, earlier)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=1, ensure_ascii=False) + "\n")

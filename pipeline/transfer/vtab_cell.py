@@ -136,9 +136,16 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
     train, tested = (dataset.split(name, "none") for name in ((TRAIN, VAL) if cell.stage == "search" else (ALL, TEST)))
     size, augment = view_of(protocol, cell.task)
     model = models.load(
-        config.weights, image_size=size, num_classes=dataset.num_classes, new_head=True, dropout=protocol.dropout,
-        drop_path=0.0, seed=cell.seed, kernel=config.kernel, pixels=RGB8,
-    ).to(device)  # fmt: skip
+        config.weights,
+        image_size=size,
+        num_classes=dataset.num_classes,
+        new_head=True,
+        dropout=protocol.dropout,
+        drop_path=0.0,
+        seed=cell.seed,
+        kernel=config.kernel,
+        pixels=RGB8,
+    ).to(device)
     steps, diverged = train_model(model, train, cell, config, device)
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
     read = reader(protocol, model, device)
@@ -274,9 +281,13 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
             found = regression(train).classify(values[tested], choice)
         else:
             votes = knn_predict(
-                torch.from_numpy(values[train]), torch.from_numpy(labels[train]), torch.from_numpy(values[tested]),
-                dataset.num_classes, int(choice), protocol.temperature,
-            )  # fmt: skip
+                torch.from_numpy(values[train]),
+                torch.from_numpy(labels[train]),
+                torch.from_numpy(values[tested]),
+                dataset.num_classes,
+                int(choice),
+                protocol.temperature,
+            )
             found = votes.argmax(1).numpy()
         return float((found == labels[tested]).mean())
 
@@ -286,9 +297,12 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     }
     best = max(tried, key=lambda choice: (tried[choice], -choice))
     return {
-        "accuracy": accuracy(best, ALL, TEST), "num_images": len(values[TEST]), "steps": None, "val_accuracy": tried[best],
+        "accuracy": accuracy(best, ALL, TEST),
+        "num_images": len(values[TEST]),
+        "steps": None,
+        "val_accuracy": tried[best],
         "l2" if config.method == "linear" else "neighbours": best,
-    }  # fmt: skip
+    }
 
 
 def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:

@@ -31,9 +31,16 @@ class Record:
 
 
 GOOD: dict[str, Any] = {
-    "step": 3, "rate": 1, "kind": "a", "size": [2, 3], "names": ["p", "q"], "inner": {"x": 1, "unknown": 5},
-    "by_name": {"k": {"x": 2}}, "label": "seven", "free": [None],
-}  # fmt: skip
+    "step": 3,
+    "rate": 1,
+    "kind": "a",
+    "size": [2, 3],
+    "names": ["p", "q"],
+    "inner": {"x": 1, "unknown": 5},
+    "by_name": {"k": {"x": 2}},
+    "label": "seven",
+    "free": [None],
+}
 
 
 def test_whole_record() -> None:

@@ -11,9 +11,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("count", "noun", "shown"),
-    [(1, "rank", "1 rank"), (0, "rank", "0 ranks"), (1024, "test image", "1,024 test images"), (2, "class", "2 classes"),
-     (2, "copy", "2 copies"), (2, "key", "2 keys"), (3, "batch", "3 batches"), (0.5, "hour", "0.5 hours")],
-)  # fmt: skip
+    [
+        (1, "rank", "1 rank"),
+        (0, "rank", "0 ranks"),
+        (1024, "test image", "1,024 test images"),
+        (2, "class", "2 classes"),
+        (2, "copy", "2 copies"),
+        (2, "key", "2 keys"),
+        (3, "batch", "3 batches"),
+        (0.5, "hour", "0.5 hours"),
+    ],
+)
 def test_nouns_follow_their_number(count: float, noun: str, shown: str) -> None:
     assert counted(count, noun) == shown
 

@@ -224,9 +224,14 @@ for child in psutil.Process().children(recursive=True):
 os.killpg(0, signal.SIGKILL)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, Path(__file__).parent], cwd=ROOT, timeout=300, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "CHECKPOINT_TEST": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script, tmp_path, Path(__file__).parent],
+        cwd=ROOT,
+        timeout=300,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/helpers'}", "CHECKPOINT_TEST": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == -9, done.stderr
     for process in writers(tmp_path):
         for number in (1, 2, 10, 15):

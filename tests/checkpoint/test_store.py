@@ -67,8 +67,13 @@ def test_what_was_saved_is_there(tmp_path: Path) -> None:
     assert read_state(final) == State(7, {"text": "ä"})
     assert (folder / "latest").read_text() == "step-00000007"
     assert names(folder) == ["latest", "step-00000007"]
-    assert names(final) == ["checksums.json", "index.json", "model.safetensors", *[f"rank-000{r}.t.bin" for r in range(3)],
-                            "state.json"]  # fmt: skip
+    assert names(final) == [
+        "checksums.json",
+        "index.json",
+        "model.safetensors",
+        *[f"rank-000{r}.t.bin" for r in range(3)],
+        "state.json",
+    ]
     expected = tensors(7)
     for state in STATES:
         found = ShardedTensors.open(final).full_tensors(state)
@@ -671,8 +676,12 @@ def test_sigkill_at_every_write(damaged: int, tmp_path: Path) -> None:
     made = {what.__name__: {step: what(step) for step in (10, 20, 30)} for what in (tensors, metadata)}
     (tmp_path / "made").write_bytes(pickle.dumps(made))
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, tmp_path, str(damaged), ROOT / "tests/helpers"], capture_output=True, text=True,
-        cwd=ROOT, timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", KILLS, tmp_path, str(damaged), ROOT / "tests/helpers"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 60  # every call was reached

@@ -170,8 +170,13 @@ def test_a_ray_that_does_not_start_is_one_line(own_ray: None, folder: str, reaso
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as parent:
         Path(parent, folder).mkdir(exist_ok=True)
         done = subprocess.run(
-            [sys.executable, "-c", LATE], cwd=ROOT, env={**environment, "RAY_TMPDIR": str(Path(parent, folder)), "RAY_raylet_start_wait_time_s": "1"}, capture_output=True, text=True, timeout=400
-        )  # fmt: skip
+            [sys.executable, "-c", LATE],
+            cwd=ROOT,
+            env={**environment, "RAY_TMPDIR": str(Path(parent, folder)), "RAY_raylet_start_wait_time_s": "1"},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
     assert done.returncode == 2, done.stderr
     *waited, said = done.stderr.splitlines()
     assert said.startswith("error: Ray did not start on this machine: ")

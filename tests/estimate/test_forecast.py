@@ -50,8 +50,17 @@ def test_the_paper_s_run() -> None:
 
 def test_the_disk_holds_all_checkpoints_that_a_run_keeps() -> None:
     """Those of keep_every and of the best one were neither counted nor shown, and stay on the disk."""
-    few = ["cluster=8x8xH100-80GB", "train.length=100 steps", "schedule.warmup=5 steps", "checkpoint.every=20 steps", "evaluate.every=30 steps"]  # fmt: skip
-    plain, more = (make_forecast(load(*few, *settings)) for settings in ([], ["checkpoint.keep_every=25 steps", "checkpoint.best=val_top1"]))  # fmt: skip
+    few = [
+        "cluster=8x8xH100-80GB",
+        "train.length=100 steps",
+        "schedule.warmup=5 steps",
+        "checkpoint.every=20 steps",
+        "evaluate.every=30 steps",
+    ]
+    plain, more = (
+        make_forecast(load(*few, *settings))
+        for settings in ([], ["checkpoint.keep_every=25 steps", "checkpoint.best=val_top1"])
+    )
     # After 20, 40, 60, 80 and 100 steps; also after 25, 50 and 75, which are kept as 100 is; and after 30 and 90.
     assert (plain.num_checkpoints, more.num_checkpoints) == (5, 10)
     assert plain.disk_bytes == 3 * plain.checkpoint_bytes  # Two, and one that is written.
@@ -78,8 +87,10 @@ def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
     assert forecast.flops / 1e18 == pytest.approx(1283, rel=0.003)  # Its header.
     assert forecast.choice
     assert forecast.choice.overrides == [
-        "engine.zero_stage=1", "engine.activation_checkpointing=false", "train.micro_batch=64"
-    ]  # fmt: skip
+        "engine.zero_stage=1",
+        "engine.activation_checkpointing=false",
+        "train.micro_batch=64",
+    ]
     assert forecast.choice.memory.total / 2**30 == pytest.approx(28.2, abs=0.1)  # Its header.
 
 
@@ -183,10 +194,17 @@ def test_training_refuses_what_the_plan_refuses(
     forge: Forge, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [
-        f"data.path={dataset}", f"out={tmp_path}", "train.micro_batch=512", "train.global_batch=512", "name=large",
-        "model.name=ViT-S/16", "train.length=10 steps", "schedule.warmup=1%", "engine.activation_checkpointing=true",
+        f"data.path={dataset}",
+        f"out={tmp_path}",
+        "train.micro_batch=512",
+        "train.global_batch=512",
+        "name=large",
+        "model.name=ViT-S/16",
+        "train.length=10 steps",
+        "schedule.warmup=1%",
+        "engine.activation_checkpointing=true",
         "track.enabled=false",
-    ]  # fmt: skip
+    ]
     with pytest.raises(UserError) as planned:
         run(schema.load(PlanConfig, None, [*overrides, "cluster=1x1xV100-1GB"]))
     assert "Peak memory of a rank" in capsys.readouterr().out
@@ -255,8 +273,21 @@ def test_readers(dataset: Path) -> None:
     few = make_forecast(load("data.streams=16", "cluster=8x8xH100"))
     assert readers(few)[0].startswith("LOW: 16 streams for 64 ranks: 4 ranks read the same shards")
     assert "data.streams=64" in readers(few)[0]
-    there = [make_forecast(load("samples=0", "classes=0", f"data.path={dataset}", "train.length=1000 epochs", "data.streams=64",
-                                "schedule.warmup=1%", "cluster=1x2xH100", f"data.window={window}")) for window in (2, 3)]  # fmt: skip
+    there = [
+        make_forecast(
+            load(
+                "samples=0",
+                "classes=0",
+                f"data.path={dataset}",
+                "train.length=1000 epochs",
+                "data.streams=64",
+                "schedule.warmup=1%",
+                "cluster=1x2xH100",
+                f"data.window={window}",
+            )
+        )
+        for window in (2, 3)
+    ]
     assert there[0].data.samples == 150
     assert readers(there[0])[1].startswith("LOW: 4 shards for 64 streams")
     assert readers(there[1])[1].startswith("4 shards for 64 streams: enough")

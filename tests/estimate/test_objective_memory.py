@@ -51,11 +51,28 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
-    config = schema.load(RunConfig, None, [
-        "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps",
-        "model.name=ViT-Ti/8", "model.image_size=32", "model.representation=false", "model.depth=5", f"train.loss={loss}",
-        f"train.micro_batch={IMAGES}", f"train.global_batch={2 * IMAGES}", "engine.precision=fp32", "engine.zero_stage=0", *(SETTINGS if loss == "dino" else ()), *more,
-    ])  # fmt: skip
+    config = schema.load(
+        RunConfig,
+        None,
+        [
+            "name=x",
+            "data.path=x",
+            "data.streams=2",
+            "train.length=10 steps",
+            "schedule.warmup=0 steps",
+            "model.name=ViT-Ti/8",
+            "model.image_size=32",
+            "model.representation=false",
+            "model.depth=5",
+            f"train.loss={loss}",
+            f"train.micro_batch={IMAGES}",
+            f"train.global_batch={2 * IMAGES}",
+            "engine.precision=fp32",
+            "engine.zero_stage=0",
+            *(SETTINGS if loss == "dino" else ()),
+            *more,
+        ],
+    )
     return config, objectives.new_backbone(config, 4)
 
 
@@ -197,8 +214,11 @@ class Undeclared(Lejepa):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Mistaken, r"Mistaken: the loss does not depend on unused\.weight"), (Undeclared, "only one of loss and values names sigreg:")],
-)  # fmt: skip
+    [
+        (Mistaken, r"Mistaken: the loss does not depend on unused\.weight"),
+        (Undeclared, "only one of loss and values names sigreg:"),
+    ],
+)
 def test_a_mistake_in_an_objective_that_training_would_not_show_ends_a_plan(kind: type[Lejepa], message: str) -> None:
     """The engine trains beside a layer without a gradient, at every ZeRO stage; a value without a declaration has no direction."""
     config, model = run_of("lejepa", "objective={local_views: 0, hidden: 8, width: 4, directions: 4}")

@@ -111,7 +111,10 @@ def test_an_interval_in_percent_does_not_end_just_before_the_run() -> None:
     )  # Checkpoints are gone back to.
     assert rolling == ([*fifths[:-1], 3905, 3906],) * 2
     assert due("evaluate.every=781 steps", "checkpoint.every=25%")[0] == [*fifths[:-1], 3905, 3906]
-    assert due("evaluate.every=20%", "checkpoint.every=30%", length=1000) == ([200, 400, 600, 800, 1000], [300, 600, 900, 1000])  # fmt: skip
+    assert due("evaluate.every=20%", "checkpoint.every=30%", length=1000) == (
+        [200, 400, 600, 800, 1000],
+        [300, 600, 900, 1000],
+    )
     assert due("evaluate.every=5%", "checkpoint.every=40%", length=30)[0] == list(range(2, 31, 2))
     assert due("evaluate.every=5%", "checkpoint.every=40%", length=25)[0] == list(range(1, 26))
 

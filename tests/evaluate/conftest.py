@@ -21,9 +21,11 @@ MakeDataset = Callable[..., Dataset]
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
     def make(
-        splits: dict[str, list[list[int]]], classes: list[str], bad: dict[str, list[int]] | None = None,
+        splits: dict[str, list[list[int]]],
+        classes: list[str],
+        bad: dict[str, list[int]] | None = None,
         groups: Callable[[int], str | None] | None = None,
-    ) -> Dataset:  # fmt: skip
+    ) -> Dataset:
         """splits: name -> the labels of each sample. bad: name -> rows that are not images. groups: row -> its group.
 
         Red and green of the upper left pixel are the row's low and high byte; the rest depends on first label and row.

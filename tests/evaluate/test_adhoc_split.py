@@ -45,9 +45,13 @@ def test_links_in_a_tar(tmp_path: Path) -> None:
     """As in sharding, a hard link has the bytes of an earlier file. Other links were left out without a word."""
     write_tar(file := tmp_path / "a.tar", {"a.jpg": b"a", "one": b"1"})
     links = {
-        "b.jpg": ("a.jpg", tarfile.LNKTYPE), "b.cls": ("one", tarfile.LNKTYPE), "c.jpg": ("a.jpg", tarfile.SYMTYPE),
-        "d.jpg": ("later.jpg", tarfile.LNKTYPE), "c.cls": ("nothing", tarfile.SYMTYPE), "e.txt": ("a.jpg", tarfile.SYMTYPE),
-    }  # fmt: skip
+        "b.jpg": ("a.jpg", tarfile.LNKTYPE),
+        "b.cls": ("one", tarfile.LNKTYPE),
+        "c.jpg": ("a.jpg", tarfile.SYMTYPE),
+        "d.jpg": ("later.jpg", tarfile.LNKTYPE),
+        "c.cls": ("nothing", tarfile.SYMTYPE),
+        "e.txt": ("a.jpg", tarfile.SYMTYPE),
+    }
     with tarfile.open(file, "a") as tar:
         for name, (target, kind) in links.items():
             link = tarfile.TarInfo(name)

@@ -83,9 +83,13 @@ def test_broken_weights_are_one_line(
 
 @pytest.mark.parametrize(
     ("script", "given", "is_file"),
-    [("predict", ["images=IMAGES", "out=TABLE"], True), ("features", ["images=IMAGES", "out=TABLE"], True), ("evaluate", COMMANDS["evaluate"], False),
-     ("explain", COMMANDS["explain"], False)],
-)  # fmt: skip
+    [
+        ("predict", ["images=IMAGES", "out=TABLE"], True),
+        ("features", ["images=IMAGES", "out=TABLE"], True),
+        ("evaluate", COMMANDS["evaluate"], False),
+        ("explain", COMMANDS["explain"], False),
+    ],
+)
 def test_a_second_command_that_writes_the_same_is_refused(
     script: str,
     given: list[str],
@@ -116,9 +120,15 @@ def test_a_second_command_that_writes_the_same_is_refused(
         assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "photos", "out.parquet"}
 
 
-@pytest.mark.parametrize("preprocessing", [
-    {"eval_resize": None, "image_size": 8}, {"eval_resize": 9, "image_size": None}, {"eval_crop": None, "resize_filter": None}, None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        {"eval_resize": None, "image_size": 8},
+        {"eval_resize": 9, "image_size": None},
+        {"eval_crop": None, "resize_filter": None},
+        None,
+    ],
+)
 def test_preprocessing_that_the_weights_do_not_know_is_the_default(tmp_path: Path, preprocessing: dict | None) -> None:
     """Null in the file of another writer: it ended in a TypeError, or a refusal of `eval_crop = None`."""
     save_safetensors(

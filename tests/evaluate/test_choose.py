@@ -160,11 +160,15 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
     [
         (5, "candidates=4", r"num = 5 is more than candidates = 4\. Raise candidates, too\."),
         (11, "candidates=11", r"of 11 candidates \d+ can be read and .* fewer than num = 11\. Raise candidates\.$"),
-        (21, "labelled=PHOTOS", r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21\.$"),
+        (
+            21,
+            "labelled=PHOTOS",
+            r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21\.$",
+        ),
         (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:
     if num == 11:  # More than half of the images are copies of one.
         for path in photos.glob("red_*"):

@@ -98,10 +98,16 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "normalise", "pixels"), [
-    ("huggingface_mae", True, "half"), ("huggingface_mae", True, "imagenet"), ("huggingface_mae", False, "half"),
-    ("mae", True, "imagenet"), ("mae", False, "half"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "normalise", "pixels"),
+    [
+        ("huggingface_mae", True, "half"),
+        ("huggingface_mae", True, "imagenet"),
+        ("huggingface_mae", False, "half"),
+        ("mae", True, "imagenet"),
+        ("mae", False, "half"),
+    ],
+)
 def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
     """Compared by transformers where it reads the format; written again, every file is the same to 1e-5."""
     model = random_mae(tmp_path / "model.safetensors", normalise, pixels)
@@ -151,13 +157,22 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
 @pytest.mark.parametrize(
     ("form", "kernel", "extra", "settings", "named"),
     [
-        ("npz", "zoom", {"classes": list("abcde"), "preprocessing": {"eval_crop": "center", "eval_resize": 20, "image_size": 16}, "loss": "sigmoid"},
-         {"image_size": 24}, ["class_names=FILE", "eval_crop=center", "eval_resize=30", "loss=sigmoid"]),
+        (
+            "npz",
+            "zoom",
+            {
+                "classes": list("abcde"),
+                "preprocessing": {"eval_crop": "center", "eval_resize": 20, "image_size": 16},
+                "loss": "sigmoid",
+            },
+            {"image_size": 24},
+            ["class_names=FILE", "eval_crop=center", "eval_resize=30", "loss=sigmoid"],
+        ),
         ("big_vision", "bicubic", {}, {"image_size": 18}, ["image_size=18", "kernel=bicubic"]),
         ("timm", "zoom", {"loss": "sigmoid"}, {}, ["loss=sigmoid"]),
         ("timm", "zoom", {"loss": "sigmoid"}, {"head": False}, []),
     ],
-)  # fmt: skip
+)
 def test_settings_that_a_format_does_not_hold_are_named(tmp_path, capsys, form, kernel, extra, settings, named):
     save(create("ViT-mu/4", 16, 5, kernel=kernel), tmp_path / "model.pt", extra)
     run(tmp_path / "model.pt", form, tmp_path / FORMS[form], **settings)
@@ -240,9 +255,15 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
     assert is_held or f"{form}: " not in capsys.readouterr().out, "notes on a file that is not written"
 
 
-@pytest.mark.parametrize(("form", "name"), [
-    ("npz", "a.npz"), ("timm", "a"), ("mae", "a.pth"), pytest.param("torch_export", "a.pt2", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("npz", "a.npz"),
+        ("timm", "a"),
+        ("mae", "a.pth"),
+        pytest.param("torch_export", "a.pt2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form, name):
     """torch's own writer ended in a RuntimeError, and that of torch.export aborted the process."""
     weights, out = tmp_path / "model.safetensors", tmp_path / "out" / name

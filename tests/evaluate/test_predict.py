@@ -127,7 +127,13 @@ def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_
     for i, content in enumerate(files_of(data)[:BAD]):
         Image.open(io.BytesIO(content)).convert("RGBA" if i else "RGB").save(tmp_path / f"{i}.png")
     run(weights, tmp_path, "batch=2")
-    features.run(schema.load(FeaturesConfig, None, [f"weights={weights}", f"images={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"]))  # fmt: skip
+    features.run(
+        schema.load(
+            FeaturesConfig,
+            None,
+            [f"weights={weights}", f"images={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"],
+        )
+    )
     assert capsys.readouterr().out.count("2 images with an alpha") == 2
 
 
@@ -188,7 +194,7 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
@@ -224,8 +230,13 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
     with tarfile.open(folder / "some.tar", "w") as tar:
         tar.add(folder / name, name)
     out, stdout = tmp_path / "out.csv", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")  # As of a locale in UTF-8.
-    command = [str(ROOT / "launch" / "predict.py"), f"weights={weights}", f"out={out}",
-               f"images={folder}/*", "device=cpu"]  # fmt: skip
+    command = [
+        str(ROOT / "launch" / "predict.py"),
+        f"weights={weights}",
+        f"out={out}",
+        f"images={folder}/*",
+        "device=cpu",
+    ]
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "argv", command)
     runpy.run_path(command[0], run_name="__main__")

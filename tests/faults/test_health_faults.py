@@ -26,9 +26,17 @@ EMA = [f"optimizer.ema_decay={DECAY}", "checkpoint.every=2 steps"]
 
 def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
     return settings(
-        dataset, out, name, f"train.length={STEPS} steps", "evaluate.every=100%", "checkpoint.every=4 steps",
-        "checkpoint.keep=9", "health.spike_window=12", "health.straggler_ratio=0", *more,
-    )  # fmt: skip
+        dataset,
+        out,
+        name,
+        f"train.length={STEPS} steps",
+        "evaluate.every=100%",
+        "checkpoint.every=4 steps",
+        "checkpoint.keep=9",
+        "health.spike_window=12",
+        "health.straggler_ratio=0",
+        *more,
+    )
 
 
 def mix_of(dataset: Path, *weights: tuple[int, int]) -> str:

@@ -38,10 +38,15 @@ def make(path: Path) -> Dataset:
     for first in range(0, COUNT, PER_SHARD):
         rows = range(first, first + PER_SHARD)
         columns = {
-            "key": [f"class/{row}" for row in rows], "offset": [512 + 2048 * row for row in rows],
-            "size": [100 + row for row in rows], "ext": ["jpg"] * PER_SHARD, "labels": LABELS[first : first + PER_SHARD],
-            "width": [9] * PER_SHARD, "height": [7] * PER_SHARD, "xxh128": [bytes([row + 1]) * 16 for row in rows],
-        }  # fmt: skip
+            "key": [f"class/{row}" for row in rows],
+            "offset": [512 + 2048 * row for row in rows],
+            "size": [100 + row for row in rows],
+            "ext": ["jpg"] * PER_SHARD,
+            "labels": LABELS[first : first + PER_SHARD],
+            "width": [9] * PER_SHARD,
+            "height": [7] * PER_SHARD,
+            "xxh128": [bytes([row + 1]) * 16 for row in rows],
+        }
         tables.append(pa.Table.from_pydict(columns, ROWS))
         shards.append(Shard(f"train-{first // PER_SHARD:06d}.tar", "train", PER_SHARD, 1000, "ab" * 32))
         (path / shards[-1].name).write_bytes(b"x" * 1000)

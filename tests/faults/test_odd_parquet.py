@@ -26,13 +26,26 @@ TEXTS = ["cat", "dog", " dog ", "2", "²", "-1", "9" * 5000, "", "\0", "a/b", No
 NUMBER_TYPES = [pa.int8(), pa.int32(), pa.int64(), pa.uint64(), pa.dictionary(pa.int8(), pa.int64())]
 TEXT_TYPES = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
 NO_LABELS = [
-    pa.array([1.5, float("nan"), None]), pa.array([True, False, None]), pa.nulls(3), pa.array([b"cat", b"\xff", None]),
-    pa.array([{"name": "cat"}, {"name": None}, None]), pa.array([[[1]], [[]], None]), pa.array([[{"a": 1}], [], None]),
-    pa.array([1, 2, 3], pa.timestamp("ms")), pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int64())),
+    pa.array([1.5, float("nan"), None]),
+    pa.array([True, False, None]),
+    pa.nulls(3),
+    pa.array([b"cat", b"\xff", None]),
+    pa.array([{"name": "cat"}, {"name": None}, None]),
+    pa.array([[[1]], [[]], None]),
+    pa.array([[{"a": 1}], [], None]),
+    pa.array([1, 2, 3], pa.timestamp("ms")),
+    pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int64())),
     pa.array([[1, 2], [3, 4], None], pa.list_(pa.int64(), 2)),
-]  # fmt: skip
-NO_IMAGES = [pa.array(["text", None, ""]), pa.array([1, 2, None]), pa.nulls(3), pa.array([[b"1"], [], None]),
-             pa.array([{"bytes": "text"}] * 3), pa.array([{"data": b"1"}] * 3), pa.array([{"bytes": {"bytes": b"1"}}] * 3)]  # fmt: skip
+]
+NO_IMAGES = [
+    pa.array(["text", None, ""]),
+    pa.array([1, 2, None]),
+    pa.nulls(3),
+    pa.array([[b"1"], [], None]),
+    pa.array([{"bytes": "text"}] * 3),
+    pa.array([{"data": b"1"}] * 3),
+    pa.array([{"bytes": {"bytes": b"1"}}] * 3),
+]
 
 
 def chosen(rng: np.random.Generator, values: list) -> Any:

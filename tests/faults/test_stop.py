@@ -35,9 +35,13 @@ SECONDS = 100
 STEPS = 48
 # An evaluation is 40 batches on each rank, of which the first few are done before the ranks agree to stop in one.
 LONG = (
-    f"train.length={STEPS} steps", "evaluate.every=16 steps", "checkpoint.every=12 steps", "evaluate.batch=5",
-    "model.dropout=0.1", "engine.peak_tflops=1",
-)  # fmt: skip
+    f"train.length={STEPS} steps",
+    "evaluate.every=16 steps",
+    "checkpoint.every=12 steps",
+    "evaluate.batch=5",
+    "model.dropout=0.1",
+    "engine.peak_tflops=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -349,11 +353,27 @@ def test_kills_under_the_real_launcher_and_the_supervisor(
     output = tmp_path / "output.txt"
     with open(output, "w") as file:
         supervisor = subprocess.Popen(
-            [sys.executable, "launch/supervise.py", "pause_seconds=1", "--", *launcher, "launch/pretrain.py", *overrides],
-            cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "clock.so"),
-                 "CLOCK_JUMP": str(clock), "PYTHONPATH": without_mlflow(tmp_path)},
-        )  # fmt: skip
+            [
+                sys.executable,
+                "launch/supervise.py",
+                "pause_seconds=1",
+                "--",
+                *launcher,
+                "launch/pretrain.py",
+                *overrides,
+            ],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": "1",
+                "LD_PRELOAD": str(tmp_path / "clock.so"),
+                "CLOCK_JUMP": str(clock),
+                "PYTHONPATH": without_mlflow(tmp_path),
+            },
+        )
     family = psutil.Process(supervisor.pid)
 
     def ends() -> list[tuple[int, int]]:

@@ -153,8 +153,11 @@ def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_pa
 
 
 def fine_tuning(dataset: Path, out: Path, weights: Path) -> list[str]:
-    kept = [s for s in settings(dataset, out, "tuned") if not s.startswith(("model.name", "model.width", "model.depth",
-                                                                             "model.mlp_width", "model.num_heads"))]  # fmt: skip
+    kept = [
+        s
+        for s in settings(dataset, out, "tuned")
+        if not s.startswith(("model.name", "model.width", "model.depth", "model.mlp_width", "model.num_heads"))
+    ]
     return [*kept, f"init.weights={weights}", "optimizer.name=sgd", "optimizer.weight_decay=0"]
 
 

@@ -13,13 +13,42 @@ from pathlib import Path
 
 # What training, evaluation and their tests import. Ray is not needed on one machine.
 _NEEDED = (
-    "deepspeed", "webdataset", "mlflow", "safetensors", "xxhash", "google-crc32c", "simplejpeg", "turbojpeg", "pi_heif",
-    "captum", "pyyaml", "tqdm", "psutil", "hypothesis", "pytest", "pytest-timeout",
-)  # fmt: skip
+    "deepspeed",
+    "webdataset",
+    "mlflow",
+    "safetensors",
+    "xxhash",
+    "google-crc32c",
+    "simplejpeg",
+    "turbojpeg",
+    "pi_heif",
+    "captum",
+    "pyyaml",
+    "tqdm",
+    "psutil",
+    "hypothesis",
+    "pytest",
+    "pytest-timeout",
+)
 _PRESENT = {
-    "torch", "torchvision", "timm", "numpy", "scipy", "pandas", "pyarrow", "scikit-learn", "matplotlib", "pillow", "h5py",
-    "opencv-python-headless", "fonttools", "contourpy", "kiwisolver", "setuptools", "ninja",
-}  # fmt: skip
+    "torch",
+    "torchvision",
+    "timm",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "scikit-learn",
+    "matplotlib",
+    "pillow",
+    "h5py",
+    "opencv-python-headless",
+    "fonttools",
+    "contourpy",
+    "kiwisolver",
+    "setuptools",
+    "ninja",
+}
 # Of MLflow's server, which is not started there, and of other services.
 _UNUSED = {"docker", "gunicorn", "waitress", "huey", "skops", "aiohttp", "flask-cors", "graphene"}
 _LIMIT = 60 * 2**20

@@ -95,11 +95,22 @@ def test_a_cell_of_vtab(weights: Path, tmp_path: Path, device: torch.device, pre
     """Learns four colours, the same bits each time."""
     data = open_dataset(make_dataset(tmp_path / "tasks" / TASK.name, SPLITS, per_shard=20))
     given = [
-        f"weights={weights}", f"data={tmp_path / 'tasks'}", "protocol.name=test", "protocol.image_size=16", "protocol.batch=16",
-        "protocol.length=[40 epochs]", "protocol.lr=[0.05]", "protocol.schedule.decay=cosine", "protocol.schedule.warmup=2 steps",
-        "protocol.augment.crop=inception", "protocol.augment.eval_crop=resize", "protocol.clip=1", "micro_batch=16", "threads=1",
+        f"weights={weights}",
+        f"data={tmp_path / 'tasks'}",
+        "protocol.name=test",
+        "protocol.image_size=16",
+        "protocol.batch=16",
+        "protocol.length=[40 epochs]",
+        "protocol.lr=[0.05]",
+        "protocol.schedule.decay=cosine",
+        "protocol.schedule.warmup=2 steps",
+        "protocol.augment.crop=inception",
+        "protocol.augment.eval_crop=resize",
+        "protocol.clip=1",
+        "micro_batch=16",
+        "threads=1",
         f"precision={precision}",
-    ]  # fmt: skip
+    ]
     config = schema.load(VtabConfig, None, given)
     cell = VtabCell(TASK, "search", settings_of(config.protocol)[0], 0, data.fingerprint)
     first, again = ({**run_cell(job_of(cell, config)), "seconds": 0} for _ in range(2))

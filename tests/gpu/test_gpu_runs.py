@@ -217,9 +217,12 @@ def out(start: Start, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -
     if not HAS_GPU:
         runs.append(settings(dataset, folder, "unbroken", *LONG))
     faulty = [
-        ("nan in a gradient", settings(data, folder, f"bad{stage}", f"engine.zero_stage={stage}", "train.length=12 steps"))
+        (
+            "nan in a gradient",
+            settings(data, folder, f"bad{stage}", f"engine.zero_stage={stage}", "train.length=12 steps"),
+        )
         for stage in BAD_STAGES
-    ]  # fmt: skip
+    ]
     start("test_gpu_runs:train_all", [runs, faulty]).finish()
     return folder
 
@@ -256,8 +259,15 @@ def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp
 
     found = {}
     for device in ("auto", "cpu"):  # The same where there is no GPU.
-        given = [f"weights={out / 'plain'}", f"data={dataset}", "split=val", f"device={device}", "shots=[2]", "neighbours=5",
-                 f"out={tmp_path / device}"]  # fmt: skip
+        given = [
+            f"weights={out / 'plain'}",
+            f"data={dataset}",
+            "split=val",
+            f"device={device}",
+            "shots=[2]",
+            "neighbours=5",
+            f"out={tmp_path / device}",
+        ]
         found[device] = report.run(schema.load(ScoreConfig, None, given))
     assert found["auto"]["top1"] == found["cpu"]["top1"]
     assert found["auto"]["loss"] == pytest.approx(found["cpu"]["loss"], rel=1e-4)
@@ -309,10 +319,23 @@ def test_predicted_memory_is_what_a_step_takes(
     gpu: torch.device, start: Start, dataset: Path, tmp_path: Path, more: list[str]
 ) -> None:
     overrides = [
-        "name=x", f"out={tmp_path}", f"data.path={dataset}", "model.name=ViT-B/16", "train.global_batch=64",
-        "train.micro_batch=64", "train.length=3 steps", "train.log_every=1", "train.loss=softmax", "schedule.warmup=0 steps",
-        "evaluate.every=100%", "evaluate.batch=8", "checkpoint.every=100%", "track.enabled=false", "track.figures=false", *more,
-    ]  # fmt: skip
+        "name=x",
+        f"out={tmp_path}",
+        f"data.path={dataset}",
+        "model.name=ViT-B/16",
+        "train.global_batch=64",
+        "train.micro_batch=64",
+        "train.length=3 steps",
+        "train.log_every=1",
+        "train.loss=softmax",
+        "schedule.warmup=0 steps",
+        "evaluate.every=100%",
+        "evaluate.batch=8",
+        "checkpoint.every=100%",
+        "track.enabled=false",
+        "track.figures=false",
+        *more,
+    ]
     start("forked:train", [overrides]).finish()
     config = schema.load(RunConfig, None, overrides)
     plan = make_plan(config, 150, 1)
@@ -325,9 +348,22 @@ def test_predicted_memory_is_what_a_step_takes(
 def test_out_of_memory_in_the_dry_run_is_one_line(
     gpu: torch.device, start: Start, dataset: Path, tmp_path: Path
 ) -> None:
-    run = settings(dataset, tmp_path, "large", "model.name=ViT-L/16", "model.image_size=224", "train.global_batch=256",
-                   "train.micro_batch=256", "engine.precision=bf16", "model.width=null", "model.depth=null",
-                   "model.mlp_width=null", "model.num_heads=null", "data.streams=1", "data.window=16")  # fmt: skip
+    run = settings(
+        dataset,
+        tmp_path,
+        "large",
+        "model.name=ViT-L/16",
+        "model.image_size=224",
+        "train.global_batch=256",
+        "train.micro_batch=256",
+        "engine.precision=bf16",
+        "model.width=null",
+        "model.depth=null",
+        "model.mlp_width=null",
+        "model.num_heads=null",
+        "data.streams=1",
+        "data.window=16",
+    )
     process = start("test_gpu_runs:little_memory", (run, 0.2))
     assert process.wait() == [2]
     errors = [line for line in process.said().splitlines() if line.startswith("error:")]

@@ -59,8 +59,10 @@ def readme_commands() -> list[list[str]]:
     lines = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
     commands = [shlex.split(line) for line in lines.replace("\\\n", " ").splitlines()]
     assert [Path(word).name for words in commands for word in words if word.startswith("launch/")] == [
-        "shard.py", "pretrain.py", "vtab.py"
-    ], commands  # fmt: skip
+        "shard.py",
+        "pretrain.py",
+        "vtab.py",
+    ], commands
     return commands
 
 

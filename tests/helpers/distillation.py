@@ -26,11 +26,21 @@ from pipeline.settings.run import RunConfig
 
 NAME, FROZEN_STEPS, MOMENTUM = "distillation", 2, 0.8
 SETTINGS = (
-    "objective.prototypes=8", "objective.hidden=16", "objective.bottleneck=8", "objective.local_views=2", "objective.local_size=8",
-    "objective.student_temperature=1", "objective.teacher_temperature_start=0.1", "objective.teacher_temperature=0.2",
-    "objective.temperature_warmup=4 steps", f"objective.momentum={MOMENTUM}", f"objective.frozen={FROZEN_STEPS} steps",
-    "objective.ibot_weight=0.5", "objective.ibot_share_max=0.8", "objective.ibot_head=separate",
-)  # fmt: skip
+    "objective.prototypes=8",
+    "objective.hidden=16",
+    "objective.bottleneck=8",
+    "objective.local_views=2",
+    "objective.local_size=8",
+    "objective.student_temperature=1",
+    "objective.teacher_temperature_start=0.1",
+    "objective.teacher_temperature=0.2",
+    "objective.temperature_warmup=4 steps",
+    f"objective.momentum={MOMENTUM}",
+    f"objective.frozen={FROZEN_STEPS} steps",
+    "objective.ibot_weight=0.5",
+    "objective.ibot_share_max=0.8",
+    "objective.ibot_head=separate",
+)
 
 
 class Distillation(Dino):
@@ -138,9 +148,17 @@ def train_worked(argument: dict[str, Any]) -> None:
 def tiny_dinov2() -> Dino:
     """DINO with Sinkhorn-Knopp, iBOT and KoLeo, and random weights."""
     given = DinoSettings(
-        prototypes=12, hidden=16, bottleneck=8, local_views=2, local_size=8, ibot_weight=1.0, ibot_head="separate",
-        koleo_weight=0.1, centring="sinkhorn", teacher_temperature=0.07,
-    )  # fmt: skip
+        prototypes=12,
+        hidden=16,
+        bottleneck=8,
+        local_views=2,
+        local_size=8,
+        ibot_weight=1.0,
+        ibot_head="separate",
+        koleo_weight=0.1,
+        centring="sinkhorn",
+        teacher_temperature=0.07,
+    )
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0))
     objective = Dino(backbone, given, BlockMasks(backbone.config.grid, (0.1, 0.5), seed=3))
@@ -155,10 +173,15 @@ def tiny_dinov2() -> Dino:
 def batch_of_rank(rank: int, world_size: int) -> Batch:
     """A rank's part of a batch of 8 images, the third of which cannot be read."""
     draw, rows = np.random.default_rng(0), np.arange(8).reshape(world_size, -1)[rank]
-    views = [torch.from_numpy(draw.integers(0, 256, (n, 8, side, side, 3), np.uint8)) for n, side in ((1, 16), (1, 16), (2, 8))]  # fmt: skip
+    views = [
+        torch.from_numpy(draw.integers(0, 256, (n, 8, side, side, 3), np.uint8))
+        for n, side in ((1, 16), (1, 16), (2, 8))
+    ]
     for view in views:
         view[:, 2] = 0
-    return Batch(tuple(view[:, rows] for view in views), torch.zeros(len(rows), 0), torch.from_numpy(rows != 2), rows, 0 * rows)  # fmt: skip
+    return Batch(
+        tuple(view[:, rows] for view in views), torch.zeros(len(rows), 0), torch.from_numpy(rows != 2), rows, 0 * rows
+    )
 
 
 def step_of_tiny_dinov2(rank: int, world_size: int) -> dict[str, Tensor]:

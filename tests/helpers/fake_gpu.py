@@ -20,10 +20,21 @@ from typing import Any
 
 RANKS, CLASSES = 2, 4
 TINY = [
-    "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps", "train.loss=softmax",
-    "train.micro_batch=2", "train.global_batch=8", "model.name=ViT-Ti/8", "model.image_size=16", "model.width=32",
-    "model.depth=1", "model.mlp_width=64", "model.num_heads=2",
-]  # fmt: skip
+    "name=x",
+    "data.path=x",
+    "data.streams=2",
+    "train.length=10 steps",
+    "schedule.warmup=0 steps",
+    "train.loss=softmax",
+    "train.micro_batch=2",
+    "train.global_batch=8",
+    "model.name=ViT-Ti/8",
+    "model.image_size=16",
+    "model.width=32",
+    "model.depth=1",
+    "model.mlp_width=64",
+    "model.num_heads=2",
+]
 
 
 def load_library(path: str) -> None:
@@ -201,7 +212,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         # of any precision, would begin at the third step.
         for number in range(3 if (config.engine.zero_stage, config.engine.precision) == (3, "fp32") else 2):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
-            shapes = [(group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)]  # fmt: skip
+            shapes = [
+                (group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)
+            ]
             views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)
             batches = [replace(batch, views=views)] * plan.accumulation  # As `Loader` with pin=True.
             if not number:  # One micro-batch does that: DeepSpeed steps where this counter reaches a multiple.
@@ -212,10 +225,12 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             result = training_step(engine, batches, number, 1e-3, mixing)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
-        "syncs": dict(syncs.found), "products": sorted(syncs.products), "skipped": engine.skipped_steps,
+        "syncs": dict(syncs.found),
+        "products": sorted(syncs.products),
+        "skipped": engine.skipped_steps,
         "loss": [str(result.loss.device), str(result.loss.dtype)],
         "states": sorted({f"{state.device.type} {state.dtype}" for state in states}),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -7,8 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32, "patch_size": 8,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 class Family(NamedTuple):
@@ -29,15 +34,21 @@ FAMILIES = {
     "DINOv2": Family("Dinov2Model", {"mlp_ratio": 2} | LAYER_SCALE, {"layer_scale": 0.5}, {}),
     "DINOv2 g": Family("Dinov2Model", SWIGLU, {"swiglu": True, "mlp_width": 48}, {}),
     "DINOv2 g with registers": Family("Dinov2WithRegistersModel", SWIGLU, {"swiglu": True, "registers": 4}, {}),
-    "DINOv3": Family("DINOv3ViTModel", {"num_register_tokens": 4}, {"qkv_bias": "qv", "rope_base": 100.0, "registers": 4}, {}),
+    "DINOv3": Family(
+        "DINOv3ViTModel", {"num_register_tokens": 4}, {"qkv_bias": "qv", "rope_base": 100.0, "registers": 4}, {}
+    ),
     "DINOv3, gated": Family(
-        "DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "rope_theta": 50.0} | NO_BIASES,
-        {"swiglu": True, "qkv_bias": "none", "mlp_bias": False, "out_bias": False, "rope_base": 50.0}, {},
+        "DINOv3ViTModel",
+        {"use_gated_mlp": True, "hidden_act": "silu", "rope_theta": 50.0} | NO_BIASES,
+        {"swiglu": True, "qkv_bias": "none", "mlp_bias": False, "out_bias": False, "rope_base": 50.0},
+        {},
     ),
     "SigLIP": Family("SiglipVisionModel", {}, {"pool": "map", "gelu": "tanh"}, INTERPOLATE),
     "CLIP": Family("CLIPVisionModel", {}, {"embedding_norm": True, "gelu": "quick"}, INTERPOLATE),
-    "MetaCLIP 2": Family("MetaClip2VisionModel", {"hidden_act": "gelu"}, {"embedding_norm": True, "gelu": "erf"}, INTERPOLATE),
-}  # fmt: skip
+    "MetaCLIP 2": Family(
+        "MetaClip2VisionModel", {"hidden_act": "gelu"}, {"embedding_norm": True, "gelu": "erf"}, INTERPOLATE
+    ),
+}
 
 
 def randomised(model: Any, deviation: float = 0.2) -> Any:

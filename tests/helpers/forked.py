@@ -168,8 +168,11 @@ class Forge:
         self.folder, self.runs, self.asked = folder, [], 0
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", _FORGE, json.dumps(sys.path)],
-            env={**os.environ, **ENVIRONMENT}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"
 
@@ -190,10 +193,18 @@ class Forge:
         """Ranks that call a function ("module:name", of a file of tests) with an argument that JSON can hold."""
         port = free_port()
         ranks = [
-            {**os.environ, **ENVIRONMENT, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-             "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            {
+                **os.environ,
+                **ENVIRONMENT,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         output = self.folder / f"output-{len(self.runs)}"
         request = {"ranks": ranks, "function": function, "argument": argument, "output": str(output)}
         self.runs.append(ForkedRun(self, self.ask(request), output, port))

@@ -45,8 +45,11 @@ class Host:
         script = f"hostname {self.name}\n{_FIRST_PROCESS}"
         self._holder = subprocess.Popen(
             [*_UNSHARE, "sh", "-c", script, "sh", *map(str, self._visible)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "up\n":
             self._holder.kill()
@@ -136,5 +139,7 @@ def why_not() -> str:
 def _ip(host: Host, commands: Sequence[str]) -> None:
     subprocess.run(
         ["nsenter", f"--target={host.pid}", "--net", "ip", "-batch", "-"],
-        input="\n".join(commands), text=True, check=True,
-    )  # fmt: skip
+        input="\n".join(commands),
+        text=True,
+        check=True,
+    )

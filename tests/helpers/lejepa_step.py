@@ -39,8 +39,14 @@ def step_of_tiny_lejepa(
     loss, values = objective(*inputs)
     loss.backward()
     gradients = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
-    return {"objective": objective, "views": inputs.views, "facts": inputs.facts, "loss": loss.detach(), "values": values,
-            "gradients": gradients}  # fmt: skip
+    return {
+        "objective": objective,
+        "views": inputs.views,
+        "facts": inputs.facts,
+        "loss": loss.detach(),
+        "values": values,
+        "gradients": gradients,
+    }
 
 
 def tensors_of_step(rank: int, world_size: int) -> dict[str, Tensor]:

@@ -7,9 +7,19 @@ import torch
 M = TypeVar("M", bound=torch.nn.Module)
 
 ALL_PARTS = {
-    "positions": "none", "rope_base": 100.0, "registers": 2, "layer_scale": 0.5, "swiglu": True, "qkv_bias": "qv", "out_bias": False,
-    "mlp_bias": False, "embedding_norm": True, "qk_norm": True, "class_norm": True, "pool": "both",
-}  # fmt: skip
+    "positions": "none",
+    "rope_base": 100.0,
+    "registers": 2,
+    "layer_scale": 0.5,
+    "swiglu": True,
+    "qkv_bias": "qv",
+    "out_bias": False,
+    "mlp_bias": False,
+    "embedding_norm": True,
+    "qk_norm": True,
+    "class_norm": True,
+    "pool": "both",
+}
 # RoPE's coordinates change in training.
 CHANGES = {"rope_shift": 0.1, "rope_jitter": 1.2, "rope_rescale": 2.0}
 

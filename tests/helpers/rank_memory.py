@@ -97,9 +97,13 @@ def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) 
         for tensor in tensors:
             digest.update(tensor.contiguous().numpy().tobytes())
     return {
-        "losses": [float(result.loss) for result in results], "norms": [float(result.grad_norm) for result in results],
-        "states": sorted(part.tensors), "bits": digest.hexdigest(), "counters": dataclasses.asdict(engine.counters()), "untouched": untouched,
-    }  # fmt: skip
+        "losses": [float(result.loss) for result in results],
+        "norms": [float(result.grad_norm) for result in results],
+        "states": sorted(part.tensors),
+        "bits": digest.hexdigest(),
+        "counters": dataclasses.asdict(engine.counters()),
+        "untouched": untouched,
+    }
 
 
 def main(cases: list[list[Any]]) -> None:

@@ -11,12 +11,32 @@ STEPS = 6
 def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
     """A run of a tiny model, a few steps long, that logs each of them."""
     return [
-        f"name={name}", f"out={out}", f"data.path={dataset}", "data.streams=4", "data.window=16", "model.name=ViT-Ti/8",
-        "model.image_size=16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
-        "train.global_batch=24", "train.micro_batch=6", f"train.length={STEPS} steps", "train.log_every=1",
-        "train.loss=softmax", "optimizer.lr=0.01", "schedule.warmup=2 steps", "evaluate.every=3 steps",
-        "checkpoint.every=3 steps", "engine.precision=fp32", "engine.peak_tflops=0.1", "track.enabled=false", "track.figures=false", *more,
-    ]  # fmt: skip
+        f"name={name}",
+        f"out={out}",
+        f"data.path={dataset}",
+        "data.streams=4",
+        "data.window=16",
+        "model.name=ViT-Ti/8",
+        "model.image_size=16",
+        "model.width=32",
+        "model.depth=2",
+        "model.mlp_width=64",
+        "model.num_heads=2",
+        "train.global_batch=24",
+        "train.micro_batch=6",
+        f"train.length={STEPS} steps",
+        "train.log_every=1",
+        "train.loss=softmax",
+        "optimizer.lr=0.01",
+        "schedule.warmup=2 steps",
+        "evaluate.every=3 steps",
+        "checkpoint.every=3 steps",
+        "engine.precision=fp32",
+        "engine.peak_tflops=0.1",
+        "track.enabled=false",
+        "track.figures=false",
+        *more,
+    ]
 
 
 def metrics(run: Path, name: str = "loss") -> dict[int, float]:

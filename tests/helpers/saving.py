@@ -55,9 +55,17 @@ def cut(names: dict[str, np.ndarray], world_size: int) -> list[list[tuple[str, i
 
 
 def job(
-    folder: Path | BucketPath, step: int, rank: int = 0, world_size: int = 1, token: str = "t", keep: int = 2,
-    damaged: Sequence[str] = (), always: bool = False, retry: float = 5.0, **state: Any,
-) -> tuple[SaveJob, int]:  # fmt: skip
+    folder: Path | BucketPath,
+    step: int,
+    rank: int = 0,
+    world_size: int = 1,
+    token: str = "t",
+    keep: int = 2,
+    damaged: Sequence[str] = (),
+    always: bool = False,
+    retry: float = 5.0,
+    **state: Any,
+) -> tuple[SaveJob, int]:
     """One rank's job of a save, and the memory that holds its data (a file descriptor)."""
     data = tensors(step)
     ranges = cut(data["weights"], world_size)[rank]

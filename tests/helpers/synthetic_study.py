@@ -25,11 +25,21 @@ def cell(
     size, exaflops = (round(x), 0.01) if question in ("data_size", "labels") else (50_000, x)
     scores = {"top1": score} if score is not None else {}
     return CellResult(
-        f"{model}-{x:g}-seed{seed}", model, family, 1_000_000, size, max(1, round(1000 * x)), 64_000, exaflops, seed,
+        f"{model}-{x:g}-seed{seed}",
+        model,
+        family,
+        1_000_000,
+        size,
+        max(1, round(1000 * x)),
+        64_000,
+        exaflops,
+        seed,
         state,  # type: ignore[arg-type]
         "" if state == "done" else "the loss is not finite since step 12",
-        scores, dict.fromkeys(scores, 10_000), 0.1 if state == "done" else None,
-    )  # fmt: skip
+        scores,
+        dict.fromkeys(scores, 10_000),
+        0.1 if state == "done" else None,
+    )
 
 
 def study(question: Question, cells: list[CellResult]) -> StudyResults:

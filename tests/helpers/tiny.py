@@ -18,9 +18,15 @@ NUM_CLASSES = 4
 
 
 def make_dataset(
-    path: Path, splits: dict[str, int], per_shard: int = 40, size: int = 16, seed: int = 0, labelled: bool = True,
-    order: Sequence[int] = range(NUM_CLASSES), pixels: Pixels = RGB8,
-) -> Path:  # fmt: skip
+    path: Path,
+    splits: dict[str, int],
+    per_shard: int = 40,
+    size: int = 16,
+    seed: int = 0,
+    labelled: bool = True,
+    order: Sequence[int] = range(NUM_CLASSES),
+    pixels: Pixels = RGB8,
+) -> Path:
     """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order: of the classes.
 
     pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn, stretched to their range.
@@ -52,8 +58,18 @@ def make_dataset(
                         if suffix == ext:
                             offset = tar.offset + 512
                         tar.addfile(member, io.BytesIO(content))
-                    rows.append({"key": f"{split}{i:05d}", "offset": offset, "size": len(data), "ext": ext, "labels": [label] * labelled,
-                                 "width": size, "height": size, "xxh128": content_hash(data)})  # fmt: skip
+                    rows.append(
+                        {
+                            "key": f"{split}{i:05d}",
+                            "offset": offset,
+                            "size": len(data),
+                            "ext": ext,
+                            "labels": [label] * labelled,
+                            "width": size,
+                            "height": size,
+                            "xxh128": content_hash(data),
+                        }
+                    )
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             tables.append(pa.Table.from_pylist(rows, ROWS))

@@ -17,10 +17,16 @@ from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 PREPARED = ("dtd", "pets", "svhn")
 _SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}
 SETTINGS = [
-    "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]",
-    "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
-    "protocol.augment.eval_crop=resize", "threads=1",
-]  # fmt: skip
+    "protocol.name=tiny",
+    "protocol.image_size=8",
+    "protocol.batch=16",
+    "protocol.length=[2 steps]",
+    "protocol.schedule.decay=cosine",
+    "protocol.schedule.warmup=0 steps",
+    "protocol.augment.crop=resize_crop",
+    "protocol.augment.eval_crop=resize",
+    "threads=1",
+]
 
 
 def prepare_tasks(folder: Path, names: Sequence[str]) -> None:

@@ -427,9 +427,25 @@ def smallnorb(root: Path, truth: Truth) -> None:
 
 WRITERS: dict[str, Callable[[Path, Truth], None]] = {
     writer.__name__: writer
-    for writer in (caltech101, cifar100, dtd, flowers102, pets, sun397, svhn, patch_camelyon, eurosat, resisc45,
-                   retinopathy, clevr, dmlab, kitti, dsprites, smallnorb)
-}  # fmt: skip
+    for writer in (
+        caltech101,
+        cifar100,
+        dtd,
+        flowers102,
+        pets,
+        sun397,
+        svhn,
+        patch_camelyon,
+        eurosat,
+        resisc45,
+        retinopathy,
+        clevr,
+        dmlab,
+        kitti,
+        dsprites,
+        smallnorb,
+    )
+}
 
 
 def write_originals(root: Path) -> Truth:
@@ -526,9 +542,11 @@ def _example_class() -> type:
     message("Int64List", ("value", 1, field.TYPE_INT64, many, ""))
     feature = message(
         "Feature",
-        *((f"{kind}_list", n, field.TYPE_MESSAGE, one, f".tf.{kind.capitalize()}List")
-          for n, kind in enumerate(("bytes", "float", "int64"), 1)),
-    )  # fmt: skip
+        *(
+            (f"{kind}_list", n, field.TYPE_MESSAGE, one, f".tf.{kind.capitalize()}List")
+            for n, kind in enumerate(("bytes", "float", "int64"), 1)
+        ),
+    )
     feature.oneof_decl.add(name="kind")
     for part in feature.field:
         part.oneof_index = 0

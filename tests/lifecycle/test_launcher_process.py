@@ -68,9 +68,13 @@ class Family:
         for name, command in self.names.items():
             line = line.replace(name, command)
         shell = subprocess.Popen(
-            ["bash", "-c", line], env=self.environment, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # Ignored under nohup, which the launcher respects.
-        )  # fmt: skip
+            ["bash", "-c", line],
+            env=self.environment,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGHUP, signal.SIG_DFL
+            ),  # Ignored under nohup, which the launcher respects.
+        )
         self.wait_for("found")
         return shell
 
@@ -140,7 +144,7 @@ RUNNER, LAUNCHER = (PYTHON, "deepspeed"), (PYTHON, "-u", "-m", "deepspeed.launch
         ("TORCHRUN RANK", "torchrun", (PYTHON, "torchrun"), signal.SIGKILL),
         ("SSHD -c 'setsid bash -c \"LAUNCHER RANK; true\"; true'", "the", ("sshd",), signal.SIGKILL),
     ],
-)  # fmt: skip
+)
 def test_the_end_of_a_launcher_is_noticed(
     family: Family, line: str, name: str, victim: tuple[str, ...], number: signal.Signals
 ) -> None:
@@ -164,10 +168,13 @@ def test_the_end_of_a_launcher_is_noticed(
         ("setsid TORCHRUN RANK &", "torchrun"),
         ("RANK &", "nothing"),
         ("SUPERVISOR RANK &", "nothing"),
-        ("SSHD -c 'setsid bash -c \"nohup LAUNCHER RANK > /dev/null 2>&1; true\"; true' &", "deepspeed.launcher.launch"),
+        (
+            "SSHD -c 'setsid bash -c \"nohup LAUNCHER RANK > /dev/null 2>&1; true\"; true' &",
+            "deepspeed.launcher.launch",
+        ),
         ("SSHD -c 'setsid bash -c \"setsid LAUNCHER RANK; true\"; true' &", "deepspeed.launcher.launch"),
     ],
-)  # fmt: skip
+)
 def test_the_end_of_a_shell_or_of_a_connection_that_was_to_be_outlived_is_not(
     family: Family, line: str, name: str
 ) -> None:

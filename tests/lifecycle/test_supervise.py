@@ -65,8 +65,19 @@ class Case:
         launcher = folder / "deepspeed"
         launcher.write_text(_DEEPSPEED.format(python=sys.executable, run=str(self.run)))
         launcher.chmod(0o755)
-        self._command = [sys.executable, "launch/supervise.py", "pause_seconds=0", *options, "--", str(launcher),
-                         "launch/pretrain.py", "name=x", f"out={folder / 'runs'}", *WHOLE, *run]  # fmt: skip
+        self._command = [
+            sys.executable,
+            "launch/supervise.py",
+            "pause_seconds=0",
+            *options,
+            "--",
+            str(launcher),
+            "launch/pretrain.py",
+            "name=x",
+            f"out={folder / 'runs'}",
+            *WHOLE,
+            *run,
+        ]
         self.process = self.start()
 
     def start(self) -> subprocess.Popen:
@@ -261,11 +272,19 @@ def test_an_installed_library_is_started_by_its_module(launcher: tuple[str, ...]
 )
 def test_commands_that_start_no_run(command: list[str], said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import runpy, sys; sys.argv[0] = 'launch/supervise.py'\n"
-         "try: runpy.run_path('launch/supervise.py', run_name='__main__')\n"
-         "finally: assert not {'torch', 'deepspeed', 'ray', 'mlflow', 'numpy', 'pyarrow'} & sys.modules.keys()", "--", *command],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import runpy, sys; sys.argv[0] = 'launch/supervise.py'\n"
+            "try: runpy.run_path('launch/supervise.py', run_name='__main__')\n"
+            "finally: assert not {'torch', 'deepspeed', 'ray', 'mlflow', 'numpy', 'pyarrow'} & sys.modules.keys()",
+            "--",
+            *command,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -65,8 +65,16 @@ def run(home: Path, script: str, code: str, stop_by: signal.Signals | str | None
     """
     asked = isinstance(stop_by, signal.Signals)
     reason = "the stop file" if asked else stop_by or "code 1"
-    environment = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "HOME": str(home), "SAID": str(home / "said"),
-                   "REQUEUED": str(home / "requeued"), "CODE": code, "REASON": reason, "TRAINS": "yes" if asked else "", **more}  # fmt: skip
+    environment = {
+        "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(home),
+        "SAID": str(home / "said"),
+        "REQUEUED": str(home / "requeued"),
+        "CODE": code,
+        "REASON": reason,
+        "TRAINS": "yes" if asked else "",
+        **more,
+    }
     process = subprocess.Popen(["bash", "-c", script], cwd=home / "vit", env=environment)
     if isinstance(stop_by, signal.Signals):
         while not (home / "said").exists():
@@ -112,8 +120,13 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requ
     (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
     (folder / "stop").touch()  # For the job before, which had ended: this one trained nothing, and was queued again.
     script = (ROOT / "launch/slurm.sh").read_text().replace("/shared/runs/vit_l16", str(folder))
-    slurm = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8",
-             "SLURM_CPUS_PER_TASK": "64"}  # fmt: skip
+    slurm = {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
     run(home, script, code, stop_by, **slurm)
     assert (folder / "stop").exists() == isinstance(stop_by, signal.Signals)
     assert (home / "requeued").exists() == requeued
@@ -121,8 +134,13 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requ
         assert (home / "requeued").read_text() == "1234\n"
     assert "--cpus-per-task=64" in (home / "srun").read_text().split()
     options, settings = started(home)
-    assert options == {"--nnodes": "2", "--nproc_per_node": "8", "--node_rank": "0", "--master_addr": "node1",
-                       "--master_port": "21234"}  # fmt: skip
+    assert options == {
+        "--nnodes": "2",
+        "--nproc_per_node": "8",
+        "--node_rank": "0",
+        "--master_addr": "node1",
+        "--master_port": "21234",
+    }
     assert (settings.out, settings.name) == (str(home / "runs"), "vit")
     assert settings.model.name == "ViT-L/16"
 

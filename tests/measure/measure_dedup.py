@@ -150,8 +150,11 @@ def measure_false(tar_file: str, data: str, num: int) -> None:
     for name, images in (("patches", patches(photos[1::2], num // 15, 2)), (data, load_images(data, "test", 10_000))):
         tests = Indexed(images)
         far = sorted(found[2] for found in queries.distances(ImageIndex(tests.thumbs), tests))
-        print(f"{len(queries.rows):,} patches against {len(tests.rows):,} of {name}: {sum(d <= DEFAULT for d in far)} false; "
-              f"nearest {np.round(far[:5], 3)}", flush=True)  # fmt: skip
+        print(
+            f"{len(queries.rows):,} patches against {len(tests.rows):,} of {name}: {sum(d <= DEFAULT for d in far)} false; "
+            f"nearest {np.round(far[:5], 3)}",
+            flush=True,
+        )
 
 
 # ---------------------------------------------------------------------- time

@@ -34,26 +34,46 @@ from pipeline.settings.objective_checks import LABELS
 
 _STEPS = 60
 _OBJECTIVES = {
-    "mae": ("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2", "model.name=ViT-Ti/4"),
+    "mae": (
+        "objective.decoder_width=16",
+        "objective.decoder_depth=1",
+        "objective.decoder_heads=2",
+        "model.name=ViT-Ti/4",
+    ),
     "dino": ("model.width=160", *SETTINGS),
     "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
     "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
     "distill_classes": ("augment.mixup=0.5", "objective.teacher={out}/teacher.pt"),
-    "pseudo_labels": ("augment.mixup=0.5", "objective.threshold=0.26", "objective.momentum=0.9", "data.limit=30",
-                      "data.mix=[{{path: {out}/dataFalse, weight: 5}}]"),
-}  # fmt: skip
+    "pseudo_labels": (
+        "augment.mixup=0.5",
+        "objective.threshold=0.26",
+        "objective.momentum=0.9",
+        "data.limit=30",
+        "data.mix=[{{path: {out}/dataFalse, weight: 5}}]",
+    ),
+}
 _OF_ALL = (
-    "train.micro_batch=12", f"train.length={_STEPS} steps", "checkpoint.every=2 steps", "evaluate.every=20 steps", "augment.crop=random_resized",
-    "model.representation=false", "model.dropout=0.1", "optimizer.lr=0.001",
-)  # fmt: skip
+    "train.micro_batch=12",
+    f"train.length={_STEPS} steps",
+    "checkpoint.every=2 steps",
+    "evaluate.every=20 steps",
+    "augment.crop=random_resized",
+    "model.representation=false",
+    "model.dropout=0.1",
+    "optimizer.lr=0.001",
+)
 # Metrics that measure time, memory and the machine.
 _MEASURED = ("system/", "time_", "checkpoint_", "images_per_second", "mfu", "data_wait", "peak_memory_gib")
 _SECONDS = 4.0  # within which a rank is killed, after the start of a life or after its first step
 
 
 def main(
-    kills: str = "20", objectives: str = ",".join(_OBJECTIVES), stages: str = "0,1,2,3", precisions: str = "fp32,bf16", seed: str = "0"
-) -> int:  # fmt: skip
+    kills: str = "20",
+    objectives: str = ",".join(_OBJECTIVES),
+    stages: str = "0,1,2,3",
+    precisions: str = "fp32,bf16",
+    seed: str = "0",
+) -> int:
     different = 0
     with tempfile.TemporaryDirectory() as folder, Forge(Path(folder)) as forge:
         data = {
@@ -76,8 +96,13 @@ def measure(
     forge: Forge, data: Path, out: Path, objective: str, stage: int, precision: str, kills: int, draw: random.Random
 ) -> int:
     """Print a line about one objective at one stage in one precision; returns the number of differences."""
-    given = (*_OF_ALL, f"train.loss={objective}", f"engine.zero_stage={stage}",
-             *(text.format(out=out) for text in _OBJECTIVES[objective]), f"engine.precision={precision}")  # fmt: skip
+    given = (
+        *_OF_ALL,
+        f"train.loss={objective}",
+        f"engine.zero_stage={stage}",
+        *(text.format(out=out) for text in _OBJECTIVES[objective]),
+        f"engine.precision={precision}",
+    )
     whole, begin = out / f"{objective}-{stage}-{precision}", time.monotonic()
     forge.start(2, settings(data, out, whole.name, *given)).finish()
     done = in_start = runs = 0
@@ -94,8 +119,13 @@ def measure(
             else:
                 ranks.finish()
         differences += [f"{run.name}: {found}" for found in compare(whole, run)]
-    print(f"{objective} at stage {stage} in {precision}: {done} kills in {runs} runs, {in_start} of them before the first step of a life, "
-          f"{time.monotonic() - begin:.0f} s; {len(differences)} differences", *differences[:9], sep="\n    ", flush=True)  # fmt: skip
+    print(
+        f"{objective} at stage {stage} in {precision}: {done} kills in {runs} runs, {in_start} of them before the first step of a life, "
+        f"{time.monotonic() - begin:.0f} s; {len(differences)} differences",
+        *differences[:9],
+        sep="\n    ",
+        flush=True,
+    )
     return len(differences)
 
 
@@ -130,7 +160,11 @@ def compare(whole: Path, run: Path, steps: int = _STEPS) -> list[str]:
     lines = [f"metric {name}" for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
     last = [folder / "checkpoints" / f"step-{steps:08d}" for folder in (whole, run)]
     (state, other_state), (one, other) = map(read_state, last), map(ShardedTensors.open, last)
-    lines += [] if (state.losses, state.engine, state.counts) == (other_state.losses, other_state.engine, other_state.counts) else ["state"]  # fmt: skip
+    lines += (
+        []
+        if (state.losses, state.engine, state.counts) == (other_state.losses, other_state.engine, other_state.counts)
+        else ["state"]
+    )
     assert one.states == other.states
     for name in one.states:
         tensors, others = one.full_tensors(name), other.full_tensors(name)

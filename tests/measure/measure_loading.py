@@ -232,8 +232,10 @@ def _others(
         "SPDL": (_read_spdl, files, "spdl"),
     }
     views: dict[str, View] = {
-        "whole, linear": partial(_opencv, "linear"), "whole, antialias": partial(_opencv, "antialias"), "Pillow, float32": _pillow
-    }  # fmt: skip
+        "whole, linear": partial(_opencv, "linear"),
+        "whole, antialias": partial(_opencv, "antialias"),
+        "Pillow, float32": _pillow,
+    }
 
     def count(read: Callable[..., Iterable[tuple[Any, Any]]], *arguments: Any) -> Iterator[int]:
         for _, labels in read(*arguments):

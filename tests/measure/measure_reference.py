@@ -46,13 +46,24 @@ RUNS = {
     "stage2_bf16": (2, ("engine.precision=bf16", "engine.zero_stage=2", "model.dropout=0.1", "model.drop_path=0.1")),
     "stage3_bf16": (2, ("engine.precision=bf16", "engine.zero_stage=3", *_AUGMENTED)),
     "stage3_fp32": (2, ("engine.zero_stage=3", "optimizer.ema_decay=0.9", "engine.activation_checkpointing=true")),
-    "sgd_one_rank": (1, ("optimizer.name=sgd", "optimizer.weight_decay=0", "augment.crop=resize_crop", "train.label_smoothing=0.1")),
-    "small_crop": (1, ("augment.crop=resize_small_crop", "augment.resize_filter=antialias", "model.pool=map", "schedule.decay=cosine")),
+    "sgd_one_rank": (
+        1,
+        ("optimizer.name=sgd", "optimizer.weight_decay=0", "augment.crop=resize_crop", "train.label_smoothing=0.1"),
+    ),
+    "small_crop": (
+        1,
+        (
+            "augment.crop=resize_small_crop",
+            "augment.resize_filter=antialias",
+            "model.pool=map",
+            "schedule.decay=cosine",
+        ),
+    ),
     "masked_mean_color": (2, ("train.loss=masked_mean_color", *_MASKED, "engine.zero_stage=3")),
     "masked_small_patch": (1, ("train.loss=masked_small_patch", *_MASKED)),
     "masked_pixels": (2, ("train.loss=masked_pixels", *_MASKED, "engine.precision=bf16", "optimizer.ema_decay=0.9")),
     "probed": (1, ("probe.every=3 steps", "probe.neighbours=3", "health.on_spike=skip")),
-}  # fmt: skip
+}
 
 
 def main(repository: str = "") -> None:
@@ -65,8 +76,18 @@ def main(repository: str = "") -> None:
             print(name, file=sys.stderr, flush=True)
             pretrain(root, world_size, settings(data, base / "runs", name, *more))
             found |= {f"{name} {what}": value for what, value in run_hashes(base / "runs" / name).items()}
-        call(root, "launch/finetune.py", *settings(data, base / "runs", "tuned", f"init.weights={base}/runs/masked_pixels",
-             "model.image_size=24", *(f"model.{n}={v}" for n, v in UNSET.items())))  # fmt: skip
+        call(
+            root,
+            "launch/finetune.py",
+            *settings(
+                data,
+                base / "runs",
+                "tuned",
+                f"init.weights={base}/runs/masked_pixels",
+                "model.image_size=24",
+                *(f"model.{n}={v}" for n, v in UNSET.items()),
+            ),
+        )
         found |= {f"tuned {what}": value for what, value in run_hashes(base / "runs" / "tuned").items()}
         call(
             root,
@@ -92,10 +113,19 @@ def pretrain(root: Path, world_size: int, overrides: list[str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
-        start(root, "launch/pretrain.py", *overrides, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-              LOCAL_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        start(
+            root,
+            "launch/pretrain.py",
+            *overrides,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         finish(rank)
 
@@ -108,8 +138,12 @@ def start(root: Path, script: str, *overrides: str, **environment: str) -> subpr
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root), **environment}
     return subprocess.Popen(
         [sys.executable, str(root / script), *overrides],
-        env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        env=env,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> None:

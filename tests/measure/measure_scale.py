@@ -40,10 +40,13 @@ def make(path: Path, num_samples: int, per_shard: int) -> None:
         for first in range(0, num_samples, GROUP):
             writer.write_table(group.slice(0, num_samples - first))
     info = {
-        "format": FORMAT, "fingerprint": "0" * 16, "samples": {"train": num_samples}, "shards": {"train": len(sizes)},
+        "format": FORMAT,
+        "fingerprint": "0" * 16,
+        "samples": {"train": num_samples},
+        "shards": {"train": len(sizes)},
         "files": {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (SAMPLES_FILE, SHARDS_FILE)},
         "classes": [f"class{number}" for number in range(CLASSES)],
-    }  # fmt: skip
+    }
     (path / INFO).write_text(json.dumps(info))
     open_dataset(path).index("train")
 
@@ -53,10 +56,16 @@ def samples(per_shard: int) -> pa.Table:
     labels = pa.ListArray.from_arrays(np.arange(GROUP + 1, dtype=np.int32), (rows % CLASSES).astype(np.int32))
     sides = [pa.array(np.full(GROUP, side, np.int32)) for side in (500, 375)]
     columns = [
-        pa.array(["key"]).take(zeros), pa.array(rows % per_shard * 110_080 + 512), pa.array(np.full(GROUP, 109_000)),
-        pa.DictionaryArray.from_arrays(zeros, ["jpg"]), labels, *sides, pa.array([b"0" * 16], pa.binary(16)).take(zeros),
-        pa.DictionaryArray.from_arrays(zeros, ["train"]), pa.array((rows // per_shard).astype(np.int32)),
-    ]  # fmt: skip
+        pa.array(["key"]).take(zeros),
+        pa.array(rows % per_shard * 110_080 + 512),
+        pa.array(np.full(GROUP, 109_000)),
+        pa.DictionaryArray.from_arrays(zeros, ["jpg"]),
+        labels,
+        *sides,
+        pa.array([b"0" * 16], pa.binary(16)).take(zeros),
+        pa.DictionaryArray.from_arrays(zeros, ["train"]),
+        pa.array((rows // per_shard).astype(np.int32)),
+    ]
     return pa.table(columns, schema=SAMPLES)
 
 

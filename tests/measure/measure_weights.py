@@ -31,8 +31,13 @@ from pipeline.model import load, read_weights, to_timm
 from pipeline.model.files import write_folder
 
 BASE = {
-    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16,
-}  # fmt: skip
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "image_size": 224,
+    "patch_size": 16,
+}
 
 
 def of_transformers(folder: Path) -> None:

@@ -25,8 +25,10 @@ def test_features_are_transformers(tmp_path, transformers, name):
     if family.any_size is not None:
         assert difference(theirs, load(tmp_path, image_size=(48, 24)), (48, 24), **family.any_size) < 1e-5
     assert read_weights(tmp_path)[2]["preprocessing"] == {
-        "image_size": 32, "eval_crop": "resize", "resize_filter": "bicubic"
-    }  # fmt: skip
+        "image_size": 32,
+        "eval_crop": "resize",
+        "resize_filter": "bicubic",
+    }
 
 
 @pytest.mark.parametrize("channels", [3, 5])

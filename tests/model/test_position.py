@@ -83,8 +83,15 @@ def test_the_dtype_stays_and_bf16_is_not_computed_in_bf16():
 @pytest.mark.parametrize("positions", ["learned", "learned2d", "sincos2d"])
 @pytest.mark.parametrize("kernel", ["bicubic", "bicubic_antialias"])
 def test_a_view_of_another_size_is_read_as_by_the_model_loaded_at_that_size(positions, pool, kernel):
-    model = create("ViT-mu/4", (16, 24), 0, positions=positions, positions_at="blocks" if pool == "gap" and positions != "sincos2d" else "stem",
-                   pool=pool, kernel=kernel).eval()  # fmt: skip
+    model = create(
+        "ViT-mu/4",
+        (16, 24),
+        0,
+        positions=positions,
+        positions_at="blocks" if pool == "gap" and positions != "sincos2d" else "stem",
+        pool=pool,
+        kernel=kernel,
+    ).eval()
     images = torch.rand(2, 3, 12, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
     config = replace(model.config, image_size=(12, 8))
     there = build(config).eval()
@@ -105,7 +112,10 @@ def test_only_an_objective_reads_images_of_another_size():
     for read in (model, model.features, model.embed):
         with pytest.raises(ValueError, match=r"images are \(1, 3, 12, 8\), but this model reads \(B, 3, 16, 24\)"):
             read(images)
-    for change, what in (({"positions": "relative"}, "relative positions"), ({"axial": True, "pool": "gap"}, "axial attention")):  # fmt: skip
+    for change, what in (
+        ({"positions": "relative"}, "relative positions"),
+        ({"axial": True, "pool": "gap"}, "axial attention"),
+    ):
         with pytest.raises(UserError, match=f"{what} of a 4 x 6 grid cannot be used with views of another size"):
             create("ViT-mu/4", (16, 24), 0, **change)(images, any_size=True)
     assert create("BiT-R50x1", 32, 0, units=(1,), width=32)(torch.zeros(1, 3, 24, 16), any_size=True).shape == (1, 128)

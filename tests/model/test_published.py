@@ -80,9 +80,11 @@ PLAIN, GATED = {"up_proj": "fc1", "down_proj": "fc2"}, {"gate_proj": "w1", "up_p
 def test_dinov3_as_published(tmp_path, transformers):
     theirs, tensors = random_model(transformers, "DINOv3ViTModel", {**WIDE, "num_register_tokens": 4})
     file = dinov3_file(tensors, PLAIN) | {
-        "mask_token": torch.zeros(1, 32), "rope_embed.periods": 100 ** (torch.arange(4) / 4), "local_cls_norm.weight": torch.ones(32),
+        "mask_token": torch.zeros(1, 32),
+        "rope_embed.periods": 100 ** (torch.arange(4) / 4),
+        "local_cls_norm.weight": torch.ones(32),
         "blocks.0.attn.qkv.bias_mask": torch.full((96,), math.nan),
-    }  # fmt: skip
+    }
     torch.save(file, tmp_path / "dinov3.pth")
     for size in ((32, 32), (48, 24)):
         check(theirs, tmp_path / "dinov3.pth", IMAGENET, size)
@@ -148,10 +150,14 @@ def test_dinov2_g_as_published_and_of_timm(tmp_path, transformers, names):
 
 def clip_file(tensors):
     """CLIP's model for images as OpenAI and open_clip write it."""
-    named = {f"visual.{name}": tensors[f"embeddings.{key}"] for name, key in (
-        ("class_embedding", "class_embedding"), ("positional_embedding", "position_embedding.weight"),
-        ("conv1.weight", "patch_embedding.weight"),
-    )}  # fmt: skip
+    named = {
+        f"visual.{name}": tensors[f"embeddings.{key}"]
+        for name, key in (
+            ("class_embedding", "class_embedding"),
+            ("positional_embedding", "position_embedding.weight"),
+            ("conv1.weight", "patch_embedding.weight"),
+        )
+    }
     put(named, "visual.ln_pre", layer(tensors, "pre_layrnorm"))
     put(named, "visual.ln_post", layer(tensors, "post_layernorm"))
     block, name = "encoder.layers.0", "visual.transformer.resblocks.0"
@@ -250,9 +256,11 @@ def test_clip_of_timm(tmp_path, transformers):
 
 # Name of a timm model -> base, patches of a side that the coordinates are stretched to (0: none), whether x comes before y.
 ROPES = {
-    "vit_mu_patch8_rope_reg1_gap_32": (10000.0, 16, False), "eva02_mu_patch8_32": (10000.0, 16, False),
-    "vit_mu_patch8_rope_32": (100.0, 0, True), "vit_mu_patch8_rope_ape_32": (100.0, 0, True),
-}  # fmt: skip
+    "vit_mu_patch8_rope_reg1_gap_32": (10000.0, 16, False),
+    "eva02_mu_patch8_32": (10000.0, 16, False),
+    "vit_mu_patch8_rope_32": (100.0, 0, True),
+    "vit_mu_patch8_rope_ape_32": (100.0, 0, True),
+}
 
 
 @torch.no_grad()

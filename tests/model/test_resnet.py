@@ -26,8 +26,9 @@ def convolve(x, kernel, stride, before, after):
     size = kernel.shape[2]
     rows = range(0, x.shape[1] - size + 1, stride)
     columns = range(0, x.shape[2] - size + 1, stride)
-    return np.array([[np.einsum("chw,dchw->d", x[:, r : r + size, c : c + size], kernel) for c in columns]
-                     for r in rows]).transpose(2, 0, 1)  # fmt: skip
+    return np.array(
+        [[np.einsum("chw,dchw->d", x[:, r : r + size, c : c + size], kernel) for c in columns] for r in rows]
+    ).transpose(2, 0, 1)
 
 
 def group_norm(x, scale, bias, eps, groups=32):

@@ -11,26 +11,49 @@ from pipeline.model import build, configure, forward_macs, num_parameters, train
 # (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly, those
 # for ResNets and hybrids within 4 %.
 EXAFLOPS = {
-    "ViT-B/16": (7, 224), "ViT-L/32": (7, 196), "ViT-L/16": (14, 1567), "ViT-H/14": (14, 4262),
-    "BiT-R50x1": (7, 50), "BiT-R50x2": (7, 199), "BiT-R101x1": (7, 96), "BiT-R152x1": (7, 141), "BiT-R152x2": (7, 563),
-    "BiT-R200x3": (14, 3306), "R50+ViT-B/32": (7, 106), "R50+ViT-B/16": (7, 274), "R50+ViT-L/32": (7, 246),
+    "ViT-B/16": (7, 224),
+    "ViT-L/32": (7, 196),
+    "ViT-L/16": (14, 1567),
+    "ViT-H/14": (14, 4262),
+    "BiT-R50x1": (7, 50),
+    "BiT-R50x2": (7, 199),
+    "BiT-R101x1": (7, 96),
+    "BiT-R152x1": (7, 141),
+    "BiT-R152x2": (7, 563),
+    "BiT-R200x3": (14, 3306),
+    "R50+ViT-B/32": (7, 106),
+    "R50+ViT-B/16": (7, 274),
+    "R50+ViT-L/32": (7, 246),
     "R50+ViT-L/16": (7, 859),
-}  # fmt: skip
+}
 # Parameters with 1000 classes at 224 px, exactly as google-research/vision_transformer has them (vit_jax/models_test.py);
 # its ViTs without "gap" have a class token, and none has a representation layer.
 EXACT = {
-    "ViT-Ti/16": 5_717_416, "ViT-S/32": 22_878_952, "ViT-S/16": 22_050_664, "ViT-B/32": 88_224_232,
-    "ViT-B/16": 86_567_656, "ViT-B/8": 86_576_872, "ViT-L/32": 306_535_400, "ViT-L/16": 304_326_632,
-    "ViT-H/14": 632_045_800, "R+Ti/16": 6_337_704, "R26+S/32": 36_431_912, "R50+ViT-B/16": 98_659_112,
+    "ViT-Ti/16": 5_717_416,
+    "ViT-S/32": 22_878_952,
+    "ViT-S/16": 22_050_664,
+    "ViT-B/32": 88_224_232,
+    "ViT-B/16": 86_567_656,
+    "ViT-B/8": 86_576_872,
+    "ViT-L/32": 306_535_400,
+    "ViT-L/16": 304_326_632,
+    "ViT-H/14": 632_045_800,
+    "R+Ti/16": 6_337_704,
+    "R26+S/32": 36_431_912,
+    "R50+ViT-B/16": 98_659_112,
     "R50+ViT-L/32": 328_994_856,
-}  # fmt: skip
+}
 EXACT_GAP = {"ViT-B/16": 86_566_120, "ViT-B/32": 88_222_696, "ViT-S/16": 22_049_896, "ViT-S/32": 22_878_184}
 # Millions of parameters with 1000 classes: timm, results/benchmark-infer-amp-nchw-pt112-cu113-rtx3090.csv
 # (resnetv2_50x1_bitm, ...). R200x3 is not listed there.
 BIT_MILLIONS = {
-    "BiT-R50x1": 25.55, "BiT-R50x3": 217.32, "BiT-R101x1": 44.54, "BiT-R101x3": 387.93, "BiT-R152x2": 236.34,
+    "BiT-R50x1": 25.55,
+    "BiT-R50x3": 217.32,
+    "BiT-R101x1": 44.54,
+    "BiT-R101x3": 387.93,
+    "BiT-R152x2": 236.34,
     "BiT-R152x4": 936.53,
-}  # fmt: skip
+}
 # Deeper ResNets have more of the same units: of these, parameters and FLOPs are compared above.
 COUNTED = ["ViT-B/16", "Axial-ViT-B/32", "R+Ti/16", "R26+S/32", "R50+ViT-B/16", "BiT-R50x3"]
 

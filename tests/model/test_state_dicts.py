@@ -121,8 +121,11 @@ def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
     extra = read_weights(folder(tmp_path, timm_weights, {**TIMM_CONFIG, "label_names": names})).extra
     assert extra["classes"] == names
     assert extra["preprocessing"] == {
-        "image_size": 16, "eval_crop": "center", "eval_resize": 17, "resize_filter": "bicubic"
-    }  # fmt: skip
+        "image_size": 16,
+        "eval_crop": "center",
+        "eval_resize": 17,
+        "resize_filter": "bicubic",
+    }
 
 
 @pytest.mark.parametrize(

@@ -165,16 +165,32 @@ PLACES = [
 EVERY = {
     "ViT-g/14": {"image_size": (28, 42)},
     # With and without a class token, which has positions of its own; the pool itself knows none.
-    **{f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
-       for (positions, at), pool in product(PLACES, ("token", "gap"))},
+    **{
+        f"{positions}, {at}, {pool}": {"name": "ViT-B/16", "positions": positions, "positions_at": at, "pool": pool}
+        for (positions, at), pool in product(PLACES, ("token", "gap"))
+    },
     "map": {"name": "ViT-B/16", "pool": "map"},
     "attentive": {"name": "ViT-B/16", "pool": "attentive", "registers": 2},
     "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "registers, token": {"name": "ViT-B/16", "registers": 2},
     "registers, gap": {"name": "ViT-B/16", "registers": 2, "pool": "gap", "positions": "sincos2d"},
-    "DINOv3": {"name": "ViT-B/16", "registers": 2, "positions": "none", "rope_base": 100.0, "qkv_bias": "qv", "layer_scale": 0.1},
-    "DINOv2-g": {"name": "ViT-B/16", "swiglu": True, "layer_scale": 0.1, "qkv_bias": "none", "out_bias": False, "mlp_bias": False},
+    "DINOv3": {
+        "name": "ViT-B/16",
+        "registers": 2,
+        "positions": "none",
+        "rope_base": 100.0,
+        "qkv_bias": "qv",
+        "layer_scale": 0.1,
+    },
+    "DINOv2-g": {
+        "name": "ViT-B/16",
+        "swiglu": True,
+        "layer_scale": 0.1,
+        "qkv_bias": "none",
+        "out_bias": False,
+        "mlp_bias": False,
+    },
     "ViT-22B": {"name": "ViT-B/16", "qk_norm": True, "class_norm": True, "pool": "both"},
     "mean of patches": {"name": "ViT-B/16", "pool": "mean"},
     "CLIP": {"name": "ViT-B/16", "embedding_norm": True, "gelu": "quick"},
@@ -184,9 +200,11 @@ EVERY = {
     "R50+ViT-B/32": {"stem": (1, 1), "pool": "map", "image_size": (16, 24)},
     "R50+ViT-L/16": {"stem": (2,), "patch_size": 2},
     "R50+ViT-L/32": {"stem": (1, 1), "positions": "relative", "image_size": (16, 24)},
-    **{f"BiT-R{name}": {"units": units, "width": 32}
-       for name, units in (("50x1", (1, 2)), ("101x3", (2,)), ("152x4", (1,)), ("200x3", (1, 1)))},
-}  # fmt: skip
+    **{
+        f"BiT-R{name}": {"units": units, "width": 32}
+        for name, units in (("50x1", (1, 2)), ("101x3", (2,)), ("152x4", (1,)), ("200x3", (1, 1)))
+    },
+}
 
 
 def small(case, **more):

@@ -58,8 +58,10 @@ class Postgres:
         ]
         self.process = subprocess.Popen(
             [*self.as_user, self.binaries / "postgres", "-D", self.data, *settings],
-            cwd=self.data, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            cwd=self.data,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         ready = [self.binaries / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(self.port)]
         until(lambda: not subprocess.run(ready).returncode)
 
@@ -96,9 +98,18 @@ class MlflowServer:
         self.port, self.log = free_port(), folder / "server.log"
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [
-            sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--port", str(self.port),
-            "--workers", "1", *options,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            store,
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+            *options,
+        ]
         # Tests have their own switch in MLflow, which turns off more than ours does.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "CI")}
         # The server's jobs are for language models, and take half of its memory and start-up time.

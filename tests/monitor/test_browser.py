@@ -69,20 +69,40 @@ def fill(out: Path) -> dict[str, str]:
     """Track runs of several kinds; returns their MLflow IDs by name."""
     held_out = replace(PHOTOS, split="val", num_samples=1_000, context="evaluation")
     first = RunFacts(
-        "photos-s16", "pretrain", {"optimizer.lr": 0.001, "train.global_batch": 256}, {"model": "ViT-S/16", "dataset": "photos"},
-        (PHOTOS, held_out), "**Pre-training of ViT-S/16** at 224 px on **photos**.", {}, 20, 256, 9.2e9, ("config.yaml",), "val_top1",
-    )  # fmt: skip
+        "photos-s16",
+        "pretrain",
+        {"optimizer.lr": 0.001, "train.global_batch": 256},
+        {"model": "ViT-S/16", "dataset": "photos"},
+        (PHOTOS, held_out),
+        "**Pre-training of ViT-S/16** at 224 px on **photos**.",
+        {},
+        20,
+        256,
+        9.2e9,
+        ("config.yaml",),
+        "val_top1",
+    )
     larger = replace(first, name="photos-b16", tags={**first.tags, "model": "ViT-B/16"}, flops_per_image=3.5e10)
     ids = {first.name: add_run(out, first, 0.71), larger.name: add_run(out, larger, 0.78)}
     diverged = replace(larger, name="photos-b16-lr1", parameters={"optimizer.lr": 0.1})
     ids[diverged.name] = add_run(out, diverged, 0.2, "diverged at step 9: the loss is nan", 9)
     pets = replace(
-        first, name="pets-b16", kind="finetune", tags={"model": "ViT-B/16", "dataset": "pets"},
+        first,
+        name="pets-b16",
+        kind="finetune",
+        tags={"model": "ViT-B/16", "dataset": "pets"},
         datasets=(PETS, replace(PETS, split="val", num_samples=920, context="evaluation")),
-        description="**Fine-tuning of ViT-B/16** at 384 px on **pets**.", parents={"parent": ids["photos-b16"]},
-        origin=WeightsOrigin(f"{out}/photos-b16/checkpoints/step-00000008/model.safetensors", "ab" * 32, "photos-b16", ids["photos-b16"], 8,
-                      "53.10 % photos:val"),
-    )  # fmt: skip
+        description="**Fine-tuning of ViT-B/16** at 384 px on **pets**.",
+        parents={"parent": ids["photos-b16"]},
+        origin=WeightsOrigin(
+            f"{out}/photos-b16/checkpoints/step-00000008/model.safetensors",
+            "ab" * 32,
+            "photos-b16",
+            ids["photos-b16"],
+            8,
+            "53.10 % photos:val",
+        ),
+    )
     ids[pets.name] = add_run(out, pets, 0.93)
     masked = replace(first, name="masked-lr-0.003", score="val_loss", objective="masked_mean_color")
     ids[masked.name] = add_run(out, masked, None)

@@ -131,8 +131,9 @@ def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp
     again = ModelFacts(10, old.path, "f" * 64, ("best",))  # The same step, with other weights.
     tracked(tmp_path, "a", [again, kept], {})
     assert [(model.tags["sha256"], model.tags["roles"]) for model in logged(tmp_path)] == [
-        ("f" * 64, "best"), (kept.sha256, "kept"),
-    ]  # fmt: skip
+        ("f" * 64, "best"),
+        (kept.sha256, "kept"),
+    ]
 
 
 def test_weights_that_are_not_where_the_run_wrote_them(

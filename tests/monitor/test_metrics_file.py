@@ -31,8 +31,13 @@ def test_a_file_in_order_is_kept_as_it_is(tmp_path: Path) -> None:
 def test_later_steps_repeats_and_damage_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = write(
-        path, (1, {"loss": 1.0}), (2, {"loss": 0.5, "lr": 0.1}), (3, {"loss": 0.4}), (2, {"loss": 0.6}), (4, {"loss": 0.3})
-    )  # fmt: skip
+        path,
+        (1, {"loss": 1.0}),
+        (2, {"loss": 0.5, "lr": 0.1}),
+        (3, {"loss": 0.4}),
+        (2, {"loss": 0.6}),
+        (4, {"loss": 0.3}),
+    )
     path.write_bytes(b"".join(lines) + b'{"step": 5, "ti')
     plan = repair(path, 3)
     # Of step 2 the last loss counts, and the learning rate that was recorded once.

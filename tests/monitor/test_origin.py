@@ -78,6 +78,11 @@ def test_tags_say_all_of_it() -> None:
     origin = WeightsOrigin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % flowers:val")
     tags = RunFacts("small", "finetune", parents={"parent": "f00"}, origin=origin).all_tags()
     assert {name: text for name, text in tags.items() if name.startswith("parent")} == {
-        "parent": "large, step 200", "parent_checkpoint": "/r/w", "parent_sha256": "c0ffee", "parent_run": "large", "parent_step": "200",
-        "parent_score": "4.55 % flowers:val", "parent_run_id": "f00",
-    }  # fmt: skip
+        "parent": "large, step 200",
+        "parent_checkpoint": "/r/w",
+        "parent_sha256": "c0ffee",
+        "parent_run": "large",
+        "parent_step": "200",
+        "parent_score": "4.55 % flowers:val",
+        "parent_run_id": "f00",
+    }

@@ -77,8 +77,13 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
     assert "secret" not in (out / "run" / "page" / "facts.json").read_text()
     assert sorted(run.data.metrics) == [
-        "eval/val_top1", "health/bad_samples", "speed/mfu", "train/exaflops", "train/images_seen", "train/loss",
-    ]  # fmt: skip
+        "eval/val_top1",
+        "health/bad_samples",
+        "speed/mfu",
+        "train/exaflops",
+        "train/images_seen",
+        "train/loss",
+    ]
     assert run.data.metrics["train/images_seen"] == 640
     assert run.data.metrics["train/exaflops"] == pytest.approx(0.64)
     images = client.get_metric_history(run.info.run_id, "train/images_seen")
@@ -108,15 +113,35 @@ HELD_OUT = replace(DATA, split="val", context="evaluation")
 
 @pytest.mark.parametrize(
     ("facts", "metrics", "number", "words"),
-    [(RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67,
-         "53.67 % photos:val"),
-        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"), {"val_loss": 1.0}, None, "loss 1.0000 photos:val"),
-        (RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_20nn"), {"val_20nn": 0.25}, 25, "val_20nn 25.00 % photos:val"),
+    [
+        (
+            RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_top1"),
+            {"val_top1": 0.53672, "val_loss": 1.0},
+            53.67,
+            "53.67 % photos:val",
+        ),
+        (
+            RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_loss"),
+            {"val_loss": 1.0},
+            None,
+            "loss 1.0000 photos:val",
+        ),
+        (
+            RunFacts("a", "pretrain", datasets=(DATA, HELD_OUT), score="val_20nn"),
+            {"val_20nn": 0.25},
+            25,
+            "val_20nn 25.00 % photos:val",
+        ),
         (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"vtab_mean": 0.712}, 71.2, "71.20 % VTAB-1k"),
         (RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k"), {"cells_done": 3.0}, None, None),
-        (RunFacts("a", "pretrain", datasets=(HELD_OUT,), score="val_top1"), {"val_top1": math.nan}, None, "nan % photos:val"),
+        (
+            RunFacts("a", "pretrain", datasets=(HELD_OUT,), score="val_top1"),
+            {"val_top1": math.nan},
+            None,
+            "nan % photos:val",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_column_says_how_good_any_kind_of_run_is(
     facts: RunFacts, metrics: dict[str, float], number: float | None, words: str | None
 ) -> None:
@@ -150,7 +175,7 @@ def test_losses_of_different_objectives_are_different_metrics(out: Path) -> None
         ("time_forward", "speed/time_forward"),
         ("skipped_steps", "health/skipped_steps"),
     ],
-)  # fmt: skip
+)
 def test_metrics_are_grouped(name: str, shown: str) -> None:
     assert metric_name(name) == shown
 

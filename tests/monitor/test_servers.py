@@ -117,9 +117,12 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     uri = postgres.create("runs")
     monkeypatch.setattr(sys, "argv", ["launch/pretrain.py", f"track.uri={uri}"])
     config = RunConfig(
-        name="run", out=str(tmp_path), data=DataConfig(path="data"), train=TrainConfig(length=Length.parse("20000 steps")),
+        name="run",
+        out=str(tmp_path),
+        data=DataConfig(path="data"),
+        train=TrainConfig(length=Length.parse("20000 steps")),
         track=TrackConfig(uri=uri, experiment="vit"),
-    )  # fmt: skip
+    )
     folder = tmp_path / "run"
     facts = RunFacts("run", "pretrain", {"optimizer.lr": 0.1}, steps=40, artifacts=("config.yaml", "log.txt"))
     folder.mkdir()

@@ -34,13 +34,23 @@ def out(database: Path, tmp_path: Path) -> Path:
 
 
 def start(
-    out: Path, uri: str = "", enabled: bool = True, step: int | None = None, timing: ExportTiming = FAST, changed: str = "",
+    out: Path,
+    uri: str = "",
+    enabled: bool = True,
+    step: int | None = None,
+    timing: ExportTiming = FAST,
+    changed: str = "",
     **parameters: object,
-) -> Tracker:  # fmt: skip
+) -> Tracker:
     facts = RunFacts(
-        "run", "pretrain", {**PARAMETERS, **parameters}, {"data": "abc"}, steps=1000, artifacts=("config.json", "scores.json"),
+        "run",
+        "pretrain",
+        {**PARAMETERS, **parameters},
+        {"data": "abc"},
+        steps=1000,
+        artifacts=("config.json", "scores.json"),
         changed=changed,
-    )  # fmt: skip
+    )
     return Tracker(TrackConfig(uri=uri, enabled=enabled), out, out / "run", facts, step, timing)
 
 
@@ -406,9 +416,11 @@ def test_runs_that_begin_together_without_a_database_make_one(tmp_path: Path) ->
     script = Path(__file__).parent / "track_a_run.py"
     names = [f"run{number}" for number in range(4)]
     done = subprocess.run(
-        [sys.executable, script, default_uri(tmp_path), tmp_path, *names], capture_output=True, text=True,
+        [sys.executable, script, default_uri(tmp_path), tmp_path, *names],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert not warnings_in(done.stderr)
     assert sorted(run.info.run_name for run in runs(tmp_path)) == names

@@ -48,14 +48,31 @@ from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 NUM_IMAGES, STEPS = 480, 60
 SHARD_SIZES = ["samples_per_shard=40", "val_share=0.1"]
 TRAIN_SIZES = [
-    "model.image_size=32", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2", "data.streams=4",
-    "data.threads=1", "train.global_batch=12", "train.micro_batch=4", f"train.length={STEPS} steps", "train.log_every=1",
-    "schedule.warmup=5 steps", "evaluate.every=100%", "checkpoint.every=4 steps", "checkpoint.keep=100", "engine.peak_tflops=0.1",
-]  # fmt: skip
+    "model.image_size=32",
+    "model.width=32",
+    "model.depth=2",
+    "model.mlp_width=64",
+    "model.num_heads=2",
+    "data.streams=4",
+    "data.threads=1",
+    "train.global_batch=12",
+    "train.micro_batch=4",
+    f"train.length={STEPS} steps",
+    "train.log_every=1",
+    "schedule.warmup=5 steps",
+    "evaluate.every=100%",
+    "checkpoint.every=4 steps",
+    "checkpoint.keep=100",
+    "engine.peak_tflops=0.1",
+]
 VTAB_SIZES = [
-    "seeds=[0]", "protocol.image_size=32", "protocol.batch=16", "protocol.length=[2 steps]", "protocol.schedule.warmup=0 steps",
+    "seeds=[0]",
+    "protocol.image_size=32",
+    "protocol.batch=16",
+    "protocol.length=[2 steps]",
+    "protocol.schedule.warmup=0 steps",
     "threads=1",
-]  # fmt: skip
+]
 
 
 class Rehearsal:
@@ -169,9 +186,16 @@ def shard(on: Rehearsal, command: list[str], reference: tuple[subprocess.Popen, 
 
 def torchrun(node: Host, first: Host) -> list[str]:
     """The words that start a rank on this host. Hosts of a rehearsal know each other's names by ssh alone."""
-    options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=rehearsal",
-               f"--rdzv-endpoint={first.address}:29500", f"--rdzv-conf=is_host={int(node is first)}",
-               f"--local-addr={node.address}"]  # fmt: skip
+    options = [
+        "--nnodes=1:3",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=rehearsal",
+        f"--rdzv-endpoint={first.address}:29500",
+        f"--rdzv-conf=is_host={int(node is first)}",
+        f"--local-addr={node.address}",
+    ]
     return ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", *options]
 
 

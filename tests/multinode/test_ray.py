@@ -131,7 +131,7 @@ def test_ranks_on_ray_stop_and_go_on(
 
 def test_a_node_that_dies_costs_its_tasks_and_no_byte(
     checkout: Path, source: Path, environment: dict[str, str], undisturbed: Path, cluster: list[Host], home: Path
-) -> None:  # fmt: skip
+) -> None:
     head, worker = cluster
     out, log = home / "out", home / "job.log"
     environment = {**environment, "RAY_ADDRESS": f"http://{head.address}:8265"}

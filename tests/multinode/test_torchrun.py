@@ -28,13 +28,25 @@ class Agents:
 
     def start(self, number: int) -> None:
         self.started[number] = self.site.nodes[number].start(
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{self.port}", f"--rdzv-id={self.port}",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=1:2",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=10.77.0.1:{self.port}",
+            f"--rdzv-id={self.port}",
             # Hosts of a test have no names that can be looked up.
-            f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr=10.77.0.{number + 1}", "launch/pretrain.py", *self.run,
-            cwd=self.site.folder, env={**self.site.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            stdout=self.log(number).open("w"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            f"--rdzv-conf=is_host={int(number == 0)}",
+            f"--local-addr=10.77.0.{number + 1}",
+            "launch/pretrain.py",
+            *self.run,
+            cwd=self.site.folder,
+            env={**self.site.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=self.log(number).open("w"),
+            stderr=subprocess.STDOUT,
+        )
 
     def log(self, number: int) -> Path:
         return self.site.folder / f"torchrun-{self.port}-{number}.log"

@@ -46,9 +46,12 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
     both = f"{second}, {third}"
     started = forge.start(
-        2, run("whole", both), run("parts", second, "train.length=3 steps"), run("parts", both),
+        2,
+        run("whole", both),
+        run("parts", second, "train.length=3 steps"),
+        run("parts", both),
         run("parts", f"{second.replace('weight: 1', 'weight: 3')}, {third}", "train.length=9 steps"),
-    )  # fmt: skip
+    )
     assert started.wait() == [2, 2], started.said()
     return folder, started.said()
 
@@ -90,9 +93,12 @@ def test_sets_of_other_channels_and_types_resume_and_are_scored(forge: Forge, tm
         return settings(tmp_path / "a", tmp_path, name, f"data.mix=[{mix}}}]", *plain, *more)
 
     started = forge.start(
-        2, run("whole", bands), run("parts", bands, "train.length=3 steps"), run("parts", bands),
+        2,
+        run("whole", bands),
+        run("parts", bands, "train.length=3 steps"),
+        run("parts", bands),
         run("parts", f"{bands}}}, {depth}, from_step: 6", "train.length=9 steps"),
-    )  # fmt: skip
+    )
     assert started.wait() == [2, 2], started.said()
     (error,) = [line for line in started.said().splitlines() if line.startswith("error:")]
     assert all(channel in error for channel in ("nir", "depth"))

@@ -24,18 +24,50 @@ from pipeline.monitor.run_page import TEACHER_TAG
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 OF_EACH = ("model.representation=false", "checkpoint.every=1 steps", "checkpoint.keep=9")
-OF_RUN = ("train.loss=distillation", *OF_EACH,
-          "optimizer.layer_decay=0.5", "optimizer.weight_decay_end=0.5", "evaluate.every=3 steps", "schedule.decay=constant",
-          "model.width=160", "optimizer.lr=0.0003", *SETTINGS)  # fmt: skip
+OF_RUN = (
+    "train.loss=distillation",
+    *OF_EACH,
+    "optimizer.layer_decay=0.5",
+    "optimizer.weight_decay_end=0.5",
+    "evaluate.every=3 steps",
+    "schedule.decay=constant",
+    "model.width=160",
+    "optimizer.lr=0.0003",
+    *SETTINGS,
+)
 ADDED = ("centre", "patch_centre", "mixer", "head.last.weight", "mask_token")
 # Another objective at a stage of its own, each stopped by SIGTERM in its third step of six. What it logs, and what it adds.
 OTHERS = {
-    "mae": (("model.name=ViT-Ti/4", "objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2",
-             "engine.zero_stage=3"), ("loss", "grad_norm", "val_loss"), "mask_token"),
-    "distill": (("model.name=ViT-Ti/4", "engine.zero_stage=3"), ("loss", "grad_norm", "explained"), "patch_head.1.weight"),
-    "lejepa": (("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=12",
-                "engine.zero_stage=2", "engine.precision=bf16"), ("loss", "sigreg", "prediction", "grad_norm"), "projector.last.weight"),
-}  # fmt: skip
+    "mae": (
+        (
+            "model.name=ViT-Ti/4",
+            "objective.decoder_width=16",
+            "objective.decoder_depth=1",
+            "objective.decoder_heads=2",
+            "engine.zero_stage=3",
+        ),
+        ("loss", "grad_norm", "val_loss"),
+        "mask_token",
+    ),
+    "distill": (
+        ("model.name=ViT-Ti/4", "engine.zero_stage=3"),
+        ("loss", "grad_norm", "explained"),
+        "patch_head.1.weight",
+    ),
+    "lejepa": (
+        (
+            "objective.local_views=2",
+            "objective.local_size=8",
+            "objective.hidden=32",
+            "objective.width=16",
+            "train.micro_batch=12",
+            "engine.zero_stage=2",
+            "engine.precision=bf16",
+        ),
+        ("loss", "sigreg", "prediction", "grad_norm"),
+        "projector.last.weight",
+    ),
+}
 # In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
 RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae", "distill")
 
@@ -169,7 +201,9 @@ def test_a_run_is_taught_by_the_same_weights_to_its_end(forge: Forge, dataset: P
     begin_again(runs / "distill", run)
     first = teacher.read_bytes()
     models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48), seed=1), teacher)
-    given = settings(dataset, runs, run.name, "train.loss=distill", *OF_EACH, *OTHERS["distill"][0], f"objective.teacher={teacher}")  # fmt: skip
+    given = settings(
+        dataset, runs, run.name, "train.loss=distill", *OF_EACH, *OTHERS["distill"][0], f"objective.teacher={teacher}"
+    )
     refused = forge.start(1, given)
     code = refused.wait()
     teacher.write_bytes(first)
@@ -225,10 +259,20 @@ def worked(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
     def given(stage: int, name: str) -> list[str]:
         return settings(
-            dataset, out, f"{stage}-{name}", f"engine.zero_stage={stage}", "train.loss=simclr", "objective.width=16",
-            "model.representation=false", "checkpoint.every=2 steps", "evaluate.every=3 steps",
-            "probe.every=3 steps", "probe.shots=0", "probe.neighbours=5", "checkpoint.best=val_5nn",
-        )  # fmt: skip
+            dataset,
+            out,
+            f"{stage}-{name}",
+            f"engine.zero_stage={stage}",
+            "train.loss=simclr",
+            "objective.width=16",
+            "model.representation=false",
+            "checkpoint.every=2 steps",
+            "evaluate.every=3 steps",
+            "probe.every=3 steps",
+            "probe.shots=0",
+            "probe.neighbours=5",
+            "checkpoint.best=val_5nn",
+        )
 
     def start(runs: list[list[str]], kill_at: int | None = None) -> ForkedRun:
         return forge.start_work(

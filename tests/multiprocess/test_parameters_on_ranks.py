@@ -30,8 +30,17 @@ def frozen(forge: Forge, dataset: Path, weights: Path, tmp_path_factory: pytest.
 
     def given(stage: int, precision: str, name: str = "") -> list[str]:
         run = [text for text in settings(dataset, out, f"{stage}{name}") if not text.startswith("model.")]
-        return [*run, f"init.weights={weights}", "init.new_head=true", "model.image_size=16", "train.freeze=1 block",
-                "checkpoint.every=1 steps", "checkpoint.keep=9", f"engine.zero_stage={stage}", f"engine.precision={precision}"]  # fmt: skip
+        return [
+            *run,
+            f"init.weights={weights}",
+            "init.new_head=true",
+            "model.image_size=16",
+            "train.freeze=1 block",
+            "checkpoint.every=1 steps",
+            "checkpoint.keep=9",
+            f"engine.zero_stage={stage}",
+            f"engine.precision={precision}",
+        ]
 
     lora = ["train.freeze=backbone", "train.lora_rank=2", "train.lora_layers=[qkv]"]
     forge.start(2, *(given(*stage) for stage in STAGES), [*given(3, "fp32", "-lora"), *lora]).finish()
@@ -47,8 +56,17 @@ def muon(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
     out = tmp_path_factory.mktemp("muon")
 
     def given(stage: int, precision: str, name: str = "") -> list[str]:
-        return settings(dataset, out, f"{stage}-{precision}{name}", "optimizer.name=muon", "checkpoint.every=1 steps", "checkpoint.keep=9",
-                        "optimizer.lr=0.003", f"engine.zero_stage={stage}", f"engine.precision={precision}")  # fmt: skip
+        return settings(
+            dataset,
+            out,
+            f"{stage}-{precision}{name}",
+            "optimizer.name=muon",
+            "checkpoint.every=1 steps",
+            "checkpoint.keep=9",
+            "optimizer.lr=0.003",
+            f"engine.zero_stage={stage}",
+            f"engine.precision={precision}",
+        )
 
     forge.start_work(
         2, "distillation:train_losing", {"skipped": 4, "runs": [given(*stage) for stage in BY_MUON]}

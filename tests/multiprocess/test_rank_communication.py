@@ -33,8 +33,10 @@ CASES: list[tuple[int, str, int, int, int, list[str]]] = [
 
 @pytest.fixture(scope="module")
 def found(forge: Forge) -> list[dict[str, dict[str, int]]]:
-    cases = [(overrides(stage, precision, count, more), NUM_CLASSES, bucket, reuse)
-             for stage, precision, count, bucket, reuse, more in CASES]  # fmt: skip
+    cases = [
+        (overrides(stage, precision, count, more), NUM_CLASSES, bucket, reuse)
+        for stage, precision, count, bucket, reuse, more in CASES
+    ]
     output = forge.start_work(2, "rank_communication:main", cases).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
     return json.loads(line.removeprefix("found "))

@@ -20,8 +20,15 @@ NUM_CLASSES = 300
 ALL, PART = 4_000_000, 250_000  # elements of a bucket that may hold all gradients, and of one that does not
 CKPT = "engine.activation_checkpointing=true"
 # With a teacher: its copy, and the average of the weights that it is refreshed from.
-DINO = ["train.loss=dino", "model.representation=false", "objective.prototypes=512", "objective.hidden=128", "objective.bottleneck=64",
-        "objective.local_views=2", "objective.local_size=32"]  # fmt: skip
+DINO = [
+    "train.loss=dino",
+    "model.representation=false",
+    "objective.prototypes=512",
+    "objective.hidden=128",
+    "objective.bottleneck=64",
+    "objective.local_views=2",
+    "objective.local_size=32",
+]
 # stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at it.
 CASES: list[tuple[int, str, int, int, list[str]]] = [
     (0, "fp32", 2, ALL, ["engine.fused=false"]),
@@ -46,11 +53,24 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
 
 def overrides(stage: int, precision: str, accumulation: int, more: list[str]) -> list[str]:
     return [
-        "name=x", "data.path=x", "data.streams=2", "train.length=10 steps", "schedule.warmup=0 steps",
-        "model.name=ViT-Ti/8", "model.image_size=64", "model.width=128", "model.depth=3", "model.mlp_width=512",
-        "model.num_heads=4", "train.loss=softmax", "train.micro_batch=2", f"train.global_batch={4 * accumulation}",
-        f"engine.zero_stage={stage}", f"engine.precision={precision}", *more,
-    ]  # fmt: skip
+        "name=x",
+        "data.path=x",
+        "data.streams=2",
+        "train.length=10 steps",
+        "schedule.warmup=0 steps",
+        "model.name=ViT-Ti/8",
+        "model.image_size=64",
+        "model.width=128",
+        "model.depth=3",
+        "model.mlp_width=512",
+        "model.num_heads=4",
+        "train.loss=softmax",
+        "train.micro_batch=2",
+        f"train.global_batch={4 * accumulation}",
+        f"engine.zero_stage={stage}",
+        f"engine.precision={precision}",
+        *more,
+    ]
 
 
 # stage, precision, more settings; each trained with a rehearsal and without.
@@ -68,11 +88,16 @@ REHEARSED = [
 @pytest.fixture(scope="module")
 def found(forge: Forge) -> dict[str, list[Any]]:
     """By name of what was done: of each case, what each rank found."""
-    measured = [("measure", overrides(stage, precision, count, more), NUM_CLASSES, bucket)
-                for stage, precision, count, bucket, more in CASES]  # fmt: skip
+    measured = [
+        ("measure", overrides(stage, precision, count, more), NUM_CLASSES, bucket)
+        for stage, precision, count, bucket, more in CASES
+    ]
     small = ["model.image_size=16", "model.width=32", "model.mlp_width=64", "model.dropout=0.1", "model.drop_path=0.2"]
-    trained = [("train", overrides(stage, precision, 3, [*small, *more]), 4, rehearse)
-               for stage, precision, more in REHEARSED for rehearse in (True, False)]  # fmt: skip
+    trained = [
+        ("train", overrides(stage, precision, 3, [*small, *more]), 4, rehearse)
+        for stage, precision, more in REHEARSED
+        for rehearse in (True, False)
+    ]
     output = forge.start_work(2, "rank_memory:main", measured + trained).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
     results = json.loads(line.removeprefix("found "))

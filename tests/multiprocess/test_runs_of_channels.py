@@ -23,24 +23,42 @@ ALL = {
     "ct": Pixels(("ct",), "int16", (-1000.0,), (1500.0,), (0.4,), (0.3,), nodata=-2000.0),
     "grey": Pixels(("grey",), "uint8", (0.0,), (255.0,), (0.45,), (0.25,)),
     "bands": Pixels(
-        ("red", "green", "blue", "nir"), "uint16", (100.0, 90.0, 80.0, 0.0), (9000.0, 9100.0, 9200.0, 20000.0), (0.4, 0.4, 0.4, 0.3),
+        ("red", "green", "blue", "nir"),
+        "uint16",
+        (100.0, 90.0, 80.0, 0.0),
+        (9000.0, 9100.0, 9200.0, 20000.0),
+        (0.4, 0.4, 0.4, 0.3),
         (0.2, 0.2, 0.2, 0.25),
     ),
     "maps": Pixels(tuple("abcdef"), "float32", (-0.5,) * 6, (1.5,) * 6, (0.5,) * 6, (0.3,) * 6),
     "rgb": RGB8,
-}  # fmt: skip
-ANY = ("augment.flip_vertical=true", "augment.turns=true", "augment.noise=0.1", "augment.channel_brightness=0.3",
-       "augment.channel_contrast=0.3", "augment.erase=0.5", "augment.blur=0.5")  # fmt: skip
+}
+ANY = (
+    "augment.flip_vertical=true",
+    "augment.turns=true",
+    "augment.noise=0.1",
+    "augment.channel_brightness=0.3",
+    "augment.channel_contrast=0.3",
+    "augment.erase=0.5",
+    "augment.blur=0.5",
+)
 PLAIN = ("augment.eval_crop=resize", "schedule.decay=constant")
 SHORT = ("train.length=2 steps", "schedule.warmup=0 steps")
 SMALL_DECODER = ("objective.decoder_width=32", "objective.decoder_depth=1", "objective.decoder_heads=2")
 UNSET = [f"model.{name}=null" for name in ("name", "width", "depth", "mlp_width", "num_heads")]
 OBJECTIVES = {
-    "mae": ("train.loss=mae", "model.name=ViT-Ti/4", *SMALL_DECODER, "probe.every=2 steps", "probe.neighbours=3", "probe.shots=0"),
+    "mae": (
+        "train.loss=mae",
+        "model.name=ViT-Ti/4",
+        *SMALL_DECODER,
+        "probe.every=2 steps",
+        "probe.neighbours=3",
+        "probe.shots=0",
+    ),
     "lejepa": ("train.loss=lejepa", "objective.local_views=0", "train.micro_batch=24"),
     "dino": ("train.loss=dino", "objective.local_views=0", "objective.solarise=[0,0,0]"),
     "masked_pixels": ("train.loss=masked_pixels", "model.name=ViT-Ti/4", "model.representation=false"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +126,20 @@ def test_every_objective_learns_from_four_channels(runs: Path, name: str) -> Non
 REFUSED = {
     "colours": ("data/bands", ["augment.color_jitter=0.4"], r"augment\.color_jitter.*nir"),
     "solarised": ("data/bands", ["train.loss=dino", "objective.local_views=0"], r"objective\.solarise.*nir"),
-    "mean_color": ("data/bands", ["train.loss=masked_mean_color", "model.name=ViT-Ti/4", "model.representation=false"], "nir"),
-    "imagenet": ("data/bands", ["train.loss=mae", "model.name=ViT-Ti/4", *SMALL_DECODER, "objective.pixels=imagenet"], r"objective\.pixels.*nir"),
+    "mean_color": (
+        "data/bands",
+        ["train.loss=masked_mean_color", "model.name=ViT-Ti/4", "model.representation=false"],
+        "nir",
+    ),
+    "imagenet": (
+        "data/bands",
+        ["train.loss=mae", "model.name=ViT-Ti/4", *SMALL_DECODER, "objective.pixels=imagenet"],
+        r"objective\.pixels.*nir",
+    ),
     "other weights": ("data/ct", ["init.weights=RUNS/bands-whole", *UNSET], r"nir.*\(ct\)"),
     "probe": ("data/bands", ["probe.every=3 steps", "probe.data=RUNS/data/ct"], r"nir.*\(ct\)"),
     "teacher": ("data/ct", ["train.loss=distill", "objective.teacher=RUNS/bands-whole"], r"\(ct\).*nir"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -44,12 +44,28 @@ from pipeline.train import resume
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
 NO_SIZES = ("model.width=32", "model.depth=null", "model.mlp_width=null", "model.num_heads=null")
-BIT = ("model.name=BiT-R50x1", *NO_SIZES, "model.representation=false", "train.length=2 steps",
-       "schedule.warmup=0 steps", "train.micro_batch=12")  # fmt: skip
-HYBRID = ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d",
-          "engine.zero_stage=3")  # fmt: skip
-MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4", "engine.zero_stage=3",
-          "schedule.decay=constant")  # fmt: skip
+BIT = (
+    "model.name=BiT-R50x1",
+    *NO_SIZES,
+    "model.representation=false",
+    "train.length=2 steps",
+    "schedule.warmup=0 steps",
+    "train.micro_batch=12",
+)
+HYBRID = (
+    "model.name=R+Ti/16",
+    "model.image_size=64",
+    "model.pool=map",
+    "model.positions=sincos2d",
+    "engine.zero_stage=3",
+)
+MASKED = (
+    "train.loss=masked_mean_color",
+    "model.representation=false",
+    "model.name=ViT-Ti/4",
+    "engine.zero_stage=3",
+    "schedule.decay=constant",
+)
 WIDE = ("augment.crop=resize_small_crop", "augment.randaugment_layers=2", "augment.erase=0.5", *MIXED[:2])
 
 
@@ -79,8 +95,10 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     model = models.build(objectives.new_backbone(config, data.num_classes), config.seed)
     masking = Masking(model.config, config.seed) if isinstance(model, models.MaskedViT) else None
     decayed = kernel_names(model)
-    groups = [{"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
-              for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))]  # fmt: skip
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
+        for flag, wd in ((True, config.optimizer.weight_decay), (False, 0.0))
+    ]
     o = config.optimizer
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
     if o.name == "sgd":
@@ -434,7 +452,7 @@ def moved(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
             # At last as on a GPU: with a fused optimizer.
             run(name, 2 * i + 2, f"engine.zero_stage={stages[i]}", *more, *(["engine.fused=true"] if i == 3 else []))
             for name, (stages, more, _) in MOVES.items()
-        ]  # fmt: skip
+        ]
         if world_size == 2:
             for name, more in CONTINUED.items():
                 runs += [run(f"{name}-whole", 4, *more), run(f"{name}-parts", 2, *more), run(f"{name}-parts", 4, *more)]

@@ -54,7 +54,10 @@ def dino(given: DinoSettings = GIVEN, **changes) -> Dino:
 
 def batch_of(valid: list[bool], epoch: int = 0) -> Batch:
     B, draw = len(valid), np.random.default_rng(epoch)
-    views = [torch.from_numpy(draw.integers(0, 256, (count, B, side, side, 3), np.uint8)) for count, side in ((1, 16), (1, 16), (2, 8))]  # fmt: skip
+    views = [
+        torch.from_numpy(draw.integers(0, 256, (count, B, side, side, 3), np.uint8))
+        for count, side in ((1, 16), (1, 16), (2, 8))
+    ]
     for view in views:
         view[:, ~torch.tensor(valid)] = 0
     return Batch(tuple(views), torch.zeros(B, 0), torch.tensor(valid), np.arange(B), np.full(B, epoch))
@@ -62,8 +65,13 @@ def batch_of(valid: list[bool], epoch: int = 0) -> Batch:
 
 def without_invalid(batch: Batch) -> Batch:
     kept = batch.valid
-    return Batch(tuple(view[:, kept] for view in batch.views), batch.labels[kept], batch.valid[kept], batch.rows[kept.numpy()],
-                 batch.epochs[kept.numpy()])  # fmt: skip
+    return Batch(
+        tuple(view[:, kept] for view in batch.views),
+        batch.labels[kept],
+        batch.valid[kept],
+        batch.rows[kept.numpy()],
+        batch.epochs[kept.numpy()],
+    )
 
 
 def read(objective: Dino, batch: Batch):
@@ -136,7 +144,9 @@ def test_the_loss_is_the_mean_over_pairs_of_views() -> None:
     local = views[2].chunk(2)
     student = [objective.head(objective.backbone(view, any_size=True)) for view in (views[0], views[1], *local)]
     teacher = [objective.teacher["head"](objective.teacher["backbone"](view)) for view in views[:2]]
-    pairs = [cross_entropy(student[s], teacher[t], 0.1, 0.05, objective.centre) for t in range(2) for s in range(4) if s != t]  # fmt: skip
+    pairs = [
+        cross_entropy(student[s], teacher[t], 0.1, 0.05, objective.centre) for t in range(2) for s in range(4) if s != t
+    ]
     torch.testing.assert_close(loss, sum(pairs) / 6)
     targets = [((t - objective.centre) / 0.05).softmax(1) for t in teacher]
     entropy = sum(-(t * t.log()).sum(1).mean() for t in targets) / 2
@@ -321,10 +331,18 @@ def config_of(*overrides: str, model: str = "model.name=ViT-Ti/16") -> RunConfig
 def test_views_and_arithmetic() -> None:
     config = config_of("augment.area_min=0.4", "objective.local_area_max=0.3", "train.global_batch=1024")
     first, second, local = Dino.views(config)
-    assert [(group.count, group.size) for group in (first, second, local)] == [(1, (224, 224)), (1, (224, 224)), (8, 96)]  # fmt: skip
+    assert [(group.count, group.size) for group in (first, second, local)] == [
+        (1, (224, 224)),
+        (1, (224, 224)),
+        (8, 96),
+    ]
     assert [group.augment.area_min for group in (first, second, local)] == [0.4, 0.4, 0.05]
     assert local.augment.area_max == 0.3
-    assert [(group.augment.blur, group.augment.solarise) for group in (first, second, local)] == [(1, 0), (0.1, 0.2), (0.5, 0)]  # fmt: skip
+    assert [(group.augment.blur, group.augment.solarise) for group in (first, second, local)] == [
+        (1, 0),
+        (0.1, 0.2),
+        (0.5, 0),
+    ]
     objectives.check(config)
     model = configure("ViT-Ti/16", 224, 0)
     head = 192 * 2048 + 2048**2 + 2048 * 256 + 256 * 65_536

@@ -45,7 +45,9 @@ def create(config: RunConfig, backbone: Model | None = None) -> Distill:
     return found
 
 
-def given(objective: Distill, size: tuple[int, int] = (32, 32), valid: tuple[bool, ...] = (True, True, False)) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:  # fmt: skip
+def given(
+    objective: Distill, size: tuple[int, int] = (32, 32), valid: tuple[bool, ...] = (True, True, False)
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     B = len(valid)
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, B, *size, 3), np.uint8))
     batch = Batch(
@@ -66,7 +68,13 @@ def test_the_loss_is_its_formula(teacher: Path, patch_weight: float) -> None:
     expected = 0.0
     for image in (0, 1):  # The third is unreadable.
         of_feature = _error(heads["feature_head"], feature[image], target[image])
-        of_patches = np.mean([_error(heads["patch_head"], *pair) for pair in zip(patches[image], target_patches[image], strict=True)]) if patch_weight else 0  # fmt: skip
+        of_patches = (
+            np.mean(
+                [_error(heads["patch_head"], *pair) for pair in zip(patches[image], target_patches[image], strict=True)]
+            )
+            if patch_weight
+            else 0
+        )
         expected += (of_feature + patch_weight * of_patches) / 3
     assert found.item() == pytest.approx(expected, rel=1e-4)
     assert values.keys() == objective.values(run(teacher, f"objective.patch_weight={patch_weight}")).keys()
@@ -132,7 +140,10 @@ def test_other_weights_in_the_same_file_are_another_teacher(teacher: Path, tmp_p
 
 def test_a_resnet_teaches_its_feature_alone(tmp_path: Path) -> None:
     save(build(configure("BiT-R50x1", 32, 10, width=32)), tmp_path / "bit.pt")
-    with pytest.raises(UserError, match=r"patch_weight = 1.0 compares patch tokens, and objective.teacher has none: set objective.patch_weight=0"):  # fmt: skip
+    with pytest.raises(
+        UserError,
+        match=r"patch_weight = 1.0 compares patch tokens, and objective.teacher has none: set objective.patch_weight=0",
+    ):
         objectives.check(run(tmp_path / "bit.pt"))
     objective = create(run(tmp_path / "bit.pt", "objective.patch_weight=0"))
     assert objective(*given(objective))[0].isfinite()

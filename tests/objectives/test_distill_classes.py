@@ -168,8 +168,15 @@ def test_a_run_on_images_with_and_without_labels_is_scored_and_resumes_exactly(
 ) -> None:
     bare = make_dataset(tmp_path / "bare", {"train": 60}, labelled=False, seed=1)
     teacher = weights(tmp_path, loss="sigmoid")
-    more = [f"out={tmp_path}", f"data.mix=[{{path: {bare}, weight: 1}}]", "augment.mixup=0.5", "train.length=4 steps",
-            "evaluate.every=2 steps", "checkpoint.every=2 steps", "checkpoint.best=val_top1"]  # fmt: skip
+    more = [
+        f"out={tmp_path}",
+        f"data.mix=[{{path: {bare}, weight: 1}}]",
+        "augment.mixup=0.5",
+        "train.length=4 steps",
+        "evaluate.every=2 steps",
+        "checkpoint.every=2 steps",
+        "checkpoint.best=val_top1",
+    ]
     forge.start(1, [*given(teacher, dataset, *more), "name=whole"]).finish()
     whole = tmp_path / "whole"
     assert set(metrics(whole, "val_top1")) == {2, 4}

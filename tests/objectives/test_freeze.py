@@ -21,10 +21,24 @@ IMAGES = 16
 
 
 def run_of(freeze: str, *more: str) -> RunConfig:
-    return schema.load(RunConfig, None, [
-        "name=x", "data.path=x", "init.weights=x", "model.image_size=32", "train.length=10 steps", "train.loss=softmax", f"train.freeze={freeze}",
-        "train.global_batch=32", "train.micro_batch=16", "engine.precision=fp32", "engine.zero_stage=0", *more,
-    ])  # fmt: skip
+    return schema.load(
+        RunConfig,
+        None,
+        [
+            "name=x",
+            "data.path=x",
+            "init.weights=x",
+            "model.image_size=32",
+            "train.length=10 steps",
+            "train.loss=softmax",
+            f"train.freeze={freeze}",
+            "train.global_batch=32",
+            "train.micro_batch=16",
+            "engine.precision=fp32",
+            "engine.zero_stage=0",
+            *more,
+        ],
+    )
 
 
 def test_parameters_of_the_head_the_pool_or_the_last_blocks_are_trained() -> None:
@@ -52,8 +66,13 @@ def test_predicted_memory_is_what_a_step_holds(freeze: str, checkpointing: str) 
     backward = memory.moments(model, config, IMAGES, 2, 1)[0]
     objective = objectives.create(config, build(model)).train()
     objective.backbone.activation_checkpointing = checkpointing == "true"
-    batch = Batch((torch.zeros(1, IMAGES, 32, 32, 3, dtype=torch.uint8),), torch.zeros(IMAGES, 1, dtype=torch.int64),
-                  torch.ones(IMAGES, dtype=torch.bool), np.arange(IMAGES), np.zeros(IMAGES, np.int64))  # fmt: skip
+    batch = Batch(
+        (torch.zeros(1, IMAGES, 32, 32, 3, dtype=torch.uint8),),
+        torch.zeros(IMAGES, 1, dtype=torch.int64),
+        torch.ones(IMAGES, dtype=torch.bool),
+        np.arange(IMAGES),
+        np.zeros(IMAGES, np.int64),
+    )
     for _ in range(2):
         with LiveTensors() as live, operators_of_a_gpu():
             for p in objective.parameters():

@@ -15,10 +15,22 @@ MODEL = configure("ViT-mu/8", 16, 5, layer_scale=0.5, depth=3)
 
 
 def run_of(*more: str) -> RunConfig:
-    return schema.load(RunConfig, None, [
-        "name=x", "data.path=x", "init.weights=x", "model.image_size=16", "train.length=10 steps", "train.loss=softmax", "train.freeze=backbone",
-        "train.lora_rank=3", "train.lora_alpha=6", *more,
-    ])  # fmt: skip
+    return schema.load(
+        RunConfig,
+        None,
+        [
+            "name=x",
+            "data.path=x",
+            "init.weights=x",
+            "model.image_size=16",
+            "train.length=10 steps",
+            "train.loss=softmax",
+            "train.freeze=backbone",
+            "train.lora_rank=3",
+            "train.lora_alpha=6",
+            *more,
+        ],
+    )
 
 
 def with_trained_factors(*more: str) -> Objective:
@@ -41,9 +53,15 @@ def test_nothing_changes_before_the_first_step() -> None:
 def test_the_exported_weights_compute_the_same() -> None:
     objective = with_trained_factors("train.lora_layers=[qkv,down]")
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    assert {name for name, p in objective.named_parameters() if p.requires_grad} == {"backbone.head.weight", "backbone.head.bias"} | {
-        f"lora.blocks/{i}/{layer}.{factor}" for i in range(MODEL.depth) for layer in ("attention/qkv", "mlp/down") for factor in ("up", "down")
-    }  # fmt: skip
+    assert {name for name, p in objective.named_parameters() if p.requires_grad} == {
+        "backbone.head.weight",
+        "backbone.head.bias",
+    } | {
+        f"lora.blocks/{i}/{layer}.{factor}"
+        for i in range(MODEL.depth)
+        for layer in ("attention/qkv", "mlp/down")
+        for factor in ("up", "down")
+    }
     stored = {
         stored_name(name): tensor.detach().numpy()
         for name, tensor in [*objective.named_parameters(), *objective.named_buffers()]

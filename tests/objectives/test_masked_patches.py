@@ -100,8 +100,10 @@ def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
     how = sources[is_corrupted]
     total = count * 98
     for share, found in (
-        (0.8, how == N), (0.1, (how != N) & (how != own[is_corrupted])), (0.1, how == own[is_corrupted]),
-    ):  # fmt: skip
+        (0.8, how == N),
+        (0.1, (how != N) & (how != own[is_corrupted])),
+        (0.1, how == own[is_corrupted]),
+    ):
         assert abs(found.float().mean() - share) < 4 * (share * (1 - share) / total) ** 0.5
     others = how[(how != N) & (how != own[is_corrupted])]
     assert len(others.unique()) > 0.99 * N
@@ -115,8 +117,10 @@ def test_a_sample_is_corrupted_alike_wherever_it_is() -> None:
     whole = masking.inputs(batch_of(images, [3, 9, 27, 81]), CPU)
     part = masking.inputs(batch_of(images[:2], [27, 81]), CPU)
     assert all(torch.equal(a[2:], b) for a, b in zip(whole, part, strict=True))
-    for other in (masking.inputs(batch_of(images, [3, 9, 27, 81], 1), CPU),
-                  Masking(masking.config, 2).inputs(batch_of(images, [3, 9, 27, 81]), CPU)):  # fmt: skip
+    for other in (
+        masking.inputs(batch_of(images, [3, 9, 27, 81], 1), CPU),
+        Masking(masking.config, 2).inputs(batch_of(images, [3, 9, 27, 81]), CPU),
+    ):
         assert not torch.equal(whole[1], other[1])
 
 

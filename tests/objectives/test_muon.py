@@ -43,13 +43,27 @@ def test_steps_are_those_of_torch_and_of_adam() -> None:
     ours, theirs = objective(), objective()
     optimizer = optimizers.build(ours, ours.decayed(), CONFIG)
     names = optimizers.matrices(theirs, theirs.decayed())
-    assert {name.split(".", 3)[-1] for name in names} == {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}  # fmt: skip
+    assert {name.split(".", 3)[-1] for name in names} == {
+        "attention.qkv.weight",
+        "attention.out.weight",
+        "mlp.up.weight",
+        "mlp.down.weight",
+    }
     named = dict(theirs.named_parameters())
     # torch knows no kernels in a weight, so its parameters are views.
-    kernels = {(name, i): torch.nn.Parameter(part.detach()) for name in names for i, part in enumerate(named[name].chunk(names[name]))}  # fmt: skip
+    kernels = {
+        (name, i): torch.nn.Parameter(part.detach())
+        for name in names
+        for i, part in enumerate(named[name].chunk(names[name]))
+    }
     reference = torch.optim.Muon(kernels.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    rest = [{"params": [p for n, p in named.items() if n not in names and (n in theirs.decayed()) is flag], "weight_decay": wd}
-            for flag, wd in ((True, 0.1), (False, 0.0))]  # fmt: skip
+    rest = [
+        {
+            "params": [p for n, p in named.items() if n not in names and (n in theirs.decayed()) is flag],
+            "weight_decay": wd,
+        }
+        for flag, wd in ((True, 0.1), (False, 0.0))
+    ]
     adam = torch.optim.AdamW(rest, lr=0.02)
     for step in range(3):
         gradients(ours, step)

@@ -128,8 +128,16 @@ def test_the_teacher_of_a_new_head_follows_closely_at_first() -> None:
 
 def test_the_teacher_s_view_has_the_crop_alone() -> None:
     distorted = (
-        "color_jitter", "saturation", "hue", "three_augment", "grey", "blur", "solarise", "randaugment_layers", "erase",
-    )  # fmt: skip
+        "color_jitter",
+        "saturation",
+        "hue",
+        "three_augment",
+        "grey",
+        "blur",
+        "solarise",
+        "randaugment_layers",
+        "erase",
+    )
     given_too = [f"augment.{name}={0.1 if name != 'randaugment_layers' else 2}" for name in distorted]
     config = schema.load(
         RunConfig, None, given(Path("d"), "augment.crop=random_resized", "augment.area_min=0.4", *given_too)
@@ -208,8 +216,18 @@ def test_without_any_label_it_is_refused(bare: Path, dataset: Path, tmp_path: Pa
 def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(
     forge: Forge, dataset: Path, bare: Path, tmp_path: Path
 ) -> None:
-    more = [f"out={tmp_path}", f"data.mix=[{{path: {bare}, weight: 5}}]", "data.limit=24", "augment.mixup=0.5", "train.length=4 steps", "optimizer.lr=0.01",
-            "objective={threshold: 0.2501, momentum: 0.5}", "evaluate.every=2 steps", "checkpoint.every=2 steps", "checkpoint.best=val_top1"]  # fmt: skip
+    more = [
+        f"out={tmp_path}",
+        f"data.mix=[{{path: {bare}, weight: 5}}]",
+        "data.limit=24",
+        "augment.mixup=0.5",
+        "train.length=4 steps",
+        "optimizer.lr=0.01",
+        "objective={threshold: 0.2501, momentum: 0.5}",
+        "evaluate.every=2 steps",
+        "checkpoint.every=2 steps",
+        "checkpoint.best=val_top1",
+    ]
     forge.start(2, [*given(dataset, *more), "name=whole"]).finish()
     whole = tmp_path / "whole"
     assert set(metrics(whole, "val_top1")) == {2, 4}

@@ -17,9 +17,12 @@ def test_a_launcher_that_died_does_not_end_the_run(tmp_path: Path) -> None:
         "print('three', file=sys.stderr, flush=True)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "log.txt")], cwd=ROOT, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path / "log.txt")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdin
     assert process.stdout
     assert process.stderr

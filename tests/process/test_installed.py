@@ -71,8 +71,12 @@ def test_the_dockerfile_installs_exactly_the_pinned_packages(tmp_path: Path) -> 
 def test_the_wheel_has_every_file_of_its_folders(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     folders = ("pipeline", "data_tools", "launch", "configs")
-    here = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert names == here
 
 
@@ -138,7 +142,20 @@ def test_the_installed_library_shards_trains_and_loads(wheel: Path, tmp_path: Pa
     run("vit", "shard", f"source={photos}", "out=data", "val_share=0.25", "num_tasks=1")
     tiny = ["model.width=32", "model.depth=1", "model.mlp_width=32", "model.num_heads=2", "model.image_size=16"]
     short = ["train.length=2 steps", "train.global_batch=4", "train.micro_batch=4", "data.threads=1", "data.streams=4"]
-    run(home / "bin/python", "-m", "launch.pretrain", "--config", "configs/demo/pretrain.yaml", "name=try",
-        "data.path=data", "track.enabled=false", "track.figures=false", "evaluate.every=2 steps", "checkpoint.every=2 steps", *tiny, *short)  # fmt: skip
+    run(
+        home / "bin/python",
+        "-m",
+        "launch.pretrain",
+        "--config",
+        "configs/demo/pretrain.yaml",
+        "name=try",
+        "data.path=data",
+        "track.enabled=false",
+        "track.figures=false",
+        "evaluate.every=2 steps",
+        "checkpoint.every=2 steps",
+        *tiny,
+        *short,
+    )
     assert float(run(home / "bin/python", "-c", _PREDICT)) == pytest.approx(2)
     assert sorted(path.name for path in work.iterdir()) == ["data", "photos", "runs"]

@@ -162,8 +162,11 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
 HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "run": (["config.json", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
     "grid": (["report.md", "results.json", "lr-0.1/config.json"], reports.GridConfig, ["run=r", "lr=1"]),
-    "study": (["study.json", "report.html", "results.json"], study.StudyConfig, [
-        "run=r", "question=ablation", "models=[{name: a},{name: b}]"]),
+    "study": (
+        ["study.json", "report.html", "results.json"],
+        study.StudyConfig,
+        ["run=r", "question=ablation", "models=[{name: a},{name: b}]"],
+    ),
     "VTAB-1k sweep": (["sweep.json", "results.json"], transfer.VtabConfig, SWEEP),
     "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
     "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
@@ -173,7 +176,7 @@ HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
     "verification": (["report.json"], data.VerifyConfig, ["data=d"]),
     "statistics": (["stats.json", "classes.csv"], data.StatsConfig, ["data=d"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", HELD)

@@ -44,9 +44,14 @@ def test_help_waits_for_no_library() -> None:
 def interrupt(script: str, when: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a script in Python, send SIGINT once it prints `when`; (exit code, what it said besides)."""
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=ROOT, env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )
     assert process.stdout is not None
     assert process.stdout.readline().strip() == when
     process.send_signal(signal.SIGINT)

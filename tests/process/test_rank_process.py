@@ -56,8 +56,10 @@ def test_ranks_fit_into_nodes_not_into_their_sum() -> None:
 def test_a_rank_that_fails_ends_the_wait_with_its_last_lines(stop: bool) -> None:
     waits, fails = RankProcess(), RankProcess()
     waits.start(["-c", "import time; print('begun'); time.sleep(600)"], {"RANK": "0"})
-    fails.start(["-c", "import os, time; print('no disk'); time.sleep(600 * int(os.environ['WAIT'])); exit(7)"],
-                {"RANK": "1", "WAIT": str(int(stop))})  # fmt: skip
+    fails.start(
+        ["-c", "import os, time; print('no disk'); time.sleep(600 * int(os.environ['WAIT'])); exit(7)"],
+        {"RANK": "1", "WAIT": str(int(stop))},
+    )
     ranks, said = [waits, fails], list[str]()
 
     def terminate() -> None:

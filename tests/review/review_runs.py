@@ -35,8 +35,14 @@ def write_run(
 
     beside: other sets of its mixture. declared: an objective's metrics, which are there in place of top-1: of a step the step, of an evaluation its value.
     """
-    overrides = [f"name={folder.name}", f"out={folder.parent}", "data.path=datasets/digits", "data.eval_split=test",
-                 f"train.length={steps} steps", "train.global_batch=16"]  # fmt: skip
+    overrides = [
+        f"name={folder.name}",
+        f"out={folder.parent}",
+        "data.path=datasets/digits",
+        "data.eval_split=test",
+        f"train.length={steps} steps",
+        "train.global_batch=16",
+    ]
     names = "model.name=ViT-Ti/16" if not any(s.startswith(("init.", "model.name")) for s in settings) else None
     config = schema.load(RunConfig, None, [*overrides, *([names] if names else []), *settings])
     tree = schema.to_dict(config)

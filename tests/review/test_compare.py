@@ -44,8 +44,14 @@ def differences(*folders: Path) -> list[tuple[str, ...]]:
 
 
 def test_a_model_that_came_with_weights_is_no_difference(tmp_path: Path) -> None:
-    named = ["model.name=ViT-Ti/16", "model.width=32", "model.depth=2", "model.mlp_width=64", "model.num_heads=2",
-             "model.image_size=32"]  # fmt: skip
+    named = [
+        "model.name=ViT-Ti/16",
+        "model.width=32",
+        "model.depth=2",
+        "model.mlp_width=64",
+        "model.num_heads=2",
+        "model.image_size=32",
+    ]
     a = older_run(tmp_path / "a", WIDE, *named)
     b = older_run(tmp_path / "b", WIDE, "init.weights=a", "model.image_size=32", "seed=3")
     assert differences(a, b) == [("seed", "0", "3"), ("init.weights", "None", "a")]
@@ -87,8 +93,9 @@ def test_equal_budgets_by_hand(tmp_path: Path) -> None:
     budget, found = budgets.at_equal_budget(records, budgets.IMAGES)
     assert budget == 40 * 16
     assert {name: (at.score and at.score.step, at.used) for name, at in found.items()} == {
-        "small": (40, 640.0), "large": (16, 512.0),
-    }  # fmt: skip
+        "small": (40, 640.0),
+        "large": (16, 512.0),
+    }
     per_image = records["small"].flops_per_image
     flops, found = budgets.at_equal_budget(records, budgets.FLOPS)
     assert flops == pytest.approx(640 * per_image)
@@ -256,10 +263,20 @@ def write_sweep(folder: Path, shift: float, seeds: int) -> Path:
         for task in TASKS
         for seed in range(seeds)
     ]
-    (folder / "results.json").write_text(json.dumps({
-        "protocol": {"name": "paper", "sha256": "d"}, "method": "finetune", "data": {}, "contamination": None,
-        "checkpoint": {"path": "x", "sha256": "c"}, "scores": scores, "failed": [], "missing": [],
-    }))  # fmt: skip
+    (folder / "results.json").write_text(
+        json.dumps(
+            {
+                "protocol": {"name": "paper", "sha256": "d"},
+                "method": "finetune",
+                "data": {},
+                "contamination": None,
+                "checkpoint": {"path": "x", "sha256": "c"},
+                "scores": scores,
+                "failed": [],
+                "missing": [],
+            }
+        )
+    )
     return folder
 
 

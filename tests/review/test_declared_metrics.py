@@ -74,8 +74,11 @@ def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     assert [row[0] for row in ranking.rows] == ["b", "a"]  # Lower is better.
     assert "more than noise" not in text  # Tests are of proportions of images.
     assert [picture.name for picture in budgets.curves(records)] == [
-        "training_loss.png", "metric_alignment.png", "metric_kept.png", "metric_train_collapse_rank.png",
-    ]  # fmt: skip
+        "training_loss.png",
+        "metric_alignment.png",
+        "metric_kept.png",
+        "metric_train_collapse_rank.png",
+    ]
 
 
 def test_mlflow_groups_them(folder: Path) -> None:

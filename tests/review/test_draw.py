@@ -117,8 +117,11 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.json").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
-        "curves", "confusion, worst_classes, predictions", "reconstruction", "attention, positions, components",
-    ]  # fmt: skip
+        "curves",
+        "confusion, worst_classes, predictions",
+        "reconstruction",
+        "attention, positions, components",
+    ]
 
 
 # ---------------------------------------------------------------------- single figures

@@ -98,10 +98,16 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     )
     page = markdown("a", list(report.page(from_folder(folder))))
     for shown in (
-        "optimizer.lr was 0.1, is 0.2", "3 steps skipped", "1 log line with", "1 damaged line", "loss is NaN", "Lower optimizer.lr",
-        f"| best | 10 | {10:064x} |", f"| last | 20 | {20:064x} |",
+        "optimizer.lr was 0.1, is 0.2",
+        "3 steps skipped",
+        "1 log line with",
+        "1 damaged line",
+        "loss is NaN",
+        "Lower optimizer.lr",
+        f"| best | 10 | {10:064x} |",
+        f"| last | 20 | {20:064x} |",
         "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
-    ):  # fmt: skip
+    ):
         assert re.search(re.escape(shown), page, re.IGNORECASE), shown
 
 

@@ -171,9 +171,13 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     assert [contender.title for contender in found] == ["a", "b", "c", "seed0 (3 seeds)"]
     pairs = {(p.first.names[0], p.second.names[0]): p.difference for p in statistics.pairs_of(found)}
     assert {names: d.method for names, d in pairs.items()} == {
-        ("a", "b"): statistics.MCNEMAR, ("a", "c"): statistics.PROPORTIONS, ("b", "c"): statistics.PROPORTIONS,
-        ("a", "seed0"): statistics.STUDENT, ("b", "seed0"): statistics.STUDENT, ("c", "seed0"): statistics.STUDENT,
-    }  # fmt: skip
+        ("a", "b"): statistics.MCNEMAR,
+        ("a", "c"): statistics.PROPORTIONS,
+        ("b", "c"): statistics.PROPORTIONS,
+        ("a", "seed0"): statistics.STUDENT,
+        ("b", "seed0"): statistics.STUDENT,
+        ("c", "seed0"): statistics.STUDENT,
+    }
     only = [int((right[x] & ~right[y]).sum()) for x, y in ("ab", "ba")]
     assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
 

@@ -35,8 +35,16 @@ def quiet(monkeypatch: pytest.MonkeyPatch, database: Path, tmp_path: Path) -> No
 
 
 def trained(out: Path, name: str, status: str | None = "FINISHED", **settings: object) -> Tracker:
-    facts = RunFacts(name, "pretrain", {"seed": 1}, {"model": "ViT-Ti/16"}, (DATA,), f"What {name} is.", steps=20,
-                     artifacts=("notes.txt",))  # fmt: skip
+    facts = RunFacts(
+        name,
+        "pretrain",
+        {"seed": 1},
+        {"model": "ViT-Ti/16"},
+        (DATA,),
+        f"What {name} is.",
+        steps=20,
+        artifacts=("notes.txt",),
+    )
     tracker = Tracker(TrackConfig(**settings), out, out / name, facts, 0, FAST)
     for step in range(1, 21):
         tracker.log(step, {"loss": 1 / step})
@@ -63,8 +71,14 @@ def page(uri: str, name: str) -> dict:
         if not file.is_dir
     ]
     inputs = [given.dataset.digest for given in found.inputs.dataset_inputs]
-    return {"status": found.info.status, "params": found.data.params, "tags": tags, "points": points, "files": files,
-            "data": inputs}  # fmt: skip
+    return {
+        "status": found.info.status,
+        "params": found.data.params,
+        "tags": tags,
+        "points": points,
+        "files": files,
+        "data": inputs,
+    }
 
 
 def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path) -> None:
@@ -75,8 +89,13 @@ def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path
     tracked, sent = page(default_uri(tmp_path / "a"), "run"), page(default_uri(tmp_path / "b"), "run")
     assert sent == tracked
     assert tracked["files"] == [
-        "metrics.jsonl", "notes.txt", "page/end.json", "page/facts.json", "page/starts.jsonl", "page/figures/loss.png",
-    ]  # fmt: skip
+        "metrics.jsonl",
+        "notes.txt",
+        "page/end.json",
+        "page/facts.json",
+        "page/starts.jsonl",
+        "page/figures/loss.png",
+    ]
     assert tracked["tags"]["mlflow.note.content"] == "What run is.\n\n**Result**: good."
     assert len(tracked["points"]) == 20
 

@@ -15,29 +15,77 @@ from pipeline.settings.schema import setting
 
 # The beginnings of names by which resuming, and grids and studies, knew settings before each said it itself.
 FIXED = (
-    "seed", "model.", "data.streams", "data.window", "data.train_split", "data.limit", "train.global_batch", "train.loss",
-    "optimizer.name", "init.",
-)  # fmt: skip
+    "seed",
+    "model.",
+    "data.streams",
+    "data.window",
+    "data.train_split",
+    "data.limit",
+    "train.global_batch",
+    "train.loss",
+    "optimizer.name",
+    "init.",
+)
 FREE_WHEN_FINISHED = (
-    "name", "out", "data.path", "data.threads", "data.prefetch", "data.cache", "data.retry_minutes", "data.max_bad_share",
-    "train.length", "train.micro_batch", "train.log_every", "train.stop_after_minutes", "train.max_skipped_steps", "engine.",
-    "evaluate.", "probe.", "checkpoint.", "health.max_rollbacks", "health.hang_minutes", "health.straggler_ratio",
-    "track.", "launch.",
-)  # fmt: skip
+    "name",
+    "out",
+    "data.path",
+    "data.threads",
+    "data.prefetch",
+    "data.cache",
+    "data.retry_minutes",
+    "data.max_bad_share",
+    "train.length",
+    "train.micro_batch",
+    "train.log_every",
+    "train.stop_after_minutes",
+    "train.max_skipped_steps",
+    "engine.",
+    "evaluate.",
+    "probe.",
+    "checkpoint.",
+    "health.max_rollbacks",
+    "health.hang_minutes",
+    "health.straggler_ratio",
+    "track.",
+    "launch.",
+)
 FREE_IN_GRIDS = (
-    "name", "out", "track.", "launch.", "data.threads", "data.prefetch", "data.cache", "engine.timeout_minutes",
-)  # fmt: skip
+    "name",
+    "out",
+    "track.",
+    "launch.",
+    "data.threads",
+    "data.prefetch",
+    "data.cache",
+    "engine.timeout_minutes",
+)
 # Grids and studies did not know these, which no result depends on.
 FREE_IN_GRIDS_NOW = (
-    "data.retry_minutes", "train.log_every", "train.stop_after_minutes", "engine.peak_tflops", "checkpoint.wait_minutes",
-    "health.hang_minutes", "health.straggler_ratio",
-)  # fmt: skip
+    "data.retry_minutes",
+    "train.log_every",
+    "train.stop_after_minutes",
+    "engine.peak_tflops",
+    "checkpoint.wait_minutes",
+    "health.hang_minutes",
+    "health.straggler_ratio",
+)
 FACTS = facts_of(RunConfig)
 # Settings that came after these lists.
 LATER = {
-    "objective", "data.eval_also", "data.mix", "data.weight", "data.balance", "augment.padding", "augment.scaled_decoding", "train.freeze", "train.lora_rank",
-    "train.lora_layers", "train.lora_alpha", "data.processes",
-}  # fmt: skip
+    "objective",
+    "data.eval_also",
+    "data.mix",
+    "data.weight",
+    "data.balance",
+    "augment.padding",
+    "augment.scaled_decoding",
+    "train.freeze",
+    "train.lora_rank",
+    "train.lora_layers",
+    "train.lora_alpha",
+    "data.processes",
+}
 RUN = {"name": "run", "data": {"path": "data"}, "train": {"length": "1 steps"}}
 
 
@@ -105,11 +153,14 @@ def test_the_entries_of_a_mapping_are_what_the_mapping_is() -> None:
     known = {"left_out": Fact(0, "nothing"), "objective": Fact(None, "run"), "objective.colour": Fact(1, "nothing")}
     now = {"left_out.val.blurred": 3, "objective.width": 8, "objective.colour": 1}
     assert of({"left_out.train.small": 2}, now, known) == [
-        "left_out.val.blurred was 0, is 3", "objective.width was None, is 8", "left_out.train.small was 2, is 0",
-    ]  # fmt: skip
+        "left_out.val.blurred was 0, is 3",
+        "objective.width was None, is 8",
+        "left_out.train.small was 2, is 0",
+    ]
     assert of({"objective.a.b": 1}, now, known, least="run") == [
-        "objective.width was None, is 8", "objective.a.b was 1, is None",
-    ]  # fmt: skip
+        "objective.width was None, is 8",
+        "objective.a.b was 1, is None",
+    ]
 
 
 @pytest.mark.parametrize(("then", "now"), [(224, "224"), (1, 1.0), ([0.5], [0.5]), ("None", None)])

@@ -91,7 +91,9 @@ def test_commands_that_start_ranks_are_none(command: str) -> None:
     """They said nothing either, and ranks of deepspeed waited for the store of a torchrun that was not theirs."""
     left = {"RANK": "1", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words = f"launch/{command} launch/pretrain.py --config missing.yaml".split()
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, **left}, capture_output=True, text=True)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env={**os.environ, **left}, capture_output=True, text=True
+    )
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: missing.yaml")
 

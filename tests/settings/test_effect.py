@@ -21,8 +21,11 @@ MODULES = (run, run_execution, run_sections, bench, data, operate, reports, stud
 CLASSES = [
     c for module in MODULES for c in vars(module).values() if dataclasses.is_dataclass(c) and not hasattr(c, "parse")
 ]
-RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml"))
-        if path.parent.name in ("continued", "demo", "finetune", "pretrain") or path.name.startswith("cifar10_")]  # fmt: skip
+RUNS = [
+    path
+    for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    if path.parent.name in ("continued", "demo", "finetune", "pretrain") or path.name.startswith("cifar10_")
+]
 WEIGHTS = ["model.name=null", "init.weights=runs/mae"]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs", "train.loss=softmax"]
 
@@ -80,14 +83,20 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["augment.crop=none", "augment.area_min=0.3", "augment.aspect_max=2"],
             "augment.area_min = 0.3, augment.aspect_max = 2.0 have no effect without augment.crop = inception or random_resized",
         ),
-        (["augment.padding=4"], "augment.padding = 4 has no effect without augment.crop = resize_crop or resize_small_crop"),
+        (
+            ["augment.padding=4"],
+            "augment.padding = 4 has no effect without augment.crop = resize_crop or resize_small_crop",
+        ),
         (["augment.crop=resize_crop", "augment.resize_to=300"], ""),
         (
             ["augment.eval_crop=resize", "augment.eval_resize=300"],
             "augment.eval_resize = 300 has no effect without augment.eval_crop = center or resize_center",
         ),
         (["optimizer.momentum=0.8"], "optimizer.momentum = 0.8 has no effect without optimizer.name = sgd"),
-        (["optimizer.name=sgd", "optimizer.beta2=0.9"], "optimizer.beta2 = 0.9 has no effect without optimizer.name = adam or muon"),
+        (
+            ["optimizer.name=sgd", "optimizer.beta2=0.9"],
+            "optimizer.beta2 = 0.9 has no effect without optimizer.name = adam or muon",
+        ),
         (["schedule.final=0.1"], ""),
         (
             ["schedule.decay=constant", "schedule.final=0.1"],
@@ -105,16 +114,28 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             "optimizer.layer_decay = 0.75 has no effect with train.freeze = encoder, which trains no block",
         ),
         (["model.depth=1", "model.drop_path=0.1"], "model.drop_path = 0.1 has no effect on a model of one block"),
-        (["model.name=ViT-mu/16", "model.drop_path=0.1"], "model.drop_path = 0.1 has no effect on a model of one block"),
+        (
+            ["model.name=ViT-mu/16", "model.drop_path=0.1"],
+            "model.drop_path = 0.1 has no effect on a model of one block",
+        ),
         (["model.name=Axial-ViT-B/16", "model.depth=1", "model.drop_path=0.1"], ""),
         (["model.drop_path=0.1"], ""),
         (["model.drop_path=0.1", *WEIGHTS], ""),
         (["init.new_head=false"], "init.new_head = false has no effect without init.weights"),
-        (["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"], "objective.local_size = 64 has no effect without objective.local_views"),
-        (["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"], ""),  # Held-out images are centred.
-        (["train.loss=dino", "objective.ibot_head=separate"], "objective.ibot_head = separate has no effect without objective.ibot_weight"),
+        (
+            ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
+            "objective.local_size = 64 has no effect without objective.local_views",
+        ),
+        (
+            ["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"],
+            "",
+        ),  # Held-out images are centred.
+        (
+            ["train.loss=dino", "objective.ibot_head=separate"],
+            "objective.ibot_head = separate has no effect without objective.ibot_weight",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_says_what_has_no_effect(given: list[str], said: str) -> None:
     """An override may turn off what settings of the file belong to, so they are not refused."""
     assert "; ".join(objectives.without_effect(schema.load(RunConfig, None, [*RUN, *given]))) == said
@@ -158,11 +179,14 @@ def test_a_sweep_says_what_has_no_effect(given: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["area_min=0.5", "area_max=0.4"], "protocol.augment.area_min = 0.5 must not be above protocol.augment.area_max = 0.4."),
+        (
+            ["area_min=0.5", "area_max=0.4"],
+            "protocol.augment.area_min = 0.5 must not be above protocol.augment.area_max = 0.4.",
+        ),
         (["resize_to=100"], "protocol.augment.resize_to = 100 is smaller than protocol.image_size = 384."),
         (["padding=384"], "protocol.augment.padding = 384 is a reflection, so it must be below the side of the image."),
     ],
-)  # fmt: skip
+)
 def test_a_protocol_refuses_what_a_run_refuses(given: list[str], said: str) -> None:
     overrides = ["weights=w", *(f"protocol.augment.{text}" for text in given)]
     with pytest.raises(UserError, match=said):
@@ -188,17 +212,41 @@ def test_the_plan_says_it_too() -> None:
     ("cls", "given", "said"),
     [
         (RunConfig, [*RUN, "train.lora_alpha=8"], "train.lora_alpha = 8.0 has no effect without train.lora_rank. Set"),
-        (RunConfig, [*RUN, "train.lora_layers=[up]"], "train.lora_layers = ['up'] has no effect without train.lora_rank"),
+        (
+            RunConfig,
+            [*RUN, "train.lora_layers=[up]"],
+            "train.lora_layers = ['up'] has no effect without train.lora_rank",
+        ),
         (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
-        (weights.ExportConfig, ["weights=w", "format=huggingface_mae", "out=a", "image_size=32"], "writes MAE as it was trained"),
+        (
+            weights.ExportConfig,
+            ["weights=w", "format=huggingface_mae", "out=a", "image_size=32"],
+            "writes MAE as it was trained",
+        ),
         (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
-        (weights.ScoreConfig, ["weights=w", "data=d", "neighbour_images=9"], "neighbour_images = 9 has no effect without neighbours"),
-        (weights.ExplainConfig, ["weights=w", "draw=[filters,cost]", "layer=3"], "layer = 3 has no effect without draw = attention"),
+        (
+            weights.ScoreConfig,
+            ["weights=w", "data=d", "neighbour_images=9"],
+            "neighbour_images = 9 has no effect without neighbours",
+        ),
+        (
+            weights.ExplainConfig,
+            ["weights=w", "draw=[filters,cost]", "layer=3"],
+            "layer = 3 has no effect without draw = attention",
+        ),
         (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),
-        (data.ShardConfig, ["source=s", "out=o", "jpeg_quality=90"], "jpeg_quality = 90 has no effect without resize_short"),
-        (data.ShardConfig, ["source=s", "out=o", "layout=folder", "label_column=x"], "label_column = x has no effect without layout = parquet or list."),
+        (
+            data.ShardConfig,
+            ["source=s", "out=o", "jpeg_quality=90"],
+            "jpeg_quality = 90 has no effect without resize_short",
+        ),
+        (
+            data.ShardConfig,
+            ["source=s", "out=o", "layout=folder", "label_column=x"],
+            "label_column = x has no effect without layout = parquet or list.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_command_refuses_what_has_no_effect(cls: type, given: list[str], said: str) -> None:
     with pytest.raises(UserError) as error:
         schema.load(cls, None, given)

@@ -16,19 +16,77 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import read_yaml
 
 ROOT = Path(__file__).parents[2]
-CLASSES = {"data": data.ShardConfig, "index": data.IndexConfig, "grid": reports.GridConfig,
-           "vtab": transfer.VtabConfig, "study": study.StudyConfig, "segment": segment.SegmentConfig}  # fmt: skip
-FILES = [(path, CLASSES.get(path.parent.name, RunConfig)) for path in sorted((ROOT / "configs").rglob("*.yaml"))
-         if path.name != "prepare.yaml"]  # fmt: skip
-OTHERS = [data.VerifyConfig, data.StatsConfig, data.DedupConfig,
-          weights.ScoreConfig, weights.PredictConfig, weights.ExplainConfig, weights.FeaturesConfig, weights.ChooseConfig, weights.ExportConfig,
-          operate.SamplesConfig, operate.SuperviseConfig, operate.PlanConfig,
-          data.VtabPrepareConfig, reports.CompareConfig, reports.VtabReportConfig]  # fmt: skip
+CLASSES = {
+    "data": data.ShardConfig,
+    "index": data.IndexConfig,
+    "grid": reports.GridConfig,
+    "vtab": transfer.VtabConfig,
+    "study": study.StudyConfig,
+    "segment": segment.SegmentConfig,
+}
+FILES = [
+    (path, CLASSES.get(path.parent.name, RunConfig))
+    for path in sorted((ROOT / "configs").rglob("*.yaml"))
+    if path.name != "prepare.yaml"
+]
+OTHERS = [
+    data.VerifyConfig,
+    data.StatsConfig,
+    data.DedupConfig,
+    weights.ScoreConfig,
+    weights.PredictConfig,
+    weights.ExplainConfig,
+    weights.FeaturesConfig,
+    weights.ChooseConfig,
+    weights.ExportConfig,
+    operate.SamplesConfig,
+    operate.SuperviseConfig,
+    operate.PlanConfig,
+    data.VtabPrepareConfig,
+    reports.CompareConfig,
+    reports.VtabReportConfig,
+]
 VALUES = [
-    "", "null", "true", "no", "0", "-1", "1e300", "1e-300", ".inf", ".nan", "9" * 20, "1e300 epochs", "1e15 samples", "1e6 epochs",
-    "1e300%", "100%", "100000", "100000x1", "0x0", "[]", "[1]", "{}", "{a: b}", "{1: 2}", "a: b", "!!int xyz", "*a", "x", "x" * 500, "---", "|",
-    "@", "\t", "ViT-Ti/16", "ViT-B/" + "9" * 30, "R50+ViT-B/16", "Axial-ViT-B/16", "s3://", "ftp://x",
-]  # fmt: skip
+    "",
+    "null",
+    "true",
+    "no",
+    "0",
+    "-1",
+    "1e300",
+    "1e-300",
+    ".inf",
+    ".nan",
+    "9" * 20,
+    "1e300 epochs",
+    "1e15 samples",
+    "1e6 epochs",
+    "1e300%",
+    "100%",
+    "100000",
+    "100000x1",
+    "0x0",
+    "[]",
+    "[1]",
+    "{}",
+    "{a: b}",
+    "{1: 2}",
+    "a: b",
+    "!!int xyz",
+    "*a",
+    "x",
+    "x" * 500,
+    "---",
+    "|",
+    "@",
+    "\t",
+    "ViT-Ti/16",
+    "ViT-B/" + "9" * 30,
+    "R50+ViT-B/16",
+    "Axial-ViT-B/16",
+    "s3://",
+    "ftp://x",
+]
 # The longest error quotes two values of 200 characters, beside what it says of them and the path of the file.
 _LONGEST = 1000
 

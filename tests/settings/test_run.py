@@ -43,27 +43,46 @@ from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {
-    **vars(run_sections), **vars(run_execution), **vars(settings), **vars(data_settings), **vars(weights_settings), **vars(tools_settings),
-    **vars(transfer_settings), **vars(suite_settings), **vars(study_settings), **vars(segment_settings),
-}  # fmt: skip
+    **vars(run_sections),
+    **vars(run_execution),
+    **vars(settings),
+    **vars(data_settings),
+    **vars(weights_settings),
+    **vars(tools_settings),
+    **vars(transfer_settings),
+    **vars(suite_settings),
+    **vars(study_settings),
+    **vars(segment_settings),
+}
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
-    "Study": ("config", study_settings.StudyConfig), "StudyJob": ("config", study_settings.StudyConfig),
-    "ShardingJob": ("config", ShardConfig), "Prepared": ("config", RunConfig), "RunContext": ("config", RunConfig),
+    "Study": ("config", study_settings.StudyConfig),
+    "StudyJob": ("config", study_settings.StudyConfig),
+    "ShardingJob": ("config", ShardConfig),
+    "Prepared": ("config", RunConfig),
+    "RunContext": ("config", RunConfig),
     "TrainingRun": ("context.config", RunConfig),
-}  # fmt: skip
+}
 TREES = [
-    c for c in CLASSES.values()
+    c
+    for c in CLASSES.values()
     if dataclasses.is_dataclass(c) and not hasattr(c, "parse") and c not in (schema.Rule, Metric)
-]  # fmt: skip
+]
 SECTIONS = {
     inner for cls in TREES for kind in typing.get_type_hints(cls).values() for inner in (kind, *typing.get_args(kind))
 }
 COMMANDS = [cls for cls in TREES if cls not in SECTIONS]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
-SAMPLES = {"jft": 303_000_000, "imagenet21k": 14_200_000, "imagenet": 1_281_167, "cifar10": 50_000, "pets": 3_680,
-           "flowers": 1_020, "": 1_400}  # fmt: skip
+SAMPLES = {
+    "jft": 303_000_000,
+    "imagenet21k": 14_200_000,
+    "imagenet": 1_281_167,
+    "cifar10": 50_000,
+    "pets": 3_680,
+    "flowers": 1_020,
+    "": 1_400,
+}
 MINIMAL = {"name": "try", "model": {"name": "ViT-Ti/16"}, "data": {"path": "here"}, "train": {"length": "90 epochs"}}
 
 
@@ -252,8 +271,12 @@ def test_every_end_of_every_range_is_checked() -> None:
             if not any(number in typing.get_args(kind) or kind is number for number in (int, float)):
                 continue
             step = 1 if int in (kind, *typing.get_args(kind)) else 1e-6
-            beyond = {"min": rule.min is not None and rule.min - max(step, abs(rule.min) * 1e-6), "above": rule.above, "below": rule.below,
-                      "max": rule.max is not None and rule.max * (1 if step == 1 else 1 + step) + step}  # fmt: skip
+            beyond = {
+                "min": rule.min is not None and rule.min - max(step, abs(rule.min) * 1e-6),
+                "above": rule.above,
+                "below": rule.below,
+                "max": rule.max is not None and rule.max * (1 if step == 1 else 1 + step) + step,
+            }
             for end, value in beyond.items():
                 if getattr(rule, end) is None or not math.isfinite(value):  # There is no number beyond the largest.
                     continue
@@ -310,8 +333,12 @@ def test_recipes_for_own_images_suit_the_sizes_they_name() -> None:
     scratch, tuned = (ROOT / "configs" / kind / "own_images.yaml" for kind in ("pretrain", "finetune"))
     few, many = overrides_in_header(scratch)[0], overrides_in_header(tuned)[0]
     for path, overrides, num_samples in (
-        (scratch, few, 900), (scratch, [], 9_000), (scratch, [], 90_000), (tuned, [], 900), (tuned, many, 90_000),
-    ):  # fmt: skip
+        (scratch, few, 900),
+        (scratch, [], 9_000),
+        (scratch, [], 90_000),
+        (tuned, [], 900),
+        (tuned, many, 90_000),
+    ):
         run = schema.load(RunConfig, path, overrides)
         plan = make_plan(run, num_samples, 1)
         assert run.data.path == "datasets/photos"
@@ -392,8 +419,10 @@ def test_fine_tuning_of_l16_has_the_dropout_of_its_authors() -> None:
 
 
 def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:
-    runs = {name: schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
-            for name in ("bit_r50x1_jft_sgd", "vit_b16_jft_gap", "vit_shapes_jft", "axial_vit_b16_jft")}  # fmt: skip
+    runs = {
+        name: schema.load(RunConfig, ROOT / "configs" / "pretrain" / f"{name}.yaml")
+        for name in ("bit_r50x1_jft_sgd", "vit_b16_jft_gap", "vit_shapes_jft", "axial_vit_b16_jft")
+    }
     assert all(str(run.train.length) == "7 epochs" and run.train.global_batch == 4096 for run in runs.values())
     sgd = runs["bit_r50x1_jft_sgd"].optimizer  # D.1, Table 7: BiT's settings
     assert (sgd.name, peak_rate(sgd, 4096), sgd.weight_decay) == ("sgd", pytest.approx(0.48), 1e-4)

@@ -46,11 +46,13 @@ def test_the_table_is_what_metrics_are_declared_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "evaluator"),
     [
-        ([], ""), (["checkpoint.best=val_top5"], "scores"), (["checkpoint.best=pets_10nn", *PROBE], "probe"),
+        ([], ""),
+        (["checkpoint.best=val_top5"], "scores"),
+        (["checkpoint.best=pets_10nn", *PROBE], "probe"),
         (["checkpoint.best=pets_5shot", "train.loss=masked_pixels", *PROBE], "probe"),
         (["checkpoint.best=val_color_accuracy", "train.loss=masked_mean_color"], "scores"),
     ],
-)  # fmt: skip
+)
 def test_any_metric_of_any_evaluator_chooses_the_best_checkpoint(settings: list[str], evaluator: str) -> None:
     assert objectives.best_from(load(*settings)) == evaluator
 

@@ -33,12 +33,39 @@ CASES = {
     "1-fp16": ["model.name=Axial-ViT-Ti/8", "model.pool=gap", "model.positions=learned2d"],
     "2-fp16": [*MASKED, "train.loss=masked_mean_color", *NOISE],
     "3-fp16": ["model.positions=relative", *CHECKPOINTING, *NOISE],
-    "3-bf16-dinov2": ["train.loss=dino", "objective.local_views=2", "objective.local_size=8", "objective.prototypes=16", "objective.ibot_weight=1",
-                      "objective.koleo_weight=0.1", "objective.centring=sinkhorn", *NOISE],
-    "3-fp32-dino": ["train.loss=dino", "objective.local_views=2", "objective.local_size=8", "objective.prototypes=16", "objective.frozen=50%"],
-    "1-bf16-mae": ["train.loss=mae", "objective.decoder_width=32", "objective.decoder_depth=1", "objective.pixels=imagenet", *CHECKPOINTING],
-    "2-bf16-lejepa": ["train.loss=lejepa", "objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16", "train.micro_batch=4"],
-}  # fmt: skip
+    "3-bf16-dinov2": [
+        "train.loss=dino",
+        "objective.local_views=2",
+        "objective.local_size=8",
+        "objective.prototypes=16",
+        "objective.ibot_weight=1",
+        "objective.koleo_weight=0.1",
+        "objective.centring=sinkhorn",
+        *NOISE,
+    ],
+    "3-fp32-dino": [
+        "train.loss=dino",
+        "objective.local_views=2",
+        "objective.local_size=8",
+        "objective.prototypes=16",
+        "objective.frozen=50%",
+    ],
+    "1-bf16-mae": [
+        "train.loss=mae",
+        "objective.decoder_width=32",
+        "objective.decoder_depth=1",
+        "objective.pixels=imagenet",
+        *CHECKPOINTING,
+    ],
+    "2-bf16-lejepa": [
+        "train.loss=lejepa",
+        "objective.local_views=2",
+        "objective.local_size=8",
+        "objective.hidden=32",
+        "objective.width=16",
+        "train.micro_batch=4",
+    ],
+}
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
@@ -46,8 +73,11 @@ MISTAKES = ("read", "copy", "device")
 GUARD = {"read, zero/engine.py:_guard_gradient": 1}
 NORM = "read, runtime/utils.py:is_invalid_grad_norm"
 STAGE_1_2 = {NORM: 3, "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 2}
-STAGE_1_BF16 = {NORM: 1, "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 1,
-                "read, runtime/utils.py:clip_tensors_by_global_norm": 1}  # fmt: skip
+STAGE_1_BF16 = {
+    NORM: 1,
+    "copy to cuda, runtime/utils.py:mask_nan_or_inf_with_val_inplace": 1,
+    "read, runtime/utils.py:clip_tensors_by_global_norm": 1,
+}
 STAGE_3 = {NORM: 1, "copy to cuda, zero/stage3.py:get_grad_norm_direct": 2}
 # Where the host waits in a step of two micro-batches that logs nothing, and how often. docs/performance.md says why.
 WAITS = {

@@ -50,9 +50,19 @@ def test_each_size_has_an_equal_part_from_any_step_on(dataset: Path, tmp_path: P
 def test_a_run_goes_on_bit_for_bit(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     """From within the first of two parts, with CutMix, whose boxes have the size of the step's images; the rest is decoded in processes."""
     run, cut = (
-        settings(dataset, tmp_path, name, "train.image_sizes=8", "model.name=ViT-Ti/4", "augment.cutmix=1", "checkpoint.every=1 steps", "checkpoint.keep=9", "augment.resize_filter=bicubic")
+        settings(
+            dataset,
+            tmp_path,
+            name,
+            "train.image_sizes=8",
+            "model.name=ViT-Ti/4",
+            "augment.cutmix=1",
+            "checkpoint.every=1 steps",
+            "checkpoint.keep=9",
+            "augment.resize_filter=bicubic",
+        )
         for name in ("whole", "cut")
-    )  # fmt: skip
+    )
     forge.start(1, run).finish()
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (3, 4, 5, 6):
@@ -92,8 +102,16 @@ def test_arithmetic_until_a_step_is_that_of_its_parts(steps: int) -> None:
 
 def test_arithmetic_of_each_part_is_known_with_lora() -> None:
     """It is counted by a run of the loss, of a model that reads the part's images. A start asks for each part."""
-    given = ["name=x", "data.path=x", "init.weights=x", "model.image_size=32", "train.length=9 steps", "train.loss=softmax",
-             "train.freeze=backbone", "train.lora_rank=2"]  # fmt: skip
+    given = [
+        "name=x",
+        "data.path=x",
+        "init.weights=x",
+        "model.image_size=32",
+        "train.length=9 steps",
+        "train.loss=softmax",
+        "train.freeze=backbone",
+        "train.lora_rank=2",
+    ]
     model, small = (configure("ViT-Ti/8", size, 4) for size in (32, 16))
     config = schema.load(RunConfig, None, [*given, "train.image_sizes=16"])
     first, last = (objectives.training_flops(part, model) for part in config.parts())
@@ -112,10 +130,20 @@ def test_arithmetic_of_each_part_is_known_with_lora() -> None:
 )
 def test_sizes_that_cannot_be_are_refused(setting: str, message: str) -> None:
     def start() -> None:
-        config = schema.load(RunConfig, None, [
-            "name=x", "data.path=x", "model.name=ViT-Ti/8", "model.image_size=32", "train.length=9 steps", "train.loss=softmax",
-            "train.image_sizes=16", setting,
-        ])  # fmt: skip
+        config = schema.load(
+            RunConfig,
+            None,
+            [
+                "name=x",
+                "data.path=x",
+                "model.name=ViT-Ti/8",
+                "model.image_size=32",
+                "train.length=9 steps",
+                "train.loss=softmax",
+                "train.image_sizes=16",
+                setting,
+            ],
+        )
         objectives.check(config)
         objectives.create(config, build(configure("ViT-Ti/8", 32, 4)))
 

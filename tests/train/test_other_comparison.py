@@ -23,17 +23,33 @@ NOW = {
 @pytest.mark.parametrize(
     ("then", "now", "expected"),
     [
-        ({"train.micro_batch": 128}, {}, "which were 128 on all ranks and are 64: another loss.*be train.micro_batch=128"),
+        (
+            {"train.micro_batch": 128},
+            {},
+            "which were 128 on all ranks and are 64: another loss.*be train.micro_batch=128",
+        ),
         ({"train.micro_batch": 128}, {"ranks": 2}, ""),
         ({"ranks": 4, "train.micro_batch": 32}, {"train.micro_batch": 128}, ""),
-        ({"ranks": 2}, {"ranks": 2, "train.micro_batch": 16}, "which were 128 on all ranks and are 32.*be train.micro_batch=64"),
-        ({"train.micro_batch": 16}, {"ranks": 32}, "which were 16 on all ranks and are 128: another loss from here on$"),  # 32 ranks have 32 at least.
+        (
+            {"ranks": 2},
+            {"ranks": 2, "train.micro_batch": 16},
+            "which were 128 on all ranks and are 32.*be train.micro_batch=64",
+        ),
+        (
+            {"train.micro_batch": 16},
+            {"ranks": 32},
+            "which were 16 on all ranks and are 128: another loss from here on$",
+        ),  # 32 ranks have 32 at least.
         ({"train.micro_batch": 128}, {"objective.centring": "mean"}, ""),
-        ({"train.micro_batch": 128}, {"objective.centring": "mean", "objective.koleo_weight": 0.1}, "koleo_weight = 0.1 compares"),
+        (
+            {"train.micro_batch": 128},
+            {"objective.centring": "mean", "objective.koleo_weight": 0.1},
+            "koleo_weight = 0.1 compares",
+        ),
         ({"train.micro_batch": 128}, {"train.loss": "softmax"}, ""),
         ({"train.micro_batch": 100}, {"train.micro_batch": 64}, ""),  # 100 was lowered to 64, which divides 128.
     ],
-)  # fmt: skip
+)
 def test_another_number_of_compared_images_is_said(then: dict[str, Any], now: dict[str, Any], expected: str) -> None:
     said = _other_comparison({**NOW, **then}, {**NOW, **now})
     if not expected:

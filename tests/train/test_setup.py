@@ -30,9 +30,14 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
     forge.start(1, base, [*tuned, "train.length=3 steps"]).finish()
     (tmp_path / "base").rename(tmp_path / "moved")
     taught = settings(
-        dataset, tmp_path, "taught", "data.train_split=val", "data.eval_split=train", "train.loss=distill_classes",
+        dataset,
+        tmp_path,
+        "taught",
+        "data.train_split=val",
+        "data.eval_split=train",
+        "train.loss=distill_classes",
         f"objective.teacher={tmp_path / 'moved'}",
-    )  # fmt: skip
+    )
     forge.start(1, [*tuned, "train.length=6 steps"], taught).finish()
 
     def marked(run: str, file: str) -> str:

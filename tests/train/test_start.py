@@ -127,15 +127,22 @@ def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path:
     bare = make_dataset(tmp_path / "bare", {"train": 48, "val": 4, "other": 48}, labelled=False)
     wrong = {
         '"nosuch" is an unknown model; did you mean': ["model.name=nosuch"],
-        "this backbone has small_stem = [16]":
-            ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"],
-        "objective.centring = sinkhorn compares the images of a micro-batch":
-            ["train.loss=dino", "augment.crop=inception", "objective.centring=sinkhorn", "train.micro_batch=1"],
+        "this backbone has small_stem = [16]": ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"],
+        "objective.centring = sinkhorn compares the images of a micro-batch": [
+            "train.loss=dino",
+            "augment.crop=inception",
+            "objective.centring=sinkhorn",
+            "train.micro_batch=1",
+        ],
         "softmax needs labels, and this data set has none": [f"data.path={bare}"],
-        "probe.data = nowhere: no such data set":
-            [f"data.path={bare}", "train.loss=mae", f"data.mix=[{{path: {bare}, split: other, weight: 1}}]", "probe.every=1 steps",
-             "probe.data=nowhere"],
-    }  # fmt: skip
+        "probe.data = nowhere: no such data set": [
+            f"data.path={bare}",
+            "train.loss=mae",
+            f"data.mix=[{{path: {bare}, split: other, weight: 1}}]",
+            "probe.every=1 steps",
+            "probe.data=nowhere",
+        ],
+    }
     found = refused("pretrain", *(settings(dataset, tmp_path, "x", *changes) for changes in wrong.values()))
     for said, line in zip(wrong, found, strict=True):
         assert said in line
@@ -145,12 +152,20 @@ def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path:
     ("backbone", "changes", "said"),
     [
         (configure("ViT-Ti/14", 28), ["train.loss=dino"], "objective.local_size = 96: patches of 14 pixels leave"),
-        (configure("ViT-mu/8", 16), ["train.loss=lejepa", "objective.local_size=12"], "objective.local_size = 12: patches of 8 pixels"),
-        (configure("ViT-Ti/14", 32, covered=False), ["train.loss=mae"], "image_size = 32 is not divisible by patch_size = 14"),
+        (
+            configure("ViT-mu/8", 16),
+            ["train.loss=lejepa", "objective.local_size=12"],
+            "objective.local_size = 12: patches of 8 pixels",
+        ),
+        (
+            configure("ViT-Ti/14", 32, covered=False),
+            ["train.loss=mae"],
+            "image_size = 32 is not divisible by patch_size = 14",
+        ),
         (configure("ViT-mu/8", 16, small_stem=[16]), ["train.loss=mae"], "mae trains a plain ViT"),
     ],
     ids=["dino", "lejepa", "mae-size", "mae-stem"],
-)  # fmt: skip
+)
 def test_weights_that_an_objective_cannot_train_are_refused(
     dataset: Path, tmp_path: Path, backbone: models.Config, changes: list[str], said: str
 ) -> None:

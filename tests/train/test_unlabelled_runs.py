@@ -148,9 +148,13 @@ def test_the_score_of_a_run_without_labels_is_that_of_its_neighbours(
 
 def test_an_objective_that_measures_no_held_out_image_does_not_advise_to_hold_out_some(photos: Path) -> None:
     lejepa = (
-        "train.loss=lejepa", "augment.crop=inception", "model.representation=false", "model.name=ViT-Ti/4",
-        "objective.local_views=0", "train.micro_batch=24",
-    )  # fmt: skip
+        "train.loss=lejepa",
+        "augment.crop=inception",
+        "model.representation=false",
+        "model.name=ViT-Ti/4",
+        "objective.local_views=0",
+        "train.micro_batch=24",
+    )
     alone = prepare(load(photos, *lejepa))
     said = "\n".join(alone.plan.notes(alone.config))
     assert "train.loss = lejepa measures nothing on held-out images: nothing measures it but its loss" in said

@@ -96,10 +96,19 @@ def test_grid_from_trials_to_table_and_comparison(
     models.save(models.create("ViT-mu/4", 16, 5), weights)
     file.write_text(RUN.replace("DATA", str(data)))
     config = schema.load(
-        GridConfig, None,
-        [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[1e18,1e-6,0.3]", "seeds=[3,4]",
-         "dev_share=0.2", f"also=[{data}:train]"],
-    )  # fmt: skip
+        GridConfig,
+        None,
+        [
+            f"run={file}",
+            "name=tiny",
+            f"out={tmp_path}",
+            f"settings=[init.weights={weights}]",
+            "lr=[1e18,1e-6,0.3]",
+            "seeds=[3,4]",
+            "dev_share=0.2",
+            f"also=[{data}:train]",
+        ],
+    )
     started: list[str] = []
 
     def start(cell: ChildRun, config: GridConfig) -> int:
@@ -157,8 +166,17 @@ def test_grid_from_trials_to_table_and_comparison(
     assert len(started) == 5
     cell = grid.make_run(config, "final-seed-3", 0.3, 3, 0.0)
     assert read_outcome(cell) is not None
-    longer = schema.load(GridConfig, None, [f"run={file}", "name=tiny", f"out={tmp_path}", "lr=[0.3]",
-                                            f"settings=[init.weights={weights},train.length=13 steps]"])  # fmt: skip
+    longer = schema.load(
+        GridConfig,
+        None,
+        [
+            f"run={file}",
+            "name=tiny",
+            f"out={tmp_path}",
+            "lr=[0.3]",
+            f"settings=[init.weights={weights},train.length=13 steps]",
+        ],
+    )
     assert read_outcome(grid.make_run(longer, "final-seed-3", 0.3, 3, 0.0)) is None
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
@@ -210,8 +228,15 @@ def test_grid_from_trials_to_table_and_comparison(
 def test_weights_that_train_on_between_trials_are_refused(data: Path, tmp_path: Path) -> None:
     """init.weights names a run in training: each trial began with the checkpoint that was the newest then."""
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
-    settings = [f"run={tmp_path}/run.yaml", "name=tiny", f"out={tmp_path}", "settings=[init.weights=base]", "lr=[0.1,0.2]",
-                "seeds=[3]", "dev_share=0.2"]  # fmt: skip
+    settings = [
+        f"run={tmp_path}/run.yaml",
+        "name=tiny",
+        f"out={tmp_path}",
+        "settings=[init.weights=base]",
+        "lr=[0.1,0.2]",
+        "seeds=[3]",
+        "dev_share=0.2",
+    ]
     steps = iter((100, 100, 200))
 
     def start(cell: ChildRun, config: GridConfig) -> int:
@@ -227,8 +252,15 @@ def test_an_ended_run_of_other_data_or_weights_is_not_taken_for_one_of_todays(da
     """The same command printed the scores of the data and the weights of before as those of today's."""
     weights, here = tmp_path / "start.pt", shutil.copytree(data, tmp_path / "data")
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(here)))
-    settings = [f"run={tmp_path}/run.yaml", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[0.1,0.2]",
-                "seeds=[3]", "dev_share=0.2"]  # fmt: skip
+    settings = [
+        f"run={tmp_path}/run.yaml",
+        "name=tiny",
+        f"out={tmp_path}",
+        f"settings=[init.weights={weights}]",
+        "lr=[0.1,0.2]",
+        "seeds=[3]",
+        "dev_share=0.2",
+    ]
     config = schema.load(GridConfig, None, settings)
 
     def start(cell: ChildRun, config: GridConfig) -> int:

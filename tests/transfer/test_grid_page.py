@@ -33,10 +33,18 @@ def config(tmp_path: Path) -> GridConfig:
     make_dataset(tmp_path / "data", {"train": 30, "val": 12})
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(tmp_path / "data")))
     return schema.load(
-        GridConfig, None,
-        [f"run={tmp_path / 'run.yaml'}", "name=tiny", f"out={tmp_path / 'runs'}", "settings=[init.weights=x]",
-         "lr=[0.1,0.01,10]", "seeds=[3,4]", "dev_share=0.2"],
-    )  # fmt: skip
+        GridConfig,
+        None,
+        [
+            f"run={tmp_path / 'run.yaml'}",
+            "name=tiny",
+            f"out={tmp_path / 'runs'}",
+            "settings=[init.weights=x]",
+            "lr=[0.1,0.01,10]",
+            "seeds=[3,4]",
+            "dev_share=0.2",
+        ],
+    )
 
 
 def start(run: ChildRun, config: GridConfig) -> int:

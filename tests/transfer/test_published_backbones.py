@@ -52,10 +52,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def fine_tuned(weights: Path, data: Dataset, freeze: str) -> models.Model:
     """After one step, as `launch/finetune.py` loads, freezes and updates it."""
-    config = schema.load(RunConfig, None, [
-        "name=x", f"data.path={data.path}", f"init.weights={weights}", f"model.image_size={SIDE}", "train.length=10 steps", "train.loss=softmax",
-        "train.global_batch=4", "train.micro_batch=4", "engine.precision=fp32", "data.streams=4", f"train.freeze={freeze}",
-    ])  # fmt: skip
+    config = schema.load(
+        RunConfig,
+        None,
+        [
+            "name=x",
+            f"data.path={data.path}",
+            f"init.weights={weights}",
+            f"model.image_size={SIDE}",
+            "train.length=10 steps",
+            "train.loss=softmax",
+            "train.global_batch=4",
+            "train.micro_batch=4",
+            "engine.precision=fp32",
+            "data.streams=4",
+            f"train.freeze={freeze}",
+        ],
+    )
     model = models.load(weights, image_size=SIDE, num_classes=NUM_CLASSES, new_head=True)
     objective = objectives.create(config, model).train()
     labels = torch.arange(4).view(4, 1)
@@ -73,9 +86,23 @@ def fine_tuned(weights: Path, data: Dataset, freeze: str) -> models.Model:
 
 @pytest.mark.slow
 def test_a_published_backbone_goes_through_every_command(weights: Path, data: Dataset, tmp_path: Path) -> None:
-    scores = report.run(schema.load(ScoreConfig, None, [
-        f"weights={weights}", f"data={data.path}", "split=test", "device=cpu", f"out={tmp_path / 'report'}", "classify=false", "shots=[1]", "neighbours=3", "train_split=train",
-    ]))  # fmt: skip
+    scores = report.run(
+        schema.load(
+            ScoreConfig,
+            None,
+            [
+                f"weights={weights}",
+                f"data={data.path}",
+                "split=test",
+                "device=cpu",
+                f"out={tmp_path / 'report'}",
+                "classify=false",
+                "shots=[1]",
+                "neighbours=3",
+                "train_split=train",
+            ],
+        )
+    )
     assert scores
 
     before = models.load(weights).state_dict()
@@ -123,9 +150,21 @@ def test_a_published_backbone_goes_through_every_command(weights: Path, data: Da
     )
     assert export.run(config).scale > 0
 
-    sweep = schema.load(VtabConfig, None, [
-        f"weights={weights}", f"data={Path(str(data.path)).parent}", "protocol.name=test", f"protocol.image_size={SIDE}", "protocol.batch=16",
-        "protocol.length=[2 steps]", "protocol.lr=[0.01]", "protocol.schedule.warmup=1 steps", "micro_batch=16", "threads=1",
-    ])  # fmt: skip
+    sweep = schema.load(
+        VtabConfig,
+        None,
+        [
+            f"weights={weights}",
+            f"data={Path(str(data.path)).parent}",
+            "protocol.name=test",
+            f"protocol.image_size={SIDE}",
+            "protocol.batch=16",
+            "protocol.length=[2 steps]",
+            "protocol.lr=[0.01]",
+            "protocol.schedule.warmup=1 steps",
+            "micro_batch=16",
+            "threads=1",
+        ],
+    )
     cell = VtabCell(TASK, "final", settings_of(sweep.protocol)[0], 0, data.fingerprint)  # type: ignore[arg-type]
     assert run_cell(job_of(cell, sweep))["num_images"] == 16

@@ -42,11 +42,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def config(data: Dataset, *overrides: str) -> VtabConfig:
     folder = Path(str(data.path)).parents[1]
     given = [
-        f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", "protocol.name=test", f"protocol.image_size={SIDE}",
-        "protocol.batch=20", "protocol.length=[5 steps]", "protocol.lr=[0.3]", "protocol.schedule.decay=cosine",
-        "protocol.schedule.warmup=2 steps", "protocol.augment.crop=none", "protocol.augment.flip=false",
-        "protocol.augment.eval_crop=resize", "protocol.clip=1", "micro_batch=8", "threads=1", *overrides,
-    ]  # fmt: skip
+        f"weights={folder / 'weights.pt'}",
+        f"data={folder / 'tasks'}",
+        "protocol.name=test",
+        f"protocol.image_size={SIDE}",
+        "protocol.batch=20",
+        "protocol.length=[5 steps]",
+        "protocol.lr=[0.3]",
+        "protocol.schedule.decay=cosine",
+        "protocol.schedule.warmup=2 steps",
+        "protocol.augment.crop=none",
+        "protocol.augment.flip=false",
+        "protocol.augment.eval_crop=resize",
+        "protocol.clip=1",
+        "micro_batch=8",
+        "threads=1",
+        *overrides,
+    ]
     return schema.load(VtabConfig, None, given)
 
 
@@ -108,8 +120,13 @@ def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset
 @pytest.mark.parametrize("resize_filter", ["linear", "antialias", "bilinear"])
 @pytest.mark.parametrize("crop", ["none", "resize_crop", "resize_small_crop", "inception"])
 def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resize_filter: str) -> None:
-    augment = config(data, f"protocol.augment.crop={crop}", f"protocol.augment.resize_filter={resize_filter}",
-                     "protocol.augment.flip=true", "protocol.augment.color_jitter=0.3").protocol.augment  # fmt: skip
+    augment = config(
+        data,
+        f"protocol.augment.crop={crop}",
+        f"protocol.augment.resize_filter={resize_filter}",
+        "protocol.augment.flip=true",
+        "protocol.augment.color_jitter=0.3",
+    ).protocol.augment
     split, kept = data.split("train800", "none"), {}
     rows = np.arange(len(split))
     requests = [(rows, np.full(len(rows), epoch)) for epoch in range(3)]
@@ -127,20 +144,34 @@ def test_images_that_are_kept_make_the_same_views(data: Dataset, crop: str, resi
 
 def test_mirror_and_crop_stay_away_where_they_would_change_the_question(data: Dataset) -> None:
     protocol = config(
-        data, "protocol.image_size=384", "protocol.small_image_size=128", "protocol.small_resize_to=160",
-        "protocol.augment.crop=resize_crop", "protocol.augment.flip=true",
-    ).protocol  # fmt: skip
+        data,
+        "protocol.image_size=384",
+        "protocol.small_image_size=128",
+        "protocol.small_resize_to=160",
+        "protocol.augment.crop=resize_crop",
+        "protocol.augment.flip=true",
+    ).protocol
     views = {task.name: view_of(protocol, task) for task in TASKS}
     # BiT paper, appendix F.
     assert {name for name, (_, view) in views.items() if not view.flip} == {
-        "dsprites_location", "dsprites_orientation", "smallnorb_azimuth"
-    }  # fmt: skip
+        "dsprites_location",
+        "dsprites_orientation",
+        "smallnorb_azimuth",
+    }
     assert {name for name, (_, view) in views.items() if view.crop == "none"} == {
-        "clevr_count", "clevr_distance", "dmlab", "kitti_distance", "dsprites_location"
-    }  # fmt: skip
+        "clevr_count",
+        "clevr_distance",
+        "dmlab",
+        "kitti_distance",
+        "dsprites_location",
+    }
     assert {name for name, (size, _) in views.items() if size == 128} == {
-        "cifar100", "svhn", "eurosat", "dsprites_location", "dsprites_orientation"
-    }  # fmt: skip
+        "cifar100",
+        "svhn",
+        "eurosat",
+        "dsprites_location",
+        "dsprites_orientation",
+    }
     assert views["cifar100"][1].resize_to == 160
     assert views["dtd"] == (384, protocol.augment)
     # The same part of a test image at both sizes: 384 of 438 pixels, 128 of 146.
@@ -173,16 +204,27 @@ def test_a_search_learns_from_800_and_is_scored_on_200(data: Dataset) -> None:
 def test_a_setting_that_diverges_is_not_chosen_and_no_score(data: Dataset) -> None:
     settings = config(data, "protocol.lr=[1e30]", "protocol.weight_decay=[1e20]", "protocol.clip=0")
     assert {**run_cell(job_of(cell_of(data, settings, "search"), settings)), "seconds": 0} == {
-        "steps": 5, "num_images": 16, "accuracy": 0.0, "diverged": 5, "seconds": 0, "device": "cpu"
-    }  # fmt: skip
+        "steps": 5,
+        "num_images": 16,
+        "accuracy": 0.0,
+        "diverged": 5,
+        "seconds": 0,
+        "device": "cpu",
+    }
     with pytest.raises(UserError, match=r"dtd diverged by step 5 with lr 1e\+30, .*5 steps, seed 0"):
         run_cell(job_of(cell_of(data, settings), settings))
 
 
 def test_a_setting_that_diverges_by_its_last_update_is_not_chosen(data: Dataset) -> None:
     """The training's own losses are finite: the first step has a rate of 0, the second is the last."""
-    settings = config(data, "protocol.length=[2 steps]", "protocol.schedule.warmup=1 steps", "protocol.lr=[1e30]",
-                      "protocol.weight_decay=[1e20]", "protocol.clip=0")  # fmt: skip
+    settings = config(
+        data,
+        "protocol.length=[2 steps]",
+        "protocol.schedule.warmup=1 steps",
+        "protocol.lr=[1e30]",
+        "protocol.weight_decay=[1e20]",
+        "protocol.clip=0",
+    )
     outcome = run_cell(job_of(cell_of(data, settings, "search"), settings))
     assert (outcome["accuracy"], outcome["diverged"]) == (0.0, 2)
     assert "loss" not in outcome, "results are JSON, which has no NaN"

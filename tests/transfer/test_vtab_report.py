@@ -31,13 +31,21 @@ def results(**scores: list[float]) -> dict[str, Any]:
         "data": {task: f"fingerprint-of-{task}" for task in scores},
         "contamination": {task: 7 if task == "pets" else None for task in scores},
         "scores": [
-            {"task": task, "seed": seed, "accuracy": accuracy, "num_test": 1000, "learning_rate": 0.01, "steps": 2500,
-             "val_accuracy": 0.5}
-            for task, of_seeds in scores.items() for seed, accuracy in enumerate(of_seeds)
+            {
+                "task": task,
+                "seed": seed,
+                "accuracy": accuracy,
+                "num_test": 1000,
+                "learning_rate": 0.01,
+                "steps": 2500,
+                "val_accuracy": 0.5,
+            }
+            for task, of_seeds in scores.items()
+            for seed, accuracy in enumerate(of_seeds)
         ],
         "failed": [],
         "missing": [],
-    }  # fmt: skip
+    }
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
@@ -53,11 +61,14 @@ def whole(of_task: float = 0.0, seeds: int = 1) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize(("number", "group_means", "mean", "runs"), [
-    (0, (86.69, 87.00, 65.03), 77.63, (77.63, 0.23)),
-    (1, (85.56, 86.72, 62.96), 76.29, (76.28, 0.46)),
-    (2, (83.27, 84.65, 57.50), 72.71, (72.72, 0.21)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "group_means", "mean", "runs"),
+    [
+        (0, (86.69, 87.00, 65.03), 77.63, (77.63, 0.23)),
+        (1, (85.56, 86.72, 62.96), 76.29, (76.28, 0.46)),
+        (2, (83.27, 84.65, 57.50), 72.71, (72.72, 0.21)),
+    ],
+)
 def test_the_papers_columns_have_the_means_it_prints(number: int, group_means: tuple, mean: float, runs: tuple) -> None:
     published = PAPER[number]
     found = column_as_published(published).means
@@ -71,8 +82,11 @@ def test_the_papers_columns_have_the_means_it_prints(number: int, group_means: t
     )
     assert 100 * found[OVERALL].accuracy == pytest.approx(mean, abs=0.006)
     assert {group: len(names) for group, names in MEMBERS.items()} == {
-        "natural": 7, "specialized": 4, "structured": 8, OVERALL: 19
-    }  # fmt: skip
+        "natural": 7,
+        "specialized": 4,
+        "structured": 8,
+        OVERALL: 19,
+    }
 
 
 def test_numbers_by_hand(tmp_path: Path) -> None:

@@ -176,8 +176,13 @@ def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
     assert protocol_title(schema.load(VtabConfig, None, prepared).protocol) == "tiny"
     assert protocol_title(schema.load(VtabConfig, None, [*prepared, "protocol.name=prepare"]).protocol) == "prepare"
 
-    changes = ["protocol.image_size=8", "protocol.length=[2 steps]", "protocol.lr=[0.1]", "protocol.weight_decay=[0]",
-               "protocol.schedule.warmup=0 steps"]  # fmt: skip
+    changes = [
+        "protocol.image_size=8",
+        "protocol.length=[2 steps]",
+        "protocol.lr=[0.1]",
+        "protocol.weight_decay=[0]",
+        "protocol.schedule.warmup=0 steps",
+    ]
     settings = [*prepared[:2], *changes, "tasks=[dtd]", "seeds=[0]", "threads=1"]
     folder = tmp_path / "peft_224-finetune"
     results = vtab.run(schema.load(VtabConfig, PROTOCOLS / "peft_224.yaml", settings), folder, run_here)
@@ -290,9 +295,17 @@ def in_turn(
 def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepared: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = schema.load(
-        VtabConfig, None,
-        [*prepared, f"out={out}", "tasks=[dtd,pets,svhn]", "seeds=[4,5]", "protocol.lr=[0.1,0.01,0.001]", "protocol.weight_decay=[0,0.1]"],
-    )  # fmt: skip
+        VtabConfig,
+        None,
+        [
+            *prepared,
+            f"out={out}",
+            "tasks=[dtd,pets,svhn]",
+            "seeds=[4,5]",
+            "protocol.lr=[0.1,0.01,0.001]",
+            "protocol.weight_decay=[0,0.1]",
+        ],
+    )
     ran: list[str] = []
 
     def outcome(cell: VtabCell) -> dict[str, Any] | str:
@@ -315,21 +328,25 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepare
     ):
         vtab.run(config, out, in_turn(outcome))
     results = json.loads((out / "results.json").read_text())
-    assert [(row["task"], row["seed"], row["learning_rate"], row["weight_decay"], row["val_accuracy"]) for row in results["scores"]] == [
-        ("dtd", 4, 0.01, 0.0, 0.9), ("pets", 4, 0.01, 0.0, 0.9), ("pets", 5, 0.01, 0.0, 0.9)
-    ]  # fmt: skip
+    assert [
+        (row["task"], row["seed"], row["learning_rate"], row["weight_decay"], row["val_accuracy"])
+        for row in results["scores"]
+    ] == [("dtd", 4, 0.01, 0.0, 0.9), ("pets", 4, 0.01, 0.0, 0.9), ("pets", 5, 0.01, 0.0, 0.9)]
     assert [(row["task"], row["seed"], row["reason"]) for row in results["failed"]] == [
-        ("svhn", 4, "no space left"), ("dtd", 5, "it burst")
-    ]  # fmt: skip
+        ("svhn", 4, "no space left"),
+        ("dtd", 5, "it burst"),
+    ]
     # |0.8 - 0.7| over the square root of 2.
 
     ran.clear()
     broken.clear()
     done = vtab.run(config, out, in_turn(outcome))
     assert ran == [
-        "svhn-search-lr0.01-wd0.1-2_steps-seed4", "dtd-final-lr0.01-wd0.0-2_steps-seed5",
-        "svhn-final-lr0.001-wd0.0-2_steps-seed4", "svhn-final-lr0.001-wd0.0-2_steps-seed5",
-    ]  # fmt: skip
+        "svhn-search-lr0.01-wd0.1-2_steps-seed4",
+        "dtd-final-lr0.01-wd0.0-2_steps-seed5",
+        "svhn-final-lr0.001-wd0.0-2_steps-seed4",
+        "svhn-final-lr0.001-wd0.0-2_steps-seed5",
+    ]
     assert done is not None
     assert done["failed"] == []
     assert len(done["scores"]) == 6
@@ -359,8 +376,11 @@ def test_a_search_of_another_split_counts_as_none(prepared: list[str], finished:
     of_run = [*prepared, f"weights={recorded}"]
 
     def copies(searched: str, settings: list[str], named: str = "") -> int | None:
-        report = {"data": {"fingerprint": "f" * 16, "name": f"photos:{searched}"}, "marked": True,
-                  "against": [{"name": "dtd:test", "fingerprint": dtd, "copies": 3}]}  # fmt: skip
+        report = {
+            "data": {"fingerprint": "f" * 16, "name": f"photos:{searched}"},
+            "marked": True,
+            "against": [{"name": "dtd:test", "fingerprint": dtd, "copies": 3}],
+        }
         (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
         more = [f"pretrained_on={tmp_path}{named}", "tasks=[dtd]"]
         sweep = open_sweep(schema.load(VtabConfig, None, [*settings, *more]), tmp_path / "out")

@@ -38,8 +38,17 @@ _UNICODE_NAME, _CODE_PAGE = (
     "cp437",
 )  # The flag of a member whose name is in UTF-8; what its name is in without it.
 # Errors that zipfile raises for a damaged zip.
-ZIP_ERRORS = (zipfile.BadZipFile, ValueError, KeyError, OverflowError, NotImplementedError, EOFError, OSError,
-              struct.error, zlib.error)  # fmt: skip
+ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    ValueError,
+    KeyError,
+    OverflowError,
+    NotImplementedError,
+    EOFError,
+    OSError,
+    struct.error,
+    zlib.error,
+)
 # Suffix of cached lists of a tar's members (imagenet21k.py).
 LIST = ".members"
 _BLOCK = 512

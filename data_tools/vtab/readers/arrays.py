@@ -169,8 +169,10 @@ def _of_npz(path: AnyPath, name: str, num_labels: int) -> Pixels:
 def smallnorb(files: DatasetFiles, task: Task) -> Original:
     """smallnorb-*-{training,testing}-{dat,info}.mat.gz, the first of two cameras; keys are image numbers."""
     is_azimuth = task.name == "smallnorb_azimuth"
-    stems = {pool: next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
-             for pool, part in (("train", "training"), ("test", "testing"))}  # fmt: skip
+    stems = {
+        pool: next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
+        for pool, part in (("train", "training"), ("test", "testing"))
+    }
     pools = {}
     for pool, stem in stems.items():
         with _norb(files, f"{stem}-info.mat") as (file, where):

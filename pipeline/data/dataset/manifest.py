@@ -55,9 +55,23 @@ from pipeline.data.storage.retry import Retry
 from pipeline.settings.quantities import Limit
 
 __all__ = [
-    "FORMAT", "INFO", "ROWS", "SAMPLES", "SAMPLES_FILE", "SHARDS", "SHARDS_FILE", "Dataset", "Shard", "Split", "file_sha256",
-    "fingerprint", "location_and_split", "open_dataset", "record_pixels", "write_dataset",
-]  # fmt: skip
+    "FORMAT",
+    "INFO",
+    "ROWS",
+    "SAMPLES",
+    "SAMPLES_FILE",
+    "SHARDS",
+    "SHARDS_FILE",
+    "Dataset",
+    "Shard",
+    "Split",
+    "file_sha256",
+    "fingerprint",
+    "location_and_split",
+    "open_dataset",
+    "record_pixels",
+    "write_dataset",
+]
 
 WHOLE = Limit.parse("100%")
 # Large enough to be read fast, small enough that reading the keys of a few samples takes few megabytes.

@@ -23,13 +23,18 @@ warnings.filterwarnings("ignore", module="pydicom")
 pydicom.config.settings.reading_validation_mode = pydicom.config.IGNORE
 
 _DECODERS = {
-    uid.JPEGBaseline8Bit: imagecodecs.jpeg_decode, uid.JPEGExtended12Bit: imagecodecs.jpeg_decode,
-    uid.JPEGLossless: imagecodecs.ljpeg_decode, uid.JPEGLosslessSV1: imagecodecs.ljpeg_decode,
-    uid.JPEGLSLossless: imagecodecs.jpegls_decode, uid.JPEGLSNearLossless: imagecodecs.jpegls_decode,
-    uid.JPEG2000Lossless: imagecodecs.jpeg2k_decode, uid.JPEG2000: imagecodecs.jpeg2k_decode,
-    uid.HTJ2KLossless: imagecodecs.htj2k_decode, uid.HTJ2KLosslessRPCL: imagecodecs.htj2k_decode,
+    uid.JPEGBaseline8Bit: imagecodecs.jpeg_decode,
+    uid.JPEGExtended12Bit: imagecodecs.jpeg_decode,
+    uid.JPEGLossless: imagecodecs.ljpeg_decode,
+    uid.JPEGLosslessSV1: imagecodecs.ljpeg_decode,
+    uid.JPEGLSLossless: imagecodecs.jpegls_decode,
+    uid.JPEGLSNearLossless: imagecodecs.jpegls_decode,
+    uid.JPEG2000Lossless: imagecodecs.jpeg2k_decode,
+    uid.JPEG2000: imagecodecs.jpeg2k_decode,
+    uid.HTJ2KLossless: imagecodecs.htj2k_decode,
+    uid.HTJ2KLosslessRPCL: imagecodecs.htj2k_decode,
     uid.HTJ2K: imagecodecs.htj2k_decode,
-}  # fmt: skip
+}
 DECODER_DEPENDENCIES = dict.fromkeys(_DECODERS, ("imagecodecs",))  # pydicom asks for it.
 _PLUGIN = "imagecodecs"
 _ADOBE = b"\xff\xee\0\x0eAdobe"  # A marker of JPEG, of its full length.

@@ -19,13 +19,28 @@ MAX_PIXELS = 2 * 89_478_485  # Pillow's limit: a small header can claim 12 GB.
 UPSIDE_DOWN, MIRRORED = (3, 4, 7, 8), (2, 3, 6, 7)
 # What decoding may leave out of a file, or fill -> in words, after "images with", and the way out.
 LEFT_OUT = {
-    "alpha": ("an alpha channel, which is not read", "To have it as a channel, store the channels without marking one as alpha"),
-    "pages": ("pages beside the one that is read", "Those of a TIFF or DICOM can be samples (pages=samples) or channels"),
-    "bits": ("more than 8 bits a value, of which 8 are read", "To keep them, convert to 16-bit PNG or TIFF, and leave out to_rgb8"),
+    "alpha": (
+        "an alpha channel, which is not read",
+        "To have it as a channel, store the channels without marking one as alpha",
+    ),
+    "pages": (
+        "pages beside the one that is read",
+        "Those of a TIFF or DICOM can be samples (pages=samples) or channels",
+    ),
+    "bits": (
+        "more than 8 bits a value, of which 8 are read",
+        "To keep them, convert to 16-bit PNG or TIFF, and leave out to_rgb8",
+    ),
     "bands": ("more channels than the three that are read", "To keep them, leave out to_rgb8"),
-    "channels": ("fewer channels than the data set, of which the others are read as their mean", "To leave such images out: missing_channels=skip"),
-    "profile": ("a colour profile other than sRGB, which is not applied", "Where colours matter, convert to sRGB first"),
-}  # fmt: skip
+    "channels": (
+        "fewer channels than the data set, of which the others are read as their mean",
+        "To leave such images out: missing_channels=skip",
+    ),
+    "profile": (
+        "a colour profile other than sRGB, which is not applied",
+        "Where colours matter, convert to sRGB first",
+    ),
+}
 DESCRIPTION = 270  # The tag of a TIFF for text.
 _CHANNELS = '{"channels_of_data_set": '
 _TYPES = set(PixelType.__args__)  # type: ignore[attr-defined]

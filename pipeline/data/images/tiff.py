@@ -68,10 +68,20 @@ def open_tiff(data: bytes) -> StoredImage:
 
     names, lacking = described_channels(first.tags.valueof(DESCRIPTION))
     return StoredImage(
-        "tiff", height, width, samples - len(alpha), found.dtype.name, read, pages=num_pages,
-        axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED), nodata=_nodata(first), alpha=bool(alpha),
-        profile=has_other_colours(first.tags.valueof(_PROFILE)), channel_names=names, lacking=lacking,
-    )  # fmt: skip
+        "tiff",
+        height,
+        width,
+        samples - len(alpha),
+        found.dtype.name,
+        read,
+        pages=num_pages,
+        axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED),
+        nodata=_nodata(first),
+        alpha=bool(alpha),
+        profile=has_other_colours(first.tags.valueof(_PROFILE)),
+        channel_names=names,
+        lacking=lacking,
+    )
 
 
 def _inverted(values: np.ndarray, bits: int) -> np.ndarray:

@@ -53,9 +53,32 @@ _silence_libtiff()
 
 # Suffixes of files that are treated as images; the format is then determined from the first bytes.
 EXTENSIONS = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".hif", ".avif",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k", ".jpx", ".jxl", ".npy", ".npz", ".dcm",
-}  # fmt: skip
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".gif",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".heic",
+    ".heif",
+    ".hif",
+    ".avif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
+    ".jp2",
+    ".j2k",
+    ".jpx",
+    ".jxl",
+    ".npy",
+    ".npz",
+    ".dcm",
+}
 # Of these, files of arrays, which are not always images.
 ARRAYS = {".npy", ".npz"}
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
@@ -67,13 +90,23 @@ _MAGIC = {
     b"\x89PNG\r\n\x1a\n": "png",
     b"GIF8": "gif",
     b"BM": "bmp",
-    b"II*\0": "tiff", b"MM\0*": "tiff", b"II+\0": "tiff", b"MM\0+": "tiff",
-    b"P1": "pbm", b"P2": "pgm", b"P3": "ppm", b"P4": "pbm", b"P5": "pgm", b"P6": "ppm",
+    b"II*\0": "tiff",
+    b"MM\0*": "tiff",
+    b"II+\0": "tiff",
+    b"MM\0+": "tiff",
+    b"P1": "pbm",
+    b"P2": "pgm",
+    b"P3": "ppm",
+    b"P4": "pbm",
+    b"P5": "pgm",
+    b"P6": "ppm",
     b"\0\0\0\x0cjP  \r\n\x87\n": "jp2",
     b"\xffO\xffQ": "j2k",
-    b"\0\0\0\x0cJXL \r\n\x87\n": "jxl", b"\xff\x0a": "jxl",
-    b"\x93NUMPY": "npy", b"PK\3\4": "npz",
-}  # fmt: skip
+    b"\0\0\0\x0cJXL \r\n\x87\n": "jxl",
+    b"\xff\x0a": "jxl",
+    b"\x93NUMPY": "npy",
+    b"PK\3\4": "npz",
+}
 # Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
 # How an unfinished download ends whose space was reserved before.

@@ -112,7 +112,10 @@ def color_jitter(
     for the angle and for the order.
     """
     change = (randaugment.brightness, randaugment.contrast, randaugment.color, turn_hue)
-    places, factors = draws[3:], [1 + own * (2 * u - 1) for own, u in zip((strength, strength, saturation or strength), draws[:3], strict=True)]  # fmt: skip
+    places, factors = (
+        draws[3:],
+        [1 + own * (2 * u - 1) for own, u in zip((strength, strength, saturation or strength), draws[:3], strict=True)],
+    )
     if of_hue is not None:
         places, factors = np.append(places, of_hue[1]), [*factors, hue * (2 * of_hue[0] - 1)]
     for i in np.argsort(places):

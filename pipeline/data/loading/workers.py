@@ -51,9 +51,12 @@ class BatchPart:
     def part(self, first: int, last: int) -> "BatchPart":
         """Samples [first, last) of these, which share their memory."""
         return BatchPart(
-            self.rows[first:last], self.epochs[first:last], [group[:, first:last] for group in self.views], self.labels[first:last],
+            self.rows[first:last],
+            self.epochs[first:last],
+            [group[:, first:last] for group in self.views],
+            self.labels[first:last],
             self.valid[first:last],
-        )  # fmt: skip
+        )
 
 
 def fill(reader: ShardReader, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:

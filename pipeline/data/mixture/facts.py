@@ -15,11 +15,17 @@ MIXTURE = "mixture"
 def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     """As plain values: each set with its content, and from which batch on how many samples in a period come from each."""
     sets = [
-        {"path": entry.path, "split": entry.split, "limit": str(entry.limit), "fingerprint": dataset.fingerprint, "excluded": part.excluded}
+        {
+            "path": entry.path,
+            "split": entry.split,
+            "limit": str(entry.limit),
+            "fingerprint": dataset.fingerprint,
+            "excluded": part.excluded,
+        }
         | ({} if entry.labels else {"labels": False})
         | ({"class_map": entry.class_map} if entry.class_map else {})
         for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
-    ]  # fmt: skip
+    ]
     return {
         "sets": sets,
         "phases": [[start, shares_of(weights).counts.tolist()] for start, weights in split.mixture.phases],
@@ -50,7 +56,8 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
 def _one_set(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a run with one data set."""
     one = {
-        "split": identity.get("data.train_split", "train"), "fingerprint": identity.get("fingerprint"),
+        "split": identity.get("data.train_split", "train"),
+        "fingerprint": identity.get("fingerprint"),
         "excluded": identity.get("excluded", NOTHING_EXCLUDED),
-    }  # fmt: skip
+    }
     return {"sets": [one], "phases": [[0, [1]]]}

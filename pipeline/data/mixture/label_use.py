@@ -31,9 +31,10 @@ def label_notes(data: RunData, loss: str) -> list[str]:
     if loss == "pseudo_labels":
         have = len(split) - bare
         lines.append(
-            f"{have:,} of {counted(len(split), 'sample')} {'has' if have == 1 else 'have'} a label" if bare
+            f"{have:,} of {counted(len(split), 'sample')} {'has' if have == 1 else 'have'} a label"
+            if bare
             else "all samples have a label: nothing gets a pseudo-label. Add images without one (data.mix)"
-        )  # fmt: skip
+        )
     elif bare and loss == "softmax":
         lines.append(f"train.loss = softmax learns nothing from {bare:,} of {counted(len(split), 'sample')}: no label")
     classes = _some_classes(split)

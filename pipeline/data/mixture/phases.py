@@ -46,9 +46,12 @@ def mixture_of(data: DataConfig) -> Mixture:
 
 
 def _add(
-    entry: MixedSet, where: str, sets: dict[tuple[str, str, bool], MixedSet],
-    weights: dict[tuple[int, tuple[str, str, bool]], float], is_main: bool,
-) -> None:  # fmt: skip
+    entry: MixedSet,
+    where: str,
+    sets: dict[tuple[str, str, bool], MixedSet],
+    weights: dict[tuple[int, tuple[str, str, bool]], float],
+    is_main: bool,
+) -> None:
     """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
     if (entry.from_step, entry.name) in weights:
         own = "data.path itself, whose weight is data.weight" if is_main else "there twice"

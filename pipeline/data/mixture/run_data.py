@@ -126,17 +126,22 @@ def open_run_data(
         )
     # Of the other sets, the images are all that is read.
     joined = [
-        number for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True))
-        if number == 0 or labels == "learned" or (labels == "scored" and entry.evaluated)
+        number
+        for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True))
+        if number == 0
+        or labels == "learned"
+        or (labels == "scored" and entry.evaluated)
         or (labels == "partly" and entry.labels and (other.classes or entry.evaluated))
-    ]  # fmt: skip
+    ]
     splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
     label_maps: list[np.ndarray | None] = [None] * len(datasets)
     class_notes: list[str] = []
     if reads_labels:
         dataset, maps, class_notes = _bring_together(
-            [mixture.sets[number] for number in joined], [datasets[number] for number in joined], [splits[number] for number in joined]
-        )  # fmt: skip
+            [mixture.sets[number] for number in joined],
+            [datasets[number] for number in joined],
+            [splits[number] for number in joined],
+        )
         for number, label_map in zip(joined, maps, strict=True):
             label_maps[number] = label_map
     for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
@@ -254,9 +259,14 @@ def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]
 
 
 def _add_evaluated(
-    found: dict[str, tuple[Dataset, Split]], name: str, dataset: Dataset, split_name: str, exclude: str, where: str,
+    found: dict[str, tuple[Dataset, Split]],
+    name: str,
+    dataset: Dataset,
+    split_name: str,
+    exclude: str,
+    where: str,
     label_map: np.ndarray | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing or second one."""
     if name in found:
         raise UserError(

@@ -135,9 +135,13 @@ class MixedSplit(Split):
 
 
 def mix(
-    mixture: Mixture, datasets: Sequence[Dataset], splits: Sequence[Split], label_maps: Sequence[np.ndarray | None],
-    lines: Sequence[str], pixels: Pixels,
-) -> MixedSplit:  # fmt: skip
+    mixture: Mixture,
+    datasets: Sequence[Dataset],
+    splits: Sequence[Split],
+    label_maps: Sequence[np.ndarray | None],
+    lines: Sequence[str],
+    pixels: Pixels,
+) -> MixedSplit:
     """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere.
 
     pixels: of a model that reads all.

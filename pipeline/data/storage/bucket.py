@@ -43,8 +43,10 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
     unknown = options.keys() - _OPTIONS.keys()
     if not key or unknown:
         what = f"has an unknown option {min(unknown)!r}" if unknown else "names no bucket"
-        raise UserError(f"{location} {what}. Write {scheme}://bucket/folder, and options as ?region=...&scheme=http "
-                        f"(known: {', '.join(sorted(_OPTIONS))}).")  # fmt: skip
+        raise UserError(
+            f"{location} {what}. Write {scheme}://bucket/folder, and options as ?region=...&scheme=http "
+            f"(known: {', '.join(sorted(_OPTIONS))})."
+        )
     for name, values in options.items():
         if (known := _OPTIONS[name]) and values[-1].lower() not in ("", *known):
             raise UserError(f"{location}: {name}={values[-1]} is not one of {', '.join(known)}.")

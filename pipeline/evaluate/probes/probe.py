@@ -70,9 +70,14 @@ def choose_samples(config: ProbeConfig, train: Split, num_classes: int) -> Probe
 
 
 def probe(
-    config: ProbeConfig, choice: ProbeSamples, train: Features, test: Features, test_labels: np.ndarray, ranks: Ranks,
+    config: ProbeConfig,
+    choice: ProbeSamples,
+    train: Features,
+    test: Features,
+    test_labels: np.ndarray,
+    ranks: Ranks,
     groups: np.ndarray | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns {"fewshot": one row per number of shots and strength, "knn": {...}, absent if disabled}.
 
     Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
@@ -116,9 +121,16 @@ def probe(
         for l2, rights in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
             column = [float(right.sum()) / len(values) for right in rights]
             found["fewshot"].append(
-                {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column),
-                 "top1_of_seeds": column, "fewest": fewest, **effective(np.mean(rights, axis=0))}
-            )  # fmt: skip
+                {
+                    "shots": shots,
+                    "l2": l2,
+                    "top1": float(np.mean(column)),
+                    "std": sample_deviation(column),
+                    "top1_of_seeds": column,
+                    "fewest": fewest,
+                    **effective(np.mean(rights, axis=0)),
+                }
+            )
     if len(choice.neighbours):
         places = choice.neighbours[usable[choice.neighbours]]
         features = torch.from_numpy(train.values[places]).to(ranks.device)
@@ -133,9 +145,12 @@ def probe(
 
         right = count_right(nearest) if len(places) else np.full(len(sizes), np.nan)
         found["knn"] = {
-            "top1": float(right.sum()) / len(values), "neighbours": config.neighbours,
-            "temperature": config.temperature, "images": len(places), **effective(right),
-        }  # fmt: skip
+            "top1": float(right.sum()) / len(values),
+            "neighbours": config.neighbours,
+            "temperature": config.temperature,
+            "images": len(places),
+            **effective(right),
+        }
     return found
 
 
@@ -205,9 +220,16 @@ class RunProbe:
 
         def read(split: Split, rows: np.ndarray) -> Features:
             reader = SplitReader(
-                split, config.model.image_size, config.augment, config.evaluate.batch, config.data.threads, ranks, stop=stop,
-                budget=BadBudget(config.data.max_bad_share), pixels=pixels,
-            )  # fmt: skip
+                split,
+                config.model.image_size,
+                config.augment,
+                config.evaluate.batch,
+                config.data.threads,
+                ranks,
+                stop=stop,
+                budget=BadBudget(config.data.max_bad_share),
+                pixels=pixels,
+            )
             return extract(features, reader, rows)
 
         if self.labelled:

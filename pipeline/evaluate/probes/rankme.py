@@ -47,9 +47,11 @@ def spread(features: Features) -> dict[str, float]:
     """Both of the readable and finite features: {"rankme", "feature_std", "images": how many these are, "dimensions": D}."""
     usable = features.values[features.readable & np.isfinite(features.values).all(1)]
     return {
-        "rankme": rankme(usable), "feature_std": feature_std(usable), "images": len(usable),
+        "rankme": rankme(usable),
+        "feature_std": feature_std(usable),
+        "images": len(usable),
         "dimensions": features.values.shape[1],
-    }  # fmt: skip
+    }
 
 
 def collapse(found: Mapping[str, float]) -> str:

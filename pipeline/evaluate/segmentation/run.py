@@ -44,8 +44,16 @@ _RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "shee
 _FORMAT = 2
 # Settings that change the layer, besides the weights, the pairs and their classes.
 _OF_TRAINING = (
-    "image_size", "kernel", "resize_filter", "precision", "short_side", "steps", "train_batch", "lr", "seed",
-)  # fmt: skip
+    "image_size",
+    "kernel",
+    "resize_filter",
+    "precision",
+    "short_side",
+    "steps",
+    "train_batch",
+    "lr",
+    "seed",
+)
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
 # Steps after which the loss is read from the device, and unreadable images that are printed.
@@ -69,9 +77,12 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
     refuse_without_dataset(
-        config, split=["images", "masks"], val_split=["images", "masks", "val_images", "val_masks"], apply_split=["apply"],
+        config,
+        split=["images", "masks"],
+        val_split=["images", "masks", "val_images", "val_masks"],
+        apply_split=["apply"],
         exclude=["images", "val_images", "apply"],
-    )  # fmt: skip
+    )
     classes = scan(config, _budget(config), learnt, scored)
     runs = _warn(loaded, learnt, scored)
     print(
@@ -94,13 +105,29 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     groups = scored.group_numbers()
     found = score(counts[known], groups[known] if len(groups) else groups)
     results: dict[str, Any] = {
-        "weights": config.weights, "run": loaded.extra.get("run"), "step": loaded.extra.get("step"), "data": ", ".join(config.val_images or config.images),
-        TRAINED_BY: runs, "miou": found.miou, "interval": [found.low, found.high], "num_groups": found.num_groups, "classes": classes.names,
-        "num_learnt": len(learnt) - len(not_learnt), "num_samples": len(scored), "num_unreadable": len(problems),
-        "image_size": min(loaded.image_size), "short_side": config.short_side or min(loaded.image_size), "steps": config.steps, "train_batch": config.train_batch,
-        "lr": config.lr, "seed": config.seed, "precision": config.precision, "device": str(loaded.device),
-        "unreadable": _named(scored, problems), "unreadable_learnt": _named(learnt, not_learnt),
-    }  # fmt: skip
+        "weights": config.weights,
+        "run": loaded.extra.get("run"),
+        "step": loaded.extra.get("step"),
+        "data": ", ".join(config.val_images or config.images),
+        TRAINED_BY: runs,
+        "miou": found.miou,
+        "interval": [found.low, found.high],
+        "num_groups": found.num_groups,
+        "classes": classes.names,
+        "num_learnt": len(learnt) - len(not_learnt),
+        "num_samples": len(scored),
+        "num_unreadable": len(problems),
+        "image_size": min(loaded.image_size),
+        "short_side": config.short_side or min(loaded.image_size),
+        "steps": config.steps,
+        "train_batch": config.train_batch,
+        "lr": config.lr,
+        "seed": config.seed,
+        "precision": config.precision,
+        "device": str(loaded.device),
+        "unreadable": _named(scored, problems),
+        "unreadable_learnt": _named(learnt, not_learnt),
+    }
     about = {"identity": identity, "classes": classes.names, "unreadable": dict(sorted(not_learnt.items()))}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}
     contents: dict[str, bytes | str | None] = {
@@ -118,9 +145,15 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     if config.mlflow:
         about_scored = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         facts = DatasetFacts(
-            data, str((config.val_images or config.images)[0]), hashlib.sha256(about_scored.encode()).hexdigest()[:16],
-            split, len(scored), len(classes.values), "evaluation", {TRAINED_BY: runs} if runs else {},
-        )  # fmt: skip
+            data,
+            str((config.val_images or config.images)[0]),
+            hashlib.sha256(about_scored.encode()).hexdigest()[:16],
+            split,
+            len(scored),
+            len(classes.values),
+            "evaluation",
+            {TRAINED_BY: runs} if runs else {},
+        )
         _send(config, facts, loaded, origin, results, _in_words(found), files)
     return results
 
@@ -198,9 +231,10 @@ def _train(
 ) -> dict[int, str]:
     """Train with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
     problems, allowed = dict[int, str](), _budget(config).allowed(len(pairs))
-    with PairReader(pairs, classes) as reader, tqdm(
-        total=config.steps, desc="layer", unit=" steps", disable=None
-    ) as bar:  # fmt: skip
+    with (
+        PairReader(pairs, classes) as reader,
+        tqdm(total=config.steps, desc="layer", unit=" steps", disable=None) as bar,
+    ):
         crops = batches(reader, config, loaded.view, min(loaded.image_size), problems)
         for step, mean in enumerate(train(head, loaded, crops, config), start=1):
             bar.update()
@@ -263,8 +297,14 @@ def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]
 
 
 def _send(
-    config: SegmentConfig, data: DatasetFacts, loaded: LoadedModel, origin: WeightsOrigin, results: dict[str, Any], found: str, files: list[Path],
-) -> None:  # fmt: skip
+    config: SegmentConfig,
+    data: DatasetFacts,
+    loaded: LoadedModel,
+    origin: WeightsOrigin,
+    results: dict[str, Any],
+    found: str,
+    files: list[Path],
+) -> None:
     """Send the score to MLflow, as a run that names the run of the weights. data: what was scored on. found: the score in words."""
     metric = f"{data.split}_miou"
     parameters = {
@@ -274,10 +314,16 @@ def _send(
     # "steps" are those of the weights' run.
     parameters["length"] = f"{config.steps} steps of {config.train_batch}"
     facts = RunFacts(
-        f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}", "evaluation", parameters,
-        {"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name}, (data,),
+        f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}",
+        "evaluation",
+        parameters,
+        {"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
+        (data,),
         f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
-        {"parent": origin.run_id} if origin.run_id else {}, score=metric, scored_on=f"mIoU {dataset_name(data)}",
-        origin=origin, metrics={metric: metric_of(metric)},
-    )  # fmt: skip
+        {"parent": origin.run_id} if origin.run_id else {},
+        score=metric,
+        scored_on=f"mIoU {dataset_name(data)}",
+        origin=origin,
+        metrics={metric: metric_of(metric)},
+    )
     send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)

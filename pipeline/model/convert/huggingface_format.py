@@ -20,10 +20,13 @@ from pipeline.model.vit import VisionTransformer
 
 # Names in memory since transformers 5 -> names in its files, which are still the old ones.
 _NEW_NAMES = [
-    (r"^layers\.(\d+)\.", r"encoder.layer.\1."), (r"attention\.([qkv])_proj\.", r"attention.attention.\1."),
-    (r"attention\.attention\.q\.", "attention.attention.query."), (r"attention\.attention\.k\.", "attention.attention.key."),
-    (r"attention\.attention\.v\.", "attention.attention.value."), (r"attention\.o_proj\.", "attention.output.dense."),
-]  # fmt: skip
+    (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
+    (r"attention\.([qkv])_proj\.", r"attention.attention.\1."),
+    (r"attention\.attention\.q\.", "attention.attention.query."),
+    (r"attention\.attention\.k\.", "attention.attention.key."),
+    (r"attention\.attention\.v\.", "attention.attention.value."),
+    (r"attention\.o_proj\.", "attention.output.dense."),
+]
 _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # ViT, but not DINOv2
 
 # `problem_type` in config.json of a head whose probabilities transformers computes by sigmoids.
@@ -31,9 +34,20 @@ _OF_SIGMOID = "multi_label_classification"
 
 # Model types of config.json that are read, or whose tower for images is.
 MODEL_TYPES = (
-    "vit", "vit_mae", "vit_msn", "ijepa", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "siglip_vision_model", "clip",
-    "clip_vision_model", "metaclip_2", "metaclip_2_vision_model",
-)  # fmt: skip
+    "vit",
+    "vit_mae",
+    "vit_msn",
+    "ijepa",
+    "dinov2",
+    "dinov2_with_registers",
+    "dinov3_vit",
+    "siglip",
+    "siglip_vision_model",
+    "clip",
+    "clip_vision_model",
+    "metaclip_2",
+    "metaclip_2_vision_model",
+)
 
 
 class _Kind(NamedTuple):
@@ -92,13 +106,17 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
     pixels = preprocessing.pixels_in(config_files.config)
     hints = Hints(
-        "erf" if gated else gelu_of(activation), config.layer_norm_eps or _KINDS[kind].eps, config.num_attention_heads,
-        pair("image_size", config.image_size), without_table="none" if kind == "dinov3" else None,
+        "erf" if gated else gelu_of(activation),
+        config.layer_norm_eps or _KINDS[kind].eps,
+        config.num_attention_heads,
+        pair("image_size", config.image_size),
+        without_table="none" if kind == "dinov3" else None,
         kernel="bicubic_antialias" if kind == "dinov2" and NAMES[kind].registers in tensors else "bicubic",
         layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
         rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
-        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token", pixels=pixels,
-    )  # fmt: skip
+        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
+        pixels=pixels,
+    )
     processor = config_files.processor
     images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
     extra: dict[str, Any] = {"classes": classes} if classes else {}
@@ -169,9 +187,13 @@ def to_huggingface(
     for feature in (feature for feature, is_present in cannot.items() if is_present):
         raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
     config, state = as_plain(
-        model, f"Hugging Face's {cls}", _KINDS[kind].pools, hybrids=False,
-        representation=kind == "huggingface" and not has_head and model.config.pool == "token", holds=_KINDS[kind].holds | {"pixels"},
-    )  # fmt: skip
+        model,
+        f"Hugging Face's {cls}",
+        _KINDS[kind].pools,
+        hybrids=False,
+        representation=kind == "huggingface" and not has_head and model.config.pool == "token",
+        holds=_KINDS[kind].holds | {"pixels"},
+    )
     if not NAMES[kind].patch_bias:
         move_patch_bias(state, config.num_patches)
     prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
@@ -181,11 +203,18 @@ def to_huggingface(
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
-        "hidden_size": config.width, "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width, "hidden_act": HIDDEN_ACTS[config.gelu],
-        "layer_norm_eps": config.layer_norm_eps, "image_size": height if height == width else [height, width],
-        "patch_size": config.patch_size, "num_channels": config.pixels.num_channels, **preprocessing.saved_pixels(config.pixels), **own,
-    }  # fmt: skip
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": height if height == width else [height, width],
+        "patch_size": config.patch_size,
+        "num_channels": config.pixels.num_channels,
+        **preprocessing.saved_pixels(config.pixels),
+        **own,
+    }
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
@@ -202,10 +231,16 @@ def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
     if config.rope_base is not None:
         biased = config.qkv_bias.replace("none", "")  # their first letters
         own: dict[str, Any] = {
-            "use_gated_mlp": config.swiglu, "rope_theta": config.rope_base, "proj_bias": config.out_bias,
+            "use_gated_mlp": config.swiglu,
+            "rope_theta": config.rope_base,
+            "proj_bias": config.out_bias,
             **{f"{name}_bias": name[0] in biased for name in ("query", "key", "value")},
-            "model_type": "dinov3_vit", "mlp_bias": config.mlp_bias, **({"hidden_act": "silu"} if config.swiglu else {}), **scale, **registers,
-        }  # fmt: skip
+            "model_type": "dinov3_vit",
+            "mlp_bias": config.mlp_bias,
+            **({"hidden_act": "silu"} if config.swiglu else {}),
+            **scale,
+            **registers,
+        }
         return "dinov3", "DINOv3ViTModel", own
     if config.embedding_norm:
         return "clip", "CLIPVisionModel", {"model_type": "clip_vision_model"}

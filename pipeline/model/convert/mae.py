@@ -118,23 +118,39 @@ def to_huggingface(
         )
     tensors = _written(model, decoder, facts, "huggingface", facts.mean, facts.std)
     found = {
-        "architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae", "hidden_size": config.width,
-        "num_hidden_layers": config.depth, "num_attention_heads": config.num_heads, "intermediate_size": config.mlp_width,
-        "hidden_act": HIDDEN_ACTS[config.gelu], "layer_norm_eps": config.layer_norm_eps,
-        "image_size": config.image_size[0], "patch_size": config.patch_size, "num_channels": 3, "qkv_bias": True,
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "mask_ratio": 0.75,
-        "decoder_hidden_size": len(decoder["decoder_embed.weight"]), "decoder_num_hidden_layers": decoder_depth(decoder),
-        "decoder_num_attention_heads": facts.num_heads, "decoder_intermediate_size": len(decoder["decoder_blocks.0.mlp.up.weight"]),
+        "architectures": ["ViTMAEForPreTraining"],
+        "model_type": "vit_mae",
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": config.image_size[0],
+        "patch_size": config.patch_size,
+        "num_channels": 3,
+        "qkv_bias": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "mask_ratio": 0.75,
+        "decoder_hidden_size": len(decoder["decoder_embed.weight"]),
+        "decoder_num_hidden_layers": decoder_depth(decoder),
+        "decoder_num_attention_heads": facts.num_heads,
+        "decoder_intermediate_size": len(decoder["decoder_blocks.0.mlp.up.weight"]),
         "norm_pix_loss": facts.normalise,
-    }  # fmt: skip
+    }
     images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
     return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
 
 
 def _written(
-    model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts, kind: str, mean: tuple[float, ...],
+    model: VisionTransformer,
+    decoder: Mapping[str, Tensor],
+    facts: DecoderFacts,
+    kind: str,
+    mean: tuple[float, ...],
     std: tuple[float, ...],
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of them."""
     config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
     kernel, bias = "patch_embedding.weight", "patch_embedding.bias"

@@ -174,9 +174,15 @@ def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB
     """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size: (height, width)."""
     height_width = {"height": image_size[0], "width": image_size[1]}
     common = {
-        "do_resize": True, "resample": 3 if view.get("resize_filter") == "bicubic" else 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": list(pixels.mean), "image_std": list(pixels.std), "do_convert_rgb": True,
-    }  # fmt: skip
+        "do_resize": True,
+        "resample": 3 if view.get("resize_filter") == "bicubic" else 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+        "do_convert_rgb": True,
+    }
     if not pixels.is_rgb8:
         divides = not written_scale(pixels)
         factor = 1 / pixels.high[0] if divides else 1.0
@@ -197,12 +203,14 @@ def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> d
     resize = side if crop == "resize" else eval_resize(view, image_size)
     share = side / resize
     return {
-        "input_size": [pixels.num_channels, *image_size], "mean": list(pixels.mean), "std": list(pixels.std),
+        "input_size": [pixels.num_channels, *image_size],
+        "mean": list(pixels.mean),
+        "std": list(pixels.std),
         "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
         # timm divides the side by it and rounds down.
         "crop_pct": share if int(side / share) == resize else side / (resize + 0.5),
         "crop_mode": "center" if crop == "center" else "squash",
-    }  # fmt: skip
+    }
 
 
 def written_filter(view: Json) -> str:
@@ -249,9 +257,13 @@ def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
 
 
 def fold_normalisation(
-    weight: Tensor, bias: Tensor, mean: tuple[float, ...], std: tuple[float, ...],
-    to_mean: tuple[float, ...] = HALF, to_std: tuple[float, ...] = HALF,
-) -> None:  # fmt: skip
+    weight: Tensor,
+    bias: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    to_mean: tuple[float, ...] = HALF,
+    to_std: tuple[float, ...] = HALF,
+) -> None:
     """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in [0, 1].
 
     weight: (D, C, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.

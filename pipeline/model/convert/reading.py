@@ -17,9 +17,14 @@ from pipeline.model.convert.names import Hints, Names, find_config, vit_entries
 from pipeline.model.convert.preprocessing import Preprocessing
 
 GELUS: dict[str, Gelu] = {
-    "gelu": "erf", "gelu_python": "erf", "gelu_tanh": "tanh", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
-    "gelu_python_tanh": "tanh", "quick_gelu": "quick",
-}  # fmt: skip
+    "gelu": "erf",
+    "gelu_python": "erf",
+    "gelu_tanh": "tanh",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+    "quick_gelu": "quick",
+}
 
 
 def read_vit(

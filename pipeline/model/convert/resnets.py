@@ -28,18 +28,25 @@ class UnitNames(NamedTuple):
 
 _BIT = {
     True: UnitNames(
-        "resnet/block{stage}/unit{unit:02d}/", 1, "{letter}/standardized_conv2d", "{letter}/group_norm",
+        "resnet/block{stage}/unit{unit:02d}/",
+        1,
+        "{letter}/standardized_conv2d",
+        "{letter}/group_norm",
         "a/proj/standardized_conv2d",
     ),
     False: UnitNames("stages.{stage}.blocks.{unit}.", 0, "conv{i}", "norm{i}", "downsample.conv"),
-}  # fmt: skip
+}
 _STEM = {
     True: UnitNames("block{stage}/unit{unit}/", 1, "conv{i}", "gn{i}", "conv_proj", "gn_proj"),
     False: UnitNames(
-        "patch_embed.backbone.stages.{stage}.blocks.{unit}.", 0, "conv{i}", "norm{i}", "downsample.conv",
+        "patch_embed.backbone.stages.{stage}.blocks.{unit}.",
+        0,
+        "conv{i}",
+        "norm{i}",
+        "downsample.conv",
         "downsample.norm",
     ),
-}  # fmt: skip
+}
 _BIT_SUFFIXES = ("gamma", "beta")
 
 

@@ -31,13 +31,24 @@ from pipeline.model.vit import VisionTransformer
 
 # timm's names: (our size, patch side) -> its size; stem -> its hybrid; its BiTs.
 _TIMM_NAMES = {
-    ("Ti", 16): "tiny", ("S", 16): "small", ("S", 32): "small", ("B", 8): "base", ("B", 16): "base", ("B", 32): "base",
-    ("L", 16): "large", ("L", 32): "large", ("H", 14): "huge", ("g", 14): "giant", ("G", 14): "gigantic",
-}  # fmt: skip
+    ("Ti", 16): "tiny",
+    ("S", 16): "small",
+    ("S", 32): "small",
+    ("B", 8): "base",
+    ("B", 16): "base",
+    ("B", 32): "base",
+    ("L", 16): "large",
+    ("L", 32): "large",
+    ("H", 14): "huge",
+    ("g", 14): "giant",
+    ("G", 14): "gigantic",
+}
 _TIMM_HYBRIDS = {
-    (): "vit_tiny_r_s16_p8_224", (2, 2, 2, 2): "vit_small_r26_s32_224", (3, 4, 9): "vit_base_r50_s16_224",
+    (): "vit_tiny_r_s16_p8_224",
+    (2, 2, 2, 2): "vit_small_r26_s32_224",
+    (3, 4, 9): "vit_base_r50_s16_224",
     (3, 4, 6, 3): "vit_large_r50_s32_224",
-}  # fmt: skip
+}
 _TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
 
 TIMM_KINDS = ("vit_", "deit", "flexivit", "resnetv2", "dinov2", "eva", "test_vit")
@@ -51,8 +62,10 @@ _OTHER_PARTS = {
 
 # Names of facebookresearch's and of timm's other models -> those of timm's ViT.
 _PUBLISHED = [
-    (r"^(register|storage)_tokens$", "reg_token"), (r"\.gamma_([12])$", r".ls\1.gamma"), (r"attn\.([qv])_bias$", r"attn.\1.bias"),
-]  # fmt: skip
+    (r"^(register|storage)_tokens$", "reg_token"),
+    (r"\.gamma_([12])$", r".ls\1.gamma"),
+    (r"attn\.([qv])_bias$", r"attn.\1.bias"),
+]
 # Layers of theirs -> the layer with the rows of these.
 _JOINED = {("w1", "w2"): "w12", ("fc1_g", "fc1_x"): "w12", ("q", "v"): "qkv"}
 # Beginnings of the names of what only pre-training uses: projection heads, DINOv3's norm for small views.
@@ -70,9 +83,10 @@ class _Rope(NamedTuple):
 
 # What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
 _ROPES = {
-    "dinov3|lingbot": _Rope(100.0, None, is_half=True), r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
+    "dinov3|lingbot": _Rope(100.0, None, is_half=True),
+    r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
     r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
-}  # fmt: skip
+}
 
 
 # timm's SigLIP 2 models whose names say that they are not SigLIP 1, which has the exact GELU in timm.
@@ -175,12 +189,18 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
             pool = "avg"
     activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
     hints = Hints(
-        gelu_of(args.act_layer or activation), 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
-        args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None), size,
-        "none" if rope or args.pos_embed in ("none", "") else None, kernel, rope_base=rope and rope.base, rope_side=rope and rope.side,
-        layer_scale=1.0 if args.init_values is None else args.init_values, pool="mean" if pool == "avg" else "token",
+        gelu_of(args.act_layer or activation),
+        1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
+        args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None),
+        size,
+        "none" if rope or args.pos_embed in ("none", "") else None,
+        kernel,
+        rope_base=rope and rope.base,
+        rope_side=rope and rope.side,
+        layer_scale=1.0 if args.init_values is None else args.init_values,
+        pool="mean" if pool == "avg" else "token",
         pixels=pixels,
-    )  # fmt: skip
+    )
     weights = read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
     if rope is not None and not (rope.is_half and not rope.has_x_first):
         _exchange_channels(weights.state, weights.config, rope)
@@ -287,10 +307,11 @@ def to_timm(
         "model_args": args,
         "pretrained_cfg": {
             **preprocessing.to_timm(view, model.config.image_size, model.config.pixels),
-            "num_classes": model.config.num_classes, "custom_load": False,
+            "num_classes": model.config.num_classes,
+            "custom_load": False,
         },
         **preprocessing.saved_pixels(model.config.pixels),
-    }  # fmt: skip
+    }
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
 
@@ -299,10 +320,13 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     has_rope = model.config.rope_base is not None
     holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels"}
     config, state = as_plain(
-        model, "timm's ViT with RoPE" if has_rope else "timm's ViT", ("token", "gap", "mean") if has_rope else ("token", "gap", "map", "mean"),
-        hybrids=not has_rope, representation=False,
+        model,
+        "timm's ViT with RoPE" if has_rope else "timm's ViT",
+        ("token", "gap", "mean") if has_rope else ("token", "gap", "map", "mean"),
+        hybrids=not has_rope,
+        representation=False,
         holds=frozenset(holds | ({"rope_base", "rope_side", "qkv_bias"} if has_rope else {"embedding_norm"})),
-    )  # fmt: skip
+    )
     if config.swiglu and (config.pool == "map" or config.stem is not None or config.embedding_norm):
         raise UserError("timm has no ViT with SwiGLU and attention pooling, a ResNet stem or a norm before the blocks.")
     if config.stem is not None and config.embedding_norm:
@@ -350,10 +374,14 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     packed = 2 if config.swiglu and config.rope_base is None else 1
     D, M = config.width, packed * config.mlp_width
     args: dict[str, Any] = {
-        "img_size": list(config.image_size), "patch_size": config.patch_size, "embed_dim": D, "depth": config.depth,
-        "num_heads": config.num_heads, "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
+        "img_size": list(config.image_size),
+        "patch_size": config.patch_size,
+        "embed_dim": D,
+        "depth": config.depth,
+        "num_heads": config.num_heads,
+        "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
         **channels,
-    }  # fmt: skip
+    }
     if config.gelu != "erf" and not config.swiglu and config.rope_base is None:
         args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
     if config.layer_scale is not None:
@@ -398,12 +426,20 @@ def _timm_eva(config: ViTConfig, args: dict[str, Any]) -> tuple[str, dict[str, A
     """The same for a model with RoPE; args: of the sizes."""
     is_dinov3 = config.rope_side is None
     args |= {
-        "class_token": config.has_class_token, "num_reg_tokens": config.registers, "no_embed_class": config.registers > 0,
-        "global_pool": "token" if config.pool == "token" else "avg", "use_fc_norm": config.pool_norm, "swiglu_mlp": config.swiglu,
-        "use_abs_pos_emb": config.positions != "none", "qkv_bias": config.qkv_bias != "none",
-        "attn_type": "rope" if config.qkv_bias == "qkv" else "eva", "rope_type": "dinov3" if is_dinov3 else "cat",
-        "rope_temperature": config.rope_base, "rope_rotate_half": True, "rope_grid_indexing": "ij",
-    }  # fmt: skip
+        "class_token": config.has_class_token,
+        "num_reg_tokens": config.registers,
+        "no_embed_class": config.registers > 0,
+        "global_pool": "token" if config.pool == "token" else "avg",
+        "use_fc_norm": config.pool_norm,
+        "swiglu_mlp": config.swiglu,
+        "use_abs_pos_emb": config.positions != "none",
+        "qkv_bias": config.qkv_bias != "none",
+        "attn_type": "rope" if config.qkv_bias == "qkv" else "eva",
+        "rope_type": "dinov3" if is_dinov3 else "cat",
+        "rope_temperature": config.rope_base,
+        "rope_rotate_half": True,
+        "rope_grid_indexing": "ij",
+    }
     if config.rope_side:
         args["ref_feat_shape"] = [config.rope_side, config.rope_side]
     if timm_eps(config) == 1e-5:

@@ -45,8 +45,14 @@ class MlflowExporter:
     name = "mlflow"
 
     def __init__(
-        self, uri: str, artifacts: str | None, config: TrackConfig, facts: RunFacts, folder: Path, find_models: FindModels
-    ) -> None:  # fmt: skip
+        self,
+        uri: str,
+        artifacts: str | None,
+        config: TrackConfig,
+        facts: RunFacts,
+        folder: Path,
+        find_models: FindModels,
+    ) -> None:
         self.uri, self.destination = uri, hide_passwords(uri)
         self.title = f"MLflow at {self.destination}"
         self.artifacts, self.config, self.facts, self.page = artifacts, config, facts, PageFolder(folder)
@@ -163,9 +169,13 @@ def dataset_inputs(datasets: Iterable[DatasetFacts]) -> list[Any]:
             **facts.notes,
         }
         dataset = Dataset(
-            dataset_name(facts), facts.digest[:36], kind, json.dumps({"uri": facts.source}),
-            schema=json.dumps({"image": "bytes", **labels}), profile=json.dumps(profile),
-        )  # fmt: skip
+            dataset_name(facts),
+            facts.digest[:36],
+            kind,
+            json.dumps({"uri": facts.source}),
+            schema=json.dumps({"image": "bytes", **labels}),
+            profile=json.dumps(profile),
+        )
         tags = {"mlflow.data.context": facts.context}
         tags |= {name: facts.notes[name] for name in OF_THE_RUN if name in facts.notes}
         inputs.append(DatasetInput(dataset, [InputTag(key, value) for key, value in tags.items()]))

@@ -18,9 +18,13 @@ _ACCESS = (
 )
 _NO_REQUEST = ("has no such request", "is this the address of an MLflow server, and its version at least 3?")
 _ANSWERS: dict[str | int, tuple[str, str]] = {
-    401: _ACCESS, 403: _ACCESS, 404: _NO_REQUEST,
-    "UNAUTHENTICATED": _ACCESS, "PERMISSION_DENIED": _ACCESS, "ENDPOINT_NOT_FOUND": _NO_REQUEST,
-}  # fmt: skip
+    401: _ACCESS,
+    403: _ACCESS,
+    404: _NO_REQUEST,
+    "UNAUTHENTICATED": _ACCESS,
+    "PERMISSION_DENIED": _ACCESS,
+    "ENDPOINT_NOT_FOUND": _NO_REQUEST,
+}
 _NO_TRUST = "CERTIFICATE_VERIFY_FAILED"
 # In the text of an error: MLflow has no code for it.
 _TOO_LARGE = "failed with error code 413 "

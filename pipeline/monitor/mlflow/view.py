@@ -64,8 +64,20 @@ def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
 def _chart(section: str, metric: str, x: str) -> dict[str, Any]:
     """A line chart of a metric. x: the metric on the x axis."""
     return {
-        "uuid": f"{section} {metric} {x}", "type": "LINE", "metricSectionId": section, "metricKey": metric, "isGenerated": False,
-        "runsCountToCompare": 20, "lineSmoothness": 0, "scaleType": "linear", "xAxisScaleType": "linear", "range": {},
-        "yAxisKey": "metric", "yAxisExpressions": [], "useGlobalLineSmoothing": True, "useGlobalXaxisKey": False, "xAxisKey": "metric",
+        "uuid": f"{section} {metric} {x}",
+        "type": "LINE",
+        "metricSectionId": section,
+        "metricKey": metric,
+        "isGenerated": False,
+        "runsCountToCompare": 20,
+        "lineSmoothness": 0,
+        "scaleType": "linear",
+        "xAxisScaleType": "linear",
+        "range": {},
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "useGlobalLineSmoothing": True,
+        "useGlobalXaxisKey": False,
+        "xAxisKey": "metric",
         "selectedXAxisMetricKey": x,
-    }  # fmt: skip
+    }

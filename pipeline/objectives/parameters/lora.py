@@ -45,8 +45,11 @@ def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> 
 
     layers: the last part of their names, such as "qkv". Raises UserError for one that no block has.
     """
-    dense = {name: module for name, module in backbone.named_modules()
-             if isinstance(module, nn.Linear) and name.startswith("blocks.")}  # fmt: skip
+    dense = {
+        name: module
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
     known = sorted({name.rpartition(".")[2] for name in dense})
     if unknown := [layer for layer in layers if layer not in known]:
         has = f"are {', '.join(known)}" if known else "are none: it is no ViT"

@@ -171,7 +171,7 @@ def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) ->
     for number in range(count):
         begin, end = max(start, number * size), min(start + length, (number + 1) * size)
         if begin < end:
-            yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)  # fmt: skip
+            yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)
 
 
 def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:

@@ -66,9 +66,15 @@ def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfi
         decays = name in decayed
         group = groups.setdefault(
             (not decays, steps, -factor, name in by_muon),
-            {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "factor": factor, "frozen_steps": steps,
-             "decays": decays, "matrices": name in by_muon},
-        )  # fmt: skip
+            {
+                "params": [],
+                "weight_decay": config.weight_decay if decays else 0.0,
+                "factor": factor,
+                "frozen_steps": steps,
+                "decays": decays,
+                "matrices": name in by_muon,
+            },
+        )
         group["params"].append(parameter)
         if steps:
             parameter.register_hook(partial(_without_gradient, group))
@@ -83,8 +89,11 @@ def matrices(model: nn.Module, decayed: set[str]) -> dict[str, int]:
     named = model.named_modules()
     layers = {f"{name}.weight": layer for name, layer in named if isinstance(layer, (Dense, StdConv))}
     hidden = tuple(f"{BACKBONE}{part}." for part in ("blocks", "units", "stem.units"))
-    return {name: getattr(layers[name], "num_kernels", 1) for name, _ in trained_parameters(model)
-            if name.startswith(hidden) and name in layers.keys() & decayed}  # fmt: skip
+    return {
+        name: getattr(layers[name], "num_kernels", 1)
+        for name, _ in trained_parameters(model)
+        if name.startswith(hidden) and name in layers.keys() & decayed
+    }
 
 
 def _without_gradient(group: dict[str, Any], gradient: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class ExportConfig:
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
         "big_vision: its .npz; onnx, torch_export: graphs of ONNX and torch.export; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
-    )  # fmt: skip
+    )
     out: str = setting(
         REQUIRED,
         "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm, huggingface and huggingface_mae a new folder",

@@ -176,9 +176,18 @@ def _plant(cell: StudyCell) -> None:
 def result_of(study: Study, cell: StudyCell, ends: Ends) -> CellResult:
     """The result of a cell, from its folders. ends: how cells ended in this start of which their folders say nothing."""
     found = CellResult(
-        cell.name, cell.model.name, cell.family, cell.parameters, cell.data_size, cell.steps, cell.images_seen, cell.flops / 1e18,
-        cell.seed, folder=str(cell.run.folder), run_id=run_id_of(cell.run.folder) or "",
-    )  # fmt: skip
+        cell.name,
+        cell.model.name,
+        cell.family,
+        cell.parameters,
+        cell.data_size,
+        cell.steps,
+        cell.images_seen,
+        cell.flops / 1e18,
+        cell.seed,
+        folder=str(cell.run.folder),
+        run_id=run_id_of(cell.run.folder) or "",
+    )
     ended = how_ended(cell.run)
     if ended is not None and ended.status == "diverged":
         return replace(found, state="diverged", reason=ended.reason)

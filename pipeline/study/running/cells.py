@@ -237,9 +237,21 @@ def _cells_of(
         plan, run, trunk, trunk_steps = make("-".join(filter(None, [stem, label, f"seed{seed}"])), length)
         finetunes = [_finetune(file, run, folder, seed) for file in config.finetune]
         found.append(
-            StudyCell(model, run, seed, len(split), plan.steps, plan.epochs, flops, models.num_parameters(built), trunk, trunk_steps,
-                 finetunes, sum(_finetune_flops(finetune.config, built) for finetune in finetunes))
-        )  # fmt: skip
+            StudyCell(
+                model,
+                run,
+                seed,
+                len(split),
+                plan.steps,
+                plan.epochs,
+                flops,
+                models.num_parameters(built),
+                trunk,
+                trunk_steps,
+                finetunes,
+                sum(_finetune_flops(finetune.config, built) for finetune in finetunes),
+            )
+        )
     return sorted(found, key=lambda cell: cell.steps)
 
 

@@ -276,11 +276,13 @@ class Engine:
         constant = list(layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=False))
         return RankPart(
             ranges,
-            {name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
-             for name, flats in states.items()},
+            {
+                name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
+                for name, flats in states.items()
+            },
             [(name, start, tensor.numel()) for name, start, tensor in constant],
             [tensor for _, _, tensor in constant],
-        )  # fmt: skip
+        )
 
     def _shards(self) -> list[layout.OptimizerShard]:
         return layout.shards(self.engine, self.ranks.rank)
@@ -311,11 +313,16 @@ class Engine:
         layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
             if name in sharded.states:
-                _fill(sharded, name, [
-                    (place.name, place.start, flat.narrow(0, place.offset, place.length))
-                    for flat, shard in zip(flats, shards, strict=True) if not layout.lacks(self.engine, shard, name)
-                    for place in shard.places
-                ])  # fmt: skip
+                _fill(
+                    sharded,
+                    name,
+                    [
+                        (place.name, place.start, flat.narrow(0, place.offset, place.length))
+                        for flat, shard in zip(flats, shards, strict=True)
+                        if not layout.lacks(self.engine, shard, name)
+                        for place in shard.places
+                    ],
+                )
         _fill(
             sharded, WEIGHTS, layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True)
         )

@@ -158,8 +158,11 @@ def zero_states(engine: Any) -> None:
 
 def optimizer_steps(engine: Any, shards: list[OptimizerShard]) -> int | None:
     """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
-    counted = {int(engine.basic_optimizer.state[s.key]["step"]) for s in shards if "step" in
-               engine.basic_optimizer.state.get(s.key, {})}  # fmt: skip
+    counted = {
+        int(engine.basic_optimizer.state[s.key]["step"])
+        for s in shards
+        if "step" in engine.basic_optimizer.state.get(s.key, {})
+    }
     assert len(counted) < 2, counted
     return counted.pop() if counted else None
 

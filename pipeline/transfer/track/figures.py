@@ -66,16 +66,32 @@ def draw_rates_of_grid(tried: Sequence[dict[str, Any]], chosen: float | None) ->
     for lr, top1 in scored:
         axes.annotate(f"{top1:.1f}", (lr, top1), textcoords="offset points", xytext=(0, 8), ha="center")
         if lr == chosen:
-            axes.plot([lr], [top1], marker="o", markersize=13, fillstyle="none", color=COLOURS[1], linestyle="none",
-                      label=f"chosen: {lr:g}")  # fmt: skip
+            axes.plot(
+                [lr],
+                [top1],
+                marker="o",
+                markersize=13,
+                fillstyle="none",
+                color=COLOURS[1],
+                linestyle="none",
+                label=f"chosen: {lr:g}",
+            )
     low = min((top1 for _, top1 in scored), default=0.0)
     high = max((top1 for _, top1 in scored), default=100.0)
     room = max(1.0, 0.15 * (high - low))
     axes.set_ylim(max(0.0, low - room), min(104.0, high + 2 * room))
     lost = [trial["lr"] for trial in tried if "diverged" in trial]
     if lost:
-        axes.plot(lost, [axes.get_ylim()[0]] * len(lost), linestyle="none", marker="x", markersize=9, color=_DIVERGED,
-                  clip_on=False, label="diverged")  # fmt: skip
+        axes.plot(
+            lost,
+            [axes.get_ylim()[0]] * len(lost),
+            linestyle="none",
+            marker="x",
+            markersize=9,
+            color=_DIVERGED,
+            clip_on=False,
+            label="diverged",
+        )
     _style(axes, sorted({*lost, *(lr for lr, _ in scored)}), "top-1 on dev, %", zoomed=True)
     if lost or chosen is not None:
         axes.legend(frameon=False, loc="best")

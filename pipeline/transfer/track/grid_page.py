@@ -74,9 +74,13 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_train:
     origin = _origin(Path(config.out) / config.name, str(weights))
     parent = origin.run_id if origin else run_of_weights(str(weights))
     parameters = {
-        "run": config.run, "settings": " ".join(config.settings), "lr": config.lr, "seeds": config.seeds,
-        "dev_share": config.dev_share, "also": config.also,
-    }  # fmt: skip
+        "run": config.run,
+        "settings": " ".join(config.settings),
+        "lr": config.lr,
+        "seeds": config.seeds,
+        "dev_share": config.dev_share,
+        "also": config.also,
+    }
     tags = {"weights": str(weights), **tags_of_folder(Path(config.out) / config.name, dataset)}
     description = (
         f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
@@ -90,6 +94,14 @@ def _facts(config: GridConfig, settings: RunConfig, dataset: Dataset, num_train:
         for facts in facts_of_splits(dataset, data)
     )
     return RunFacts(
-        config.name, "grid", parameters, tags, splits, description, {"parent": parent} if parent else {},
-        artifacts=("report.md", "results.json"), score="top1", origin=origin,
-    )  # fmt: skip
+        config.name,
+        "grid",
+        parameters,
+        tags,
+        splits,
+        description,
+        {"parent": parent} if parent else {},
+        artifacts=("report.md", "results.json"),
+        score="top1",
+        origin=origin,
+    )

@@ -49,9 +49,14 @@ class SweepPage(ParentPage):
     """
 
     def __init__(
-        self, sweep: Sweep, header: dict[str, Any], uri: str, num_cells: int, outcomes: dict[VtabCell, Outcome],
+        self,
+        sweep: Sweep,
+        header: dict[str, Any],
+        uri: str,
+        num_cells: int,
+        outcomes: dict[VtabCell, Outcome],
         failed: dict[VtabCell, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sweep, self.num_cells, self.outcomes, self.failed = sweep, num_cells, outcomes, failed
         self._column: Column | None = None
         self._next = 0.0
@@ -101,10 +106,15 @@ def row_of(cell: VtabCell, outcome: Outcome) -> dict[str, Any]:
     """A cell's row of cells.csv."""
     setting = cell.setting
     row = {
-        "cell": cell_name(cell), "task": cell.task.name, "group": cell.task.group, "stage": cell.stage, "seed": cell.seed,
-        "lr": setting.lr if setting else "", "weight_decay": setting.weight_decay if setting else "",
+        "cell": cell_name(cell),
+        "task": cell.task.name,
+        "group": cell.task.group,
+        "stage": cell.stage,
+        "seed": cell.seed,
+        "lr": setting.lr if setting else "",
+        "weight_decay": setting.weight_decay if setting else "",
         "length": str(setting.length) if setting else "",
-    }  # fmt: skip
+    }
     found = ("accuracy", "val_accuracy", "loss", "steps", "l2", "neighbours", "seconds", "device", "diverged", "failed")
     return row | {name: outcome.get(name, "") for name in found}
 
@@ -158,10 +168,18 @@ def _facts(sweep: Sweep, header: dict[str, Any], num_cells: int, uri: str) -> Ru
     if sweep.missing:
         description.append(f"Not prepared, so without a score: {', '.join(sweep.missing)}.")
     return RunFacts(
-        f"{run.name if run else Path(config.weights).stem} {sweep.config.protocol.name}-{config.method}", "vtab", settings, tags,
-        tuple(datasets), "\n\n".join(description), {"parent": str(parent)} if parent else {},
-        artifacts=("results.json", SWEEP_FILE), score="vtab_mean", scored_on="VTAB-1k", origin=find_origin(Path(config.weights), sweep.named),
-    )  # fmt: skip
+        f"{run.name if run else Path(config.weights).stem} {sweep.config.protocol.name}-{config.method}",
+        "vtab",
+        settings,
+        tags,
+        tuple(datasets),
+        "\n\n".join(description),
+        {"parent": str(parent)} if parent else {},
+        artifacts=("results.json", SWEEP_FILE),
+        score="vtab_mean",
+        scored_on="VTAB-1k",
+        origin=find_origin(Path(config.weights), sweep.named),
+    )
 
 
 def _tried(outcomes: dict[VtabCell, Outcome]) -> dict[str, dict[float, tuple[float, int, int]]]:

@@ -33,7 +33,7 @@ def listed(rows: list[int], split: str = "train") -> pa.Table:
         "key": [f"class/{row}" for row in rows],
         "reason": ["x"] * len(rows),
     }
-    return pa.table(columns, EXCLUDED)  # fmt: skip
+    return pa.table(columns, EXCLUDED)
 
 
 def contents(split: Split) -> list[str]:

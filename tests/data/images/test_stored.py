@@ -91,7 +91,14 @@ def test_tiff_with_images_of_other_formats_inside(codec: str, options: dict, kin
     for kind, channels in product(kinds, (1, most)):
         written = values_of(kind, (48, 64, channels))
         array, layout = (written, "contig") if channels > 1 else (written[..., 0], None)
-        data = tiff(array, compression=codec, compressionargs=options, tile=(16, 32), photometric="minisblack", planarconfig=layout)  # fmt: skip
+        data = tiff(
+            array,
+            compression=codec,
+            compressionargs=options,
+            tile=(16, 32),
+            photometric="minisblack",
+            planarconfig=layout,
+        )
         check(data, written)
 
 
@@ -125,8 +132,11 @@ def test_tiff_of_12_bits_and_of_white_as_zero() -> None:
 def test_pages_are_channels_only_where_there_are_as_many() -> None:
     written = values_of("uint16", (20, 30, 3))
     planes = np.moveaxis(written, 2, 0)
-    for data in (tiff(planes, photometric="minisblack", metadata={"axes": "CYX"}, ome=True), tiff(planes, imagej=True),
-                 tiff(planes, photometric="minisblack")):  # fmt: skip
+    for data in (
+        tiff(planes, photometric="minisblack", metadata={"axes": "CYX"}, ome=True),
+        tiff(planes, imagej=True),
+        tiff(planes, photometric="minisblack"),
+    ):
         assert open_image(data).pages == 3
         check(data, written)
         assert np.array_equal(read(data, written[..., :1]), written[..., :1])
@@ -345,8 +355,13 @@ def test_damage_and_images_of_several_sizes_are_named() -> None:
 def test_every_damaged_byte_is_an_image_or_refused() -> None:
     """Seeded mutations of each format: an array of the expected shape, or DecodeError."""
     written = values_of("uint16", (16, 16))
-    files = [tiff(written, compression="zstd"), imagecodecs.png_encode(written), imagecodecs.jpeg2k_encode(written, level=0),
-             imagecodecs.jpegxl_encode(written, lossless=True), dicom(written[None])]  # fmt: skip
+    files = [
+        tiff(written, compression="zstd"),
+        imagecodecs.png_encode(written),
+        imagecodecs.jpeg2k_encode(written, level=0),
+        imagecodecs.jpegxl_encode(written, lossless=True),
+        dicom(written[None]),
+    ]
     array = io.BytesIO()
     np.save(array, written)
     rng = np.random.default_rng(0)

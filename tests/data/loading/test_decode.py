@@ -434,7 +434,12 @@ SRGB = {b"rXYZ": (0.4361, 0.2225, 0.0139), b"gXYZ": (0.3851, 0.7169, 0.0971), b"
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_profiles_other_than_srgb_are_left_out(encode: Encode, noise: np.ndarray, format: str) -> None:
-    for space, primaries, expected in ((b"RGB ", DISPLAY_P3, ["profile"]), (b"RGB ", SRGB, []), (b"CMYK", {}, ["profile"]), (b"GRAY", {}, [])):  # fmt: skip
+    for space, primaries, expected in (
+        (b"RGB ", DISPLAY_P3, ["profile"]),
+        (b"RGB ", SRGB, []),
+        (b"CMYK", {}, ["profile"]),
+        (b"GRAY", {}, []),
+    ):
         icc = profile(space, primaries)
         assert left_out(encode(noise, format, icc_profile=icc), RGB8) == expected
         assert left_out(encode(noise, format, icc_profile=icc[:140]), RGB8) == ["profile"] * (space != b"GRAY"), "cut"

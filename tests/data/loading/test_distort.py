@@ -119,8 +119,10 @@ def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> No
 
 @pytest.mark.parametrize("name", ["grey", "solarise", "blur", "erase", "color_jitter_probability"])
 def test_a_distortion_happens_as_often_as_asked(name: str, image: np.ndarray) -> None:
-    changed = [not np.array_equal(distorted(image, sample=i, color_jitter=0.4 * (name[:5] == "color"), **{name: 0.25}), image)
-               for i in range(400)]  # fmt: skip
+    changed = [
+        not np.array_equal(distorted(image, sample=i, color_jitter=0.4 * (name[:5] == "color"), **{name: 0.25}), image)
+        for i in range(400)
+    ]
     assert 66 < sum(changed) < 134  # 4 standard deviations
 
 

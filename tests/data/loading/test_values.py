@@ -36,8 +36,11 @@ def pixels_of(channels: int, kind: str, **more: object) -> Pixels:
     low, high = FULL_RANGE.get(kind, (-2.0, 2.0))
     span, place = high - low, np.arange(channels) / (4 * channels)
     columns = {
-        "low": low + 0.1 * span * place, "high": high - 0.2 * span * place, "mean": 0.3 + place, "std": 0.2 + place,
-    }  # fmt: skip
+        "low": low + 0.1 * span * place,
+        "high": high - 0.2 * span * place,
+        "mean": 0.3 + place,
+        "std": 0.2 + place,
+    }
     names = tuple(f"c{number}" for number in range(channels))
     return Pixels(names, kind, **{name: tuple(map(float, column)) for name, column in columns.items()}, **more)  # type: ignore[arg-type]
 

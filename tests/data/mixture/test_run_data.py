@@ -206,7 +206,10 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 0}", r"data.mix\[0\].weight = 0: leave the set out"),
         ("{path: b}", r"data.mix\[0\].weight is not set"),
         ("{path: b, weight: 1e-7}", "a weight is below 7.6e-06 of the sum"),
-        ("{path: a, weight: 1}", r"data.mix\[0\]: .*/a, split 'train', is data.path itself, whose weight is data.weight"),
+        (
+            "{path: a, weight: 1}",
+            r"data.mix\[0\]: .*/a, split 'train', is data.path itself, whose weight is data.weight",
+        ),
         ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train', is there twice"),
         ("{path: copy, weight: 1}", "copy and .*/a are the same data set"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
@@ -215,10 +218,16 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
         ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
         ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
-        ("{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}", r"data.mix\[1\].limit = 9 differs from 100%"),
-        ("{path: b, weight: 0, from_step: 4}, {path: a, weight: 0, from_step: 4}", "the weights of all data sets are 0 from step 4"),
+        (
+            "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
+            r"data.mix\[1\].limit = 9 differs from 100%",
+        ),
+        (
+            "{path: b, weight: 0, from_step: 4}, {path: a, weight: 0, from_step: 4}",
+            "the weights of all data sets are 0 from step 4",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as refused:
         opened(sets, mix)

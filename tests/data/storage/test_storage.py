@@ -60,10 +60,13 @@ def test_locations() -> None:
     assert name_inside(path / "c.tar", to_path("s3://bucket/a")) == "b/c.tar"
     assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
     assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
-    for wrong, said in (("hdfs://a/b", "hdfs:// is not supported"), ("s3://", "names no bucket"),
-                        ("s3://a/b?regoin=x", "unknown option 'regoin'"),
-                        ("s3://a/b?scheme=ftp&region=x", "scheme=ftp is not one of http, https"),
-                        ("gs://a/b?anonymous=yes", "anonymous=yes is not one of true, false")):  # fmt: skip
+    for wrong, said in (
+        ("hdfs://a/b", "hdfs:// is not supported"),
+        ("s3://", "names no bucket"),
+        ("s3://a/b?regoin=x", "unknown option 'regoin'"),
+        ("s3://a/b?scheme=ftp&region=x", "scheme=ftp is not one of http, https"),
+        ("gs://a/b?anonymous=yes", "anonymous=yes is not one of true, false"),
+    ):
         with pytest.raises(UserError, match=said):
             to_path(wrong)
 

@@ -44,8 +44,17 @@ def test_configurations_are_judged_by_their_losses_and_kernels() -> None:
 
 
 def row_of(setup: Setup, ms: float, losses: list[float]) -> dict[str, Any]:
-    return {"model": TINY.name, "batch": TINY.batch, "ms": ms, "losses": losses, "setup": asdict(setup), "images_per_second": 4e3 / ms,
-            "tflops": 1.0, "peak_memory_gib": 1.0, "gflops": 1.0}  # fmt: skip
+    return {
+        "model": TINY.name,
+        "batch": TINY.batch,
+        "ms": ms,
+        "losses": losses,
+        "setup": asdict(setup),
+        "images_per_second": 4e3 / ms,
+        "tflops": 1.0,
+        "peak_memory_gib": 1.0,
+        "gflops": 1.0,
+    }
 
 
 @pytest.mark.slow

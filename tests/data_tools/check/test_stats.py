@@ -57,9 +57,16 @@ def test_numbers_of_a_manifest_without_tars(tmp_path: Path, capsys: pytest.Captu
     assert train == found["splits"]["train"]
     assert (train["samples"], train["bytes"]) == (6, 12000)
     assert train["classes"] == {
-        "max": 4, "median": 2.0, "min": 1, "imbalance": 4.0, "largest": "c0", "smallest": "c2", "with_one_image": 1,
-        "empty": 2, "first_empty": ["c3", "c4"],
-    }  # fmt: skip
+        "max": 4,
+        "median": 2.0,
+        "min": 1,
+        "imbalance": 4.0,
+        "largest": "c0",
+        "smallest": "c2",
+        "with_one_image": 1,
+        "empty": 2,
+        "first_empty": ["c3", "c4"],
+    }
     assert train["labels_per_sample"] == {"0": 1, "1": 3, "2": 2}
     assert train["formats"] == {"jpg": 4, "png": 2}
     assert train["width"] == {"min": 100, "p5": 100, "median": 102, "p95": 105, "max": 105}

@@ -340,8 +340,10 @@ def test_a_search_of_another_split_keeps_the_marks(
     sets: tuple[Dataset, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The marks of each split are those of its last search; the report is of the last search, and names its split."""
-    files = {f"{split}/{of}.jpg": jpeg(picture(number)) for split, of, number in (
-        ("train", "a/0", 0), ("train", "a/1", 2000), ("val", "a/2", 1), ("val", "a/3", 2001))}  # fmt: skip
+    files = {
+        f"{split}/{of}.jpg": jpeg(picture(number))
+        for split, of, number in (("train", "a/0", 0), ("train", "a/1", 2000), ("val", "a/2", 1), ("val", "a/3", 2001))
+    }
     source = write_folder(files, tmp_path / "raw")
     train = shard.run(settings(source, tmp_path / "train", splits={"train": "train", "val": "val"}))
     for split in ("train", "val", "val", "train"):

@@ -513,7 +513,10 @@ def test_to_rgb8_takes_the_channels_that_are_named_red_green_and_blue(ray_cluste
         return np.rint(values[..., places] / 257).astype(np.uint8)
 
     bands = write_folder({f"{key}.tif": tiff(values) for key, values in written.items()}, tmp_path / "bands")
-    check(shard.run(settings(bands, tmp_path / "first", to_rgb8=True)), {key: reduced(values, [0, 1, 2]) for key, values in written.items()})  # fmt: skip
+    check(
+        shard.run(settings(bands, tmp_path / "first", to_rgb8=True)),
+        {key: reduced(values, [0, 1, 2]) for key, values in written.items()},
+    )
     by_name = shard.run(settings(bands, tmp_path / "named", to_rgb8=True, channels=named))
     check(by_name, {key: reduced(values, rgb) for key, values in written.items()})
     with pytest.raises(UserError, match="has 3 names"):
@@ -552,7 +555,15 @@ def test_photographs_stay_8_bit_rgb_and_others_among_them_are_bad(ray_cluster: i
     assert np.array_equal(stored(reduced)["dog/deep"], np.full((9, 9, 3), round(40_000 / 257), np.uint8))
     half = {f"dog/{i}.tif": tiff(np.zeros((9, 9, 4), np.uint16)) for i in range(15)}
     with pytest.raises(UserError, match="to_rgb8"):
-        shard.run(settings(write_folder({**photographs, **half, **{f"dog/x{i}.npy": npy(np.zeros((5, 5), "f4")) for i in range(9)}}, tmp_path / "mixed"), tmp_path / "no"))  # fmt: skip
+        shard.run(
+            settings(
+                write_folder(
+                    {**photographs, **half, **{f"dog/x{i}.npy": npy(np.zeros((5, 5), "f4")) for i in range(9)}},
+                    tmp_path / "mixed",
+                ),
+                tmp_path / "no",
+            )
+        )
     gray = {f"dog/{i}.png": imagecodecs.png_encode(np.full((9, 9), i, np.uint16)) for i in range(15)}
     write_folder({**photographs, **gray}, tmp_path / "gray")
     with pytest.raises(UserError, match="channels"):

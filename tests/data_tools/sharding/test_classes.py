@@ -117,8 +117,9 @@ def test_classes_that_val_share_leaves_out_of_a_split_are_named(zoo: Path) -> No
     assert counts(listing, "val") == {"ant": 0, "bee": 1, "cat": 0, "dog": 2}
     # Of ant, which has one image alone, none can be held out.
     assert odd_classes(listing, 0.2)[-2:] == [
-        "1 class with one image only in train: ant", f"1 class with no image in val: cat{way_out}"
-    ]  # fmt: skip
+        "1 class with one image only in train: ant",
+        f"1 class with no image in val: cat{way_out}",
+    ]
     assert not any("val" in note for note in odd_classes(listing))  # Of a source that has its own val.
     assert f"2 classes with all images in val: ant, bee{way_out}" in odd_classes(ruled(zoo, val_share=0.7), 0.7)
 

@@ -90,9 +90,10 @@ def test_the_first_parentheses_are_the_group(photos: Path) -> None:
 def test_a_list_names_the_group_of_each_image(photos: Path, ext: str, tmp_path: Path) -> None:
     keys = names()
     columns = {
-        "path": [str(photos / key) for key in keys], "label": [key.split("/")[0] for key in keys],
+        "path": [str(photos / key) for key in keys],
+        "label": [key.split("/")[0] for key in keys],
         "lesion": [int(patient(key).removeprefix("patient")) for key in keys],
-    }  # fmt: skip
+    }
     path = tmp_path / f"list.{ext}"
     if ext == "csv":
         path.write_text("\n".join(",".join(map(str, row)) for row in [columns, *zip(*columns.values(), strict=True)]))

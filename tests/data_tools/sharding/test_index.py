@@ -152,9 +152,14 @@ def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
 def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None:
     small = noise(1, width=32, height=16)
     images = {
-        "1.heic": HEIC["turned"], "2.jpg": HEIC["tiles"], "3.avif": encoded(small, "AVIF"), "4.ppm": encoded(small, "PPM"),
-        "5.jp2": encoded(small, "JPEG2000"), "6.avif": encoded(small, "AVIF")[:-9], "7.heic": HEIC["tiles"][:-9],
-    }  # fmt: skip
+        "1.heic": HEIC["turned"],
+        "2.jpg": HEIC["tiles"],
+        "3.avif": encoded(small, "AVIF"),
+        "4.ppm": encoded(small, "PPM"),
+        "5.jp2": encoded(small, "JPEG2000"),
+        "6.avif": encoded(small, "AVIF")[:-9],
+        "7.heic": HEIC["tiles"][:-9],
+    }
     source = write_tar(images, tmp_path / "a.tar")
     for whole in (False, True):
         table = tmp_path / f"{whole}.parquet"
@@ -162,8 +167,12 @@ def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None
         assert [(key, reason.split(":")[0]) for key, _, reason in done.skipped] == [("6", "cut off"), ("7", "cut off")]
         rows = pq.read_table(table, columns=["ext", "width", "height"]).to_pylist()
         assert [tuple(row.values()) for row in rows] == [
-            ("heic", 16, 32), ("heic", 100, 96), ("avif", 32, 16), ("ppm", 32, 16), ("jp2", 32, 16),
-        ]  # fmt: skip
+            ("heic", 16, 32),
+            ("heic", 100, 96),
+            ("avif", 32, 16),
+            ("ppm", 32, 16),
+            ("jp2", 32, 16),
+        ]
 
 
 def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> None:

@@ -206,8 +206,9 @@ def test_imagenet1k_with_the_labels_of_real(tmp_path: Path) -> None:
     first, _, third = VAL
     # Sorted by class number, as every list of labels is.
     assert samples(listing) == {
-        f"n03/{first}": ("val", ("n01", "n03"), jpeg(0)), f"n02/{third}": ("val", ("n02",), jpeg(2))
-    }  # fmt: skip
+        f"n03/{first}": ("val", ("n01", "n03"), jpeg(0)),
+        f"n02/{third}": ("val", ("n02",), jpeg(2)),
+    }
     assert listing.classes == ["n01", "n02", "n03"]
     assert any("left out 1 of 3 images" in note for note in listing.notes)
     assert "label_names=FILE names the wnids" in refused(source, **flat)
@@ -240,12 +241,20 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
 # --- Tiny-ImageNet ----------------------------------------------------------------------------------------------------
 
 TINY = {
-    **{f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(10 * c + i) for c, wnid in enumerate(("n02", "n01")) for i in (0, 1)},
+    **{
+        f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(10 * c + i)
+        for c, wnid in enumerate(("n02", "n01"))
+        for i in (0, 1)
+    },
     **{f"train/{wnid}/{wnid}_boxes.txt": b"x_0.JPEG\t0\t0\t9\t9\n" for wnid in ("n01", "n02")},
     **{f"val/images/val_{i}.JPEG": jpeg(50 + i) for i in range(3)},
-    "val/val_annotations.txt": b"".join(b"val_%d.JPEG\t%s\t0\t0\t9\t9\n" % (i, w) for i, w in enumerate((b"n01", b"n02", b"n01"))),
-    "test/images/test_0.JPEG": jpeg(60), "wnids.txt": b"n02\nn01\n", "words.txt": b"n01\tone\nn02\ttwo\n",
-}  # fmt: skip
+    "val/val_annotations.txt": b"".join(
+        b"val_%d.JPEG\t%s\t0\t0\t9\t9\n" % (i, w) for i, w in enumerate((b"n01", b"n02", b"n01"))
+    ),
+    "test/images/test_0.JPEG": jpeg(60),
+    "wnids.txt": b"n02\nn01\n",
+    "words.txt": b"n01\tone\nn02\ttwo\n",
+}
 TINY_SAMPLES = {f"{w}/{w}_{i}": ("train", (w,), jpeg(10 * c + i)) for c, w in enumerate(("n02", "n01")) for i in (0, 1)}
 TINY_SAMPLES |= {f"{w}/val_{i}": ("val", (w,), jpeg(50 + i)) for i, w in enumerate(("n01", "n02", "n01"))}
 
@@ -566,9 +575,15 @@ def test_names_of_numbers_are_refused_where_folders_name_the_classes(tmp_path: P
 # --- webdataset -------------------------------------------------------------------------------------------------------
 
 SHARD = {
-    "a/1.jpg": jpeg(1), "a/1.cls": b"3\n", "a/2.x.json": b"[]", "a/2.PNG": jpeg(2), "a/2.json": b'{"labels": [0, 10]}',
-    "v1.5/3.jpeg": jpeg(3), "v1.5/3.json": b'{"label": 4, "caption": "x"}', "note.txt": b"no image",
-}  # fmt: skip
+    "a/1.jpg": jpeg(1),
+    "a/1.cls": b"3\n",
+    "a/2.x.json": b"[]",
+    "a/2.PNG": jpeg(2),
+    "a/2.json": b'{"labels": [0, 10]}',
+    "v1.5/3.jpeg": jpeg(3),
+    "v1.5/3.json": b'{"label": 4, "caption": "x"}',
+    "note.txt": b"no image",
+}
 
 
 def test_webdataset(tmp_path: Path) -> None:

@@ -16,9 +16,13 @@ from pipeline.settings.commands.data import ShardConfig
 
 # The same names in several folders, a folder in a folder, one at the top, and what is no image.
 PHOTOS = {
-    "2019/1.jpg": jpeg(1), "2020/1.jpg": jpeg(2), "2020/may/1.jpg": jpeg(3), "top.png": jpeg(4), "2020/notes.txt": b"x",
+    "2019/1.jpg": jpeg(1),
+    "2020/1.jpg": jpeg(2),
+    "2020/may/1.jpg": jpeg(3),
+    "top.png": jpeg(4),
+    "2020/notes.txt": b"x",
     ".hidden/5.jpg": jpeg(5),
-}  # fmt: skip
+}
 KEYS = {"2019/1": jpeg(1), "2020/1": jpeg(2), "2020/may/1": jpeg(3), "top": jpeg(4)}
 
 

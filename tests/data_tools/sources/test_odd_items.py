@@ -180,10 +180,19 @@ def tar_of(*members: bytes) -> bytes:
 
 ODD_MEMBERS = {
     "name not UTF-8": (member(b"cat/caf\xe9.jpg", jpeg(3)), "its name is not UTF-8; rename it"),
-    "pax name not UTF-8": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\xff.jpg")), "its name is not UTF-8; rename it"),
-    "pax size no number": (member(b"cat/x.jpg", jpeg(3), record(b"size", b"many")), "says size = 'many', which is no number"),
-    "NUL in a pax name": (member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\0.jpg")), "its name has a NUL character"),
-}  # fmt: skip
+    "pax name not UTF-8": (
+        member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\xff.jpg")),
+        "its name is not UTF-8; rename it",
+    ),
+    "pax size no number": (
+        member(b"cat/x.jpg", jpeg(3), record(b"size", b"many")),
+        "says size = 'many', which is no number",
+    ),
+    "NUL in a pax name": (
+        member(b"cat/x.jpg", jpeg(3), record(b"path", b"cat/\0.jpg")),
+        "its name has a NUL character",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", ODD_MEMBERS)
@@ -216,11 +225,19 @@ def test_a_hard_link_in_a_tar_is_the_file_that_it_links_to(layout: str, tmp_path
     """It was called a file without an image extension, `cat/2.jpg.link`, and ignored."""
     pax = record(b"linkpath", b"cat/1.jpg")
     data = tar_of(
-        member(b"cat/1.jpg", jpeg(1)), member(b"cat/readme", b"1"), link(b"cat/2.jpg", b"cat/1.jpg"), member(b"dog/1.jpg", jpeg(2)),
-        link(b"dog/2.jpg", b"cat/1.jpg"), header(b"pax", len(pax), tarfile.XHDTYPE) + pax + bytes(-len(pax) % 512),
-        link(b"dog/3.jpg", b""), header(LONG, 10), bytes(512), link(b"dog/4.jpg", LONG), link(b"dog/5.jpg", b"dog/6.jpg"),
+        member(b"cat/1.jpg", jpeg(1)),
+        member(b"cat/readme", b"1"),
+        link(b"cat/2.jpg", b"cat/1.jpg"),
+        member(b"dog/1.jpg", jpeg(2)),
+        link(b"dog/2.jpg", b"cat/1.jpg"),
+        header(b"pax", len(pax), tarfile.XHDTYPE) + pax + bytes(-len(pax) % 512),
+        link(b"dog/3.jpg", b""),
+        header(LONG, 10),
+        bytes(512),
+        link(b"dog/4.jpg", LONG),
+        link(b"dog/5.jpg", b"dog/6.jpg"),
         member(b"dog/6.jpg", jpeg(3)),
-    )  # fmt: skip
+    )
     source, splits = tmp_path / "raw.tar", {"train": ""}
     if layout == "imagenet21k":
         data, splits = tar_of(member(b"all.tar", data)), {"train": "all"}
@@ -261,8 +278,9 @@ def test_odd_members_of_a_zip(tmp_path: Path) -> None:
     listing = listed(tmp_path / "raw.zip")
     assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
     assert [(where, reason.split(";")[0]) for _, where, reason in listing.skipped] == [
-        ("cat/locked.jpg", "it is encrypted"), ("cat/rare.jpg", "it is packed by a rare method")
-    ]  # fmt: skip
+        ("cat/locked.jpg", "it is encrypted"),
+        ("cat/rare.jpg", "it is packed by a rare method"),
+    ]
 
 
 def test_names_in_a_zip_that_does_not_tell_their_encoding(tmp_path: Path) -> None:
@@ -309,10 +327,19 @@ def test_a_flipped_bit_in_a_zip_is_found(method: int, file: type[io.BytesIO], tm
 # ---------------------------------------------------------------- webdataset
 
 SHARD = [
-    ("1.jpg", jpeg(1)), ("1.cls", b"0"), ("/tmp/ESC.jpg", jpeg(2)), ("/tmp/ESC.cls", b"1"), ("../up.jpg", jpeg(3)),
-    ("../up.cls", b"0"), ("deep.jpg", jpeg(4)), ("deep.json", b'{"label": ['), (f"{LATIN}.jpg", jpeg(5)), (f"{LATIN}.cls", b"1"),
-    ("long.jpg", jpeg(6)), ("long.cls", b"9" * 5000),
-]  # fmt: skip
+    ("1.jpg", jpeg(1)),
+    ("1.cls", b"0"),
+    ("/tmp/ESC.jpg", jpeg(2)),
+    ("/tmp/ESC.cls", b"1"),
+    ("../up.jpg", jpeg(3)),
+    ("../up.cls", b"0"),
+    ("deep.jpg", jpeg(4)),
+    ("deep.json", b'{"label": ['),
+    (f"{LATIN}.jpg", jpeg(5)),
+    (f"{LATIN}.cls", b"1"),
+    ("long.jpg", jpeg(6)),
+    ("long.cls", b"9" * 5000),
+]
 BAD = {
     "deep.jpg": "not valid JSON",
     "caf\\udce9.jpg": "not UTF-8",

@@ -84,7 +84,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
     "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
-    "not fetched": (_begins_with(LFS, "raw.tar"), "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull."),
+    "not fetched": (
+        _begins_with(LFS, "raw.tar"),
+        "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull.",
+    ),
     "splits as classes": (
         lambda at: write_folder(_below("test", "train"), at / "raw"),
         "If they are, say so: splits.test=test splits.train=train",
@@ -97,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: write_folder(_below("photos"), at / "raw"),
         "If those are the classes, say so: splits.train=photos . For images without labels, run: python launch/shard.py layout=images",
     ),
-}  # fmt: skip
+}
 
 
 def refusal(monkeypatch, capfd, *arguments: str) -> str:

@@ -36,10 +36,17 @@ from pipeline.transfer.vtab_tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = [
-    "protocol.name=tiny", "protocol.image_size=8", "protocol.batch=16", "protocol.length=[2 steps]", "protocol.lr=[0.1]",
-    "protocol.schedule.decay=cosine", "protocol.schedule.warmup=0 steps", "protocol.augment.crop=resize_crop",
-    "protocol.augment.eval_crop=resize", "threads=1",
-]  # fmt: skip
+    "protocol.name=tiny",
+    "protocol.image_size=8",
+    "protocol.batch=16",
+    "protocol.length=[2 steps]",
+    "protocol.lr=[0.1]",
+    "protocol.schedule.decay=cosine",
+    "protocol.schedule.warmup=0 steps",
+    "protocol.augment.crop=resize_crop",
+    "protocol.augment.eval_crop=resize",
+    "threads=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +91,7 @@ def test_all_19_tasks_from_original_files_to_results(
     assert (results["method"], results["failed"], results["missing"]) == ("finetune", [], [])
     assert results["contamination"] == dict.fromkeys(results["data"])
     protocol = schema.load(VtabConfig, None, prepared).protocol
-    assert results["protocol"] == {
-        "name": "tiny", "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)
-    }  # fmt: skip
+    assert results["protocol"] == {"name": "tiny", "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)}
     for row, task in zip(results["scores"], TASKS, strict=True):
         dataset = open_dataset(vtab_tasks[0] / "out" / task.name)
         assert results["data"][task.name] == dataset.fingerprint
@@ -94,8 +99,12 @@ def test_all_19_tasks_from_original_files_to_results(
         assert 0 <= row["accuracy"] <= 1
         assert (row["accuracy"] * row["num_test"]) % 1 == pytest.approx(0, abs=1e-9)
         assert {name: row[name] for name in ("seed", "learning_rate", "weight_decay", "steps", "val_accuracy")} == {
-            "seed": 0, "learning_rate": 0.1, "weight_decay": 0.0, "steps": 2, "val_accuracy": None
-        }  # fmt: skip
+            "seed": 0,
+            "learning_rate": 0.1,
+            "weight_decay": 0.0,
+            "steps": 2,
+            "val_accuracy": None,
+        }
     assert len(list((all_tasks / "cells").iterdir())) == len(TASKS)
     assert not (all_tasks / "progress.json").exists()
 
@@ -124,9 +133,12 @@ def job_cluster(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, str]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0", "RAY_raylet_start_wait_time_s": "300",
-    }  # fmt: skip
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_raylet_start_wait_time_s": "300",
+    }
     port, log = free_port(), tmp_path / "ray.log"
     # A folder of its own, or other Rays of this machine would take it for theirs; names of sockets must be short.
     folder = tempfile.mkdtemp(prefix="ray")

@@ -22,8 +22,16 @@ from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run_execution import ProbeConfig
 
-PROBE = ("probe.every=2 steps", "probe.shots=[1,3]", "probe.l2=[1024,1]", "probe.neighbours=5", "probe.neighbour_images=60",
-         "probe.split=other", "probe.rankme_images=40", "evaluate.batch=7")  # fmt: skip
+PROBE = (
+    "probe.every=2 steps",
+    "probe.shots=[1,3]",
+    "probe.l2=[1024,1]",
+    "probe.neighbours=5",
+    "probe.neighbour_images=60",
+    "probe.split=other",
+    "probe.rankme_images=40",
+    "evaluate.batch=7",
+)
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 
 
@@ -62,11 +70,24 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     assert told in (runs[0] / "page" / "end.json").read_text()
     scored = report.run(
         schema.load(
-            ScoreConfig, None,
-            [f"weights={runs[0]}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]", "neighbours=5",
-             "neighbour_images=60", "rankme_images=50", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+            ScoreConfig,
+            None,
+            [
+                f"weights={runs[0]}",
+                f"data={data}",
+                "split=other",
+                "classify=false",
+                "shots=[1,3]",
+                "l2=[1024,1]",
+                "neighbours=5",
+                "neighbour_images=60",
+                "rankme_images=50",
+                "batch=7",
+                "device=cpu",
+                f"out={tmp_path / 'report'}",
+            ],
         )
-    )  # fmt: skip
+    )
     assert (scored["spread"]["images"], scored["spread"]["dimensions"]) == (50, 32)
     assert "RankMe of 50 images, at most 32" in (tmp_path / "report" / "report.md").read_text()
     assert [row["top1_of_seeds"] for row in scored["fewshot"]] == [row["top1_of_seeds"] for row in one["fewshot"]]
@@ -93,11 +114,23 @@ def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data:
     last = json.loads((tmp_path / "masked" / "probe.json").read_text())
     scored = report.run(
         schema.load(
-            ScoreConfig, None,
-            [f"weights={tmp_path / 'masked'}", f"data={data}", "split=other", "classify=false", "shots=[1,3]", "l2=[1024,1]",
-             "neighbours=5", "neighbour_images=60", "batch=7", "device=cpu", f"out={tmp_path / 'report'}"],
+            ScoreConfig,
+            None,
+            [
+                f"weights={tmp_path / 'masked'}",
+                f"data={data}",
+                "split=other",
+                "classify=false",
+                "shots=[1,3]",
+                "l2=[1024,1]",
+                "neighbours=5",
+                "neighbour_images=60",
+                "batch=7",
+                "device=cpu",
+                f"out={tmp_path / 'report'}",
+            ],
         )
-    )  # fmt: skip
+    )
     assert scored["knn"] == last["knn"]
 
 
@@ -107,10 +140,20 @@ def test_a_collapse_is_said_once_in_log_and_description(
     """Without labels: SGD whose decay takes all kernels to zero, so that every image has the same features."""
     shutil.copy(database, tmp_path / "mlflow.db")
     flat = (
-        "train.loss=masked_pixels", "model.representation=false", "optimizer.name=sgd", "optimizer.momentum=0", "optimizer.lr=1",
-        "optimizer.weight_decay=1", "optimizer.clip=1e-6", "schedule.decay=constant", "schedule.warmup=0 steps",
-        "probe.every=2 steps", "probe.shots=0", "probe.rankme_images=40", "track.enabled=true",
-    )  # fmt: skip
+        "train.loss=masked_pixels",
+        "model.representation=false",
+        "optimizer.name=sgd",
+        "optimizer.momentum=0",
+        "optimizer.lr=1",
+        "optimizer.weight_decay=1",
+        "optimizer.clip=1e-6",
+        "schedule.decay=constant",
+        "schedule.warmup=0 steps",
+        "probe.every=2 steps",
+        "probe.shots=0",
+        "probe.rankme_images=40",
+        "track.enabled=true",
+    )
     run = forge.start(1, settings(data, tmp_path, "flat", *flat))
     assert run.wait() == [0], run.said()
     folder = tmp_path / "flat"
@@ -150,8 +193,13 @@ def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
     labels = np.array([[0, 2], [1, -1], [3, 2], [3, -1], [0, -1]])
     whole = probe(config, choice, Features(values, readable, {}), test, labels, ALONE)
     assert whole["fewshot"][0] == {
-        "shots": 2, "l2": 1024.0, "top1": 0.8, "std": 0.0, "top1_of_seeds": [0.8, 0.8], "fewest": 2
-    }  # fmt: skip
+        "shots": 2,
+        "l2": 1024.0,
+        "top1": 0.8,
+        "std": 0.0,
+        "top1_of_seeds": [0.8, 0.8],
+        "fewest": 2,
+    }
     assert whole["knn"] == {"top1": 0.8, "neighbours": 3, "temperature": 0.07, "images": 150}
     part = probe(config, choice, Features(broken, readable, {}), test, labels, ALONE)
     assert part["fewshot"][0]["top1"] == part["knn"]["top1"] == 0.6

@@ -92,8 +92,11 @@ def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
         open_study(make(base, text))
     study = open_study(make(base, text.replace("{name: wide,", "{name: wide, speed: 4,")))
     assert {cell.name: cell.steps for cell in study.cells} == {
-        "wide-0.5min-seed0": 5, "wide-1min-seed0": 10, "slim-0.5min-seed0": 10, "slim-1min-seed0": 20,
-    }  # fmt: skip
+        "wide-0.5min-seed0": 5,
+        "wide-1min-seed0": 10,
+        "slim-0.5min-seed0": 10,
+        "slim-1min-seed0": 20,
+    }
     assert estimate(study, []).hours["slim-1min-seed0"] == pytest.approx((60 + 20) / 3600)
 
 

@@ -21,10 +21,17 @@ def config(tmp_path: Path) -> StudyConfig:
     make_dataset(tmp_path / "data", {"train": 60, "val": 12})
     run = write_run(tmp_path, tmp_path / "data", "{experiment: photos}")
     return schema.load(
-        StudyConfig, None,
-        [f"run={run}", "name=shapes", f"out={tmp_path / 'runs'}", "question=ablation", "tflops=1",
-         "models=[{name: wide,settings: [model.width=32]},{name: slim},{name: odd,settings: [model.gelu=erf]}]"],
-    )  # fmt: skip
+        StudyConfig,
+        None,
+        [
+            f"run={run}",
+            "name=shapes",
+            f"out={tmp_path / 'runs'}",
+            "question=ablation",
+            "tflops=1",
+            "models=[{name: wide,settings: [model.width=32]},{name: slim},{name: odd,settings: [model.gelu=erf]}]",
+        ],
+    )
 
 
 @pytest.mark.slow

@@ -111,9 +111,11 @@ def test_lengths_that_share_their_first_steps_equal_runs_of_their_own(
     results = driver.run(make(base, "shared", "scaling", *scaling), no_pause)
     folder = base.parent / "runs" / "shared"
     assert started == [
-        ("pretrain", "slim-trunk-seed0"), ("pretrain", "slim-6_steps-seed0"),
-        ("pretrain", "slim-trunk-seed0"), ("pretrain", "slim-12_steps-seed0"),
-    ]  # fmt: skip
+        ("pretrain", "slim-trunk-seed0"),
+        ("pretrain", "slim-6_steps-seed0"),
+        ("pretrain", "slim-trunk-seed0"),
+        ("pretrain", "slim-12_steps-seed0"),
+    ]
     log = (folder / "slim-12_steps-seed0" / "log.txt").read_text()
     assert "step-00000006 at step 6 of 12" in log
     assert "slim-6_steps-seed0" not in log
@@ -193,10 +195,23 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     # The report alone runs nothing, and still knows why a cell failed.
     del started[:]
     with pytest.raises(UserError, match=r"1 of 3 cells failed, such as bad-seed0: .*/dev/null/x"):
-        driver.run(schema.load(StudyConfig, None, [
-            f"run={base}", f"out={base.parent / 'runs'}", "name=mixed", "question=ablation", models, "report=true",
-            f"finetune=[{base.with_name('tune.yaml')}]", "score=finetune:tuned",
-        ]), no_pause)  # fmt: skip
+        driver.run(
+            schema.load(
+                StudyConfig,
+                None,
+                [
+                    f"run={base}",
+                    f"out={base.parent / 'runs'}",
+                    "name=mixed",
+                    "question=ablation",
+                    models,
+                    "report=true",
+                    f"finetune=[{base.with_name('tune.yaml')}]",
+                    "score=finetune:tuned",
+                ],
+            ),
+            no_pause,
+        )
     assert started == []
 
 
@@ -245,8 +260,11 @@ def command(*arguments: str, said: Path) -> Iterator[psutil.Popen]:
     with said.open("ab") as output:
         process = psutil.Popen(
             [sys.executable, str(ROOT / "launch" / "study.py"), *arguments],
-            env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             yield process
         finally:
@@ -283,9 +301,16 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
     """The scores are those of runs that nothing disturbed."""
     said = tmp_path / "said"
     settings = [
-        f"run={base}", f"out={tmp_path / 'runs'}", "name=two", "question=data_size", "on=ray", "threads=1", "mlflow=none",
-        "models=[{name: wide,settings: [model.width=32]}]", "data_sizes=[60,150]",
-    ]  # fmt: skip
+        f"run={base}",
+        f"out={tmp_path / 'runs'}",
+        "name=two",
+        "question=data_size",
+        "on=ray",
+        "threads=1",
+        "mlflow=none",
+        "models=[{name: wide,settings: [model.width=32]}]",
+        "data_sizes=[60,150]",
+    ]
     folder = tmp_path / "runs" / "two"
     with command(*settings, said=said) as first:
         seen = set[int]()
