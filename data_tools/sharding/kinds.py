@@ -21,6 +21,7 @@ from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.images.arrays import chosen_array
 from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
 from pipeline.data.loading.decode import left_out, stored_image
 from pipeline.settings.commands.data import ShardConfig
@@ -61,7 +62,7 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
-    images = list(_probed(listing))
+    images = list(_probed(listing, config.npz_array))
     if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
         print(channel_hint(listing), end="")
     is_split = "page" in listing.table.column_names
@@ -167,7 +168,7 @@ def _default_names(count: int) -> tuple[str, ...]:
     return RGB_CHANNELS if count == 3 else ("gray",) if count == 1 else tuple(f"c{number}" for number in range(count))
 
 
-def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
+def _probed(listing: Listing, npz_array: str) -> Iterator[tuple[str, StoredImage]]:
     """(name, header) of some images, evenly over the listing; those that cannot be read are left to the job."""
     rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
     found = listing.rows(rows)
@@ -176,7 +177,8 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
             *(found[column] for column in ("name", "path", "offset", "size", "packed", "parts")), strict=True
         ):
             try:
-                yield name, stored_image(reader.read(*next(filter(None, parts), place)))
+                data = reader.read(*next(filter(None, parts), place))
+                yield name, stored_image(chosen_array(data, npz_array))
             except (OSError, ValueError) as error:
                 raise_if_lost(error, place[0])
 

@@ -25,6 +25,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
+from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
@@ -308,9 +309,9 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
     *of_file, page, parts = place
     try:
         if parts:
-            files = [None if part is None else reader.read(*part) for part in parts]
+            files = [None if part is None else chosen_array(reader.read(*part), job.config.npz_array) for part in parts]
             return _decoded(joined(files, job.pixels, job.config), job)
-        return _image(reader.read(*of_file), page, job)
+        return _image(chosen_array(reader.read(*of_file), job.config.npz_array), page, job)
     except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:

@@ -14,9 +14,22 @@ def open_arrays(data: bytes) -> StoredImage:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = [name for name in archive.namelist() if name.endswith(".npy")]
             if len(names) != 1:
-                raise DecodeError(f"an .npz of {len(names)} arrays ({', '.join(names[:5])}), not of one")
+                raise DecodeError(
+                    f"an .npz of {len(names)} arrays ({', '.join(names[:5])}): npz_array=NAME chooses one"
+                )
             return _open_array(archive.read(names[0]), "npz")
     return _open_array(data, "npy")
+
+
+def chosen_array(data: bytes, name: str) -> bytes:
+    """The array of this name of an .npz, as an .npy; any other file, and without a name, is returned as it is. Raises DecodeError."""
+    if not (name and data.startswith(b"PK")):
+        return data
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return archive.read(f"{name}.npy")
+    except (KeyError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise DecodeError(f"no array {name!r} in an .npz ({error})") from None
 
 
 def _open_array(data: bytes, ext: str) -> StoredImage:

@@ -452,6 +452,18 @@ def test_a_missing_channel_is_its_mean_of_the_others(
     check(complete, {key: values for key, values in written.items() if has[key].all()})
 
 
+def test_one_of_several_arrays_is_the_image(ray_cluster: int, tmp_path: Path) -> None:
+    written, files = arrays("float32", 2), dict[str, bytes]()
+    for key, values in written.items():
+        np.savez_compressed(file := io.BytesIO(), bands=values, mask=values > 0)
+        files[f"{key}.npz"] = file.getvalue()
+    source = write_folder(files, tmp_path / "raw")
+    for given in ({}, {"npz_array": "other"}):
+        with pytest.raises(UserError, match="max_bad_share"):
+            shard.run(settings(source, tmp_path / "no", **given))
+    check(shard.run(settings(source, tmp_path / "out", npz_array="bands")), written)
+
+
 def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
     written = arrays("uint16", 2, 4)
     written["dog/01"][..., 0] = written["cat/00"][..., 0]  # The same first file.
