@@ -8,7 +8,7 @@ To add a layout:
 
 3. For layout=auto to recognise it, a check in ../detect.py.
 4. A row in docs/sharding.md, samples in tests/data_tools/sources/test_layouts.py, an entry in IN_BUCKET of
-   test_layouts_in_buckets.py beside it, and one in SOURCES of tests/faults/test_mutations.py.
+   test_layouts_in_buckets.py beside it, and one in SOURCES of tests/faults/test_file_mutations.py.
 
 flat.py: class folders; webdataset.py: samples in tars; cifar.py: raw pixels at offsets in files. docs/extending.md has a worked
 example. Imports the files of sources/
