@@ -286,7 +286,7 @@ def channel_hint(listing: Listing) -> str:
             len(files) == len(found)
             and 2 <= len(channels) <= 32
             and usual > 0.9 * len(of_samples)
-            and len(of_samples) > 1
+            and len(of_samples) >= len(channels)
         ):
             return (
                 f"note: names look like one file per channel: if so, channel_pattern='{text}' makes {len(of_samples):,} samples of "
