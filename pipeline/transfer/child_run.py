@@ -89,7 +89,6 @@ def start_command(
     arguments: Sequence[str],
     launcher: str = "",
     output: IO[bytes] | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
 
@@ -101,13 +100,12 @@ def start_command(
             f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python launch/..."
         )
     start = shlex.split(launcher) or [sys.executable]
-    environment = os.environ if environment is None else environment
     # Find the launchers beside this interpreter even if its environment is not activated.
-    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     check_program(start[0], path)
     return subprocess.run(
         [*start, str(script), *arguments],
-        env={**environment, "PATH": path},
+        env={**os.environ, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
