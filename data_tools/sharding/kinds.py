@@ -203,9 +203,10 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
         if channel in files.setdefault(sample, {}):
+            way_out = "let the group sample of channel_pattern match more of the name"
             raise UserError(
-                f"channel_pattern = {config.channel_pattern}: {keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of "
-                f"{sample!r}. Let the group sample match more of the name."
+                f"{keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of {sample!r}: "
+                f"{way_out if config.channel_pattern else 'the first file of a row of the list names its sample'}."
             )
         files[sample][channel] = row
     labels = listing.table["labels"].to_pylist()
@@ -265,8 +266,9 @@ def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
 
 def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
     """As `_by_pattern`, of a list with a column for each channel."""
+    # Keys that occur twice have got an extension: a@0_tif and a@0_png.
     parts = (key.rpartition("@") for key in keys)
-    return [(sample, config.channel_columns[int(number)]) for sample, _, number in parts]
+    return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]
 
 
 def channel_hint(listing: Listing) -> str:

@@ -338,6 +338,11 @@ def test_a_list_with_a_column_of_files_for_each_channel(ext: str, ray_cluster: i
         shard.run(settings(Path(lacking), tmp_path / "budget", **wanted))
     rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
     check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
+    same = tmp_path / "raw" / "same.csv"
+    same.write_text("dapi,gfp\ndapi/cat_00.tif,gfp/cat_00.tif\ndapi/cat_00.png,\n")
+    (tmp_path / "raw" / "dapi" / "cat_00.png").write_bytes(b"any")
+    with pytest.raises(UserError, match="both channel 'dapi'"):
+        shard.run(settings(same, tmp_path / "same", channel_columns=["dapi", "gfp"]))
     filling = settings(Path(lacking), tmp_path / "filled", missing_channels="mean", **wanted)
     refuse_without_effect(filling)
     filled = shard.run(filling)
