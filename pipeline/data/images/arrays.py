@@ -1,11 +1,21 @@
 """Opens .npy, and .npz with one array: (H, W), (H, W, C) or (C, H, W), whose channels are the shortest axis."""
 
 import io
+import math
+import re
 import zipfile
+from typing import Literal
 
 import numpy as np
 
 from pipeline.data.images.stored import DecodeError, StoredImage
+
+# Fields of the header of an .npy, which is the text of a dictionary of Python.
+_FIELDS = (
+    r"""['"]descr['"]\s*:\s*['"]([^'"]+)['"]""",
+    r"""['"]fortran_order['"]\s*:\s*(True|False)""",
+    r"""['"]shape['"]\s*:\s*\(([\d\s,]*)\)""",
+)
 
 
 def open_arrays(data: bytes) -> StoredImage:
@@ -33,10 +43,7 @@ def chosen_array(data: bytes, name: str) -> bytes:
 
 
 def _open_array(data: bytes, ext: str) -> StoredImage:
-    file = io.BytesIO(data)
-    major, _ = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read_header(file)
+    begin, stored, shape, order = _header(data)
     if len(shape) not in (2, 3):
         raise DecodeError(f"an array of shape {shape}; (H, W), (H, W, C) or (C, H, W) is needed")
     is_first = len(shape) == 3 and shape[0] < min(shape[1:])
@@ -44,8 +51,24 @@ def _open_array(data: bytes, ext: str) -> StoredImage:
     channels = 1 if len(shape) == 2 else shape[0] if is_first else shape[2]
 
     def read(number: int) -> tuple[np.ndarray, None]:
-        values = np.load(io.BytesIO(data), allow_pickle=False)
+        values = np.frombuffer(data, stored, math.prod(shape), begin).reshape(shape, order=order)
         values = np.moveaxis(values, 0, 2) if is_first else values.reshape(height, width, channels)
-        return np.ascontiguousarray(values.astype(dtype.newbyteorder("="), copy=False)), None
+        return np.array(values, stored.newbyteorder("="), order="C"), None
 
-    return StoredImage(ext, height, width, channels, dtype.name, read)
+    return StoredImage(ext, height, width, channels, stored.name, read)
+
+
+def _header(data: bytes) -> tuple[int, np.dtype, tuple[int, ...], Literal["C", "F"]]:
+    """(offset of the values, their type, shape, order) of an .npy. Raises DecodeError.
+
+    numpy reads the header by ast.literal_eval, which fails now and then in several threads of Python 3.11 (python/cpython#106905).
+    """
+    size_of_length = 2 if data[6:7] == b"\1" else 4
+    begin = 8 + size_of_length + int.from_bytes(data[8 : 8 + size_of_length], "little")
+    header = data[8 + size_of_length : begin].decode("latin-1")
+    found = [re.search(pattern, header) for pattern in _FIELDS]
+    if not all(found):
+        raise DecodeError("an .npy without one type, order and shape in its header")
+    kind, fortran, shape = (match[1] for match in found if match)
+    sides = tuple(int(side) for side in shape.split(",") if side.strip())
+    return begin, np.dtype(kind), sides, "F" if fortran == "True" else "C"

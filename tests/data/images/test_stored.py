@@ -1,5 +1,6 @@
 """Images of every type, number of channels, layout, byte order and codec: each value that is read is the one that was written."""
 
+import ast
 import io
 import random
 import struct
@@ -217,10 +218,21 @@ def test_arrays(kind: str) -> None:
             for array in (written, np.moveaxis(written, 2, 0)) if channels > 1 else (written, written[..., 0]):
                 array = array.astype(array.dtype.newbyteorder(order))
                 file, packed = io.BytesIO(), io.BytesIO()
-                np.save(file, array)
+                np.save(file, array if channels < 7 else np.asfortranarray(array))
                 np.savez_compressed(packed, image=array)
                 check(file.getvalue(), written)
                 check(packed.getvalue(), written)
+
+
+def test_threads_do_not_share_pythons_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails now and then in threads of Python 3.11 (python/cpython#106905), and an image became a bad one."""
+    np.save(file := io.BytesIO(), written := np.arange(20, dtype=">u2").reshape(4, 5))
+    monkeypatch.delattr(ast, "literal_eval")
+    stored = open_image(file.getvalue())
+    assert stored
+    assert np.array_equal(stored.page(0)[0][..., 0], written)
+    with pytest.raises(DecodeError):
+        open_image(file.getvalue()[:-1]).page(0)
 
 
 def test_several_arrays_and_objects_are_refused() -> None:
