@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,27 +14,26 @@ from torch import Tensor
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, eval_view, noting_left_out, read_by, shown_view
+from pipeline.data.loading.views import eval_view, noting_left_out, read_by
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
 from pipeline.evaluate.predict import open_images, predict_all
-from pipeline.evaluate.probes.features import read_pixels
+from pipeline.evaluate.shown import read_shown, read_view
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
 from pipeline.explain.gradcam import gradcam
-from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
+from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import VisionTransformer, ViTConfig, read_weights
 from pipeline.model.files import find_file
@@ -44,26 +43,25 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.mae import Mae
 from pipeline.process.outputs import hold
-from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
+from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig
 from pipeline.settings.quantities import ImageSize, whole_number
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _NUM_PREDICTED = 1000  # Images that are searched for the most confident mistakes.
 _NUM_AVERAGED = 128  # Images that attention distance is averaged over, as in the ViT paper.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
-_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions", "patches", "cost"}
+_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions"}
 _CLASS_DRAWINGS = {"gradcam", "predictions"}
-_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "reconstruction", "patches"}
+_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "reconstruction"}
 
 
 @dataclass
 class ExplainResults:
-    """What is written. drawings, captions: by name. tables: rows by name. numbers: the content of explain.json."""
+    """What is written. drawings, captions: by name. numbers: the content of explain.json."""
 
     numbers: dict[str, Any]
     drawings: dict[str, Figure] = field(default_factory=dict)
     captions: dict[str, str] = field(default_factory=dict)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
@@ -93,10 +91,9 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     contents: dict[str, bytes | str] = {
         f"{name}.png": png(figure, DPI, captions.get(name, "")) for name, figure in results.drawings.items()
     }
-    contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
     contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
     # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
-    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")] + ["cost.csv"]
+    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")]
     write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:
@@ -110,7 +107,7 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
 
 def metrics(numbers: dict[str, Any]) -> dict[str, float]:
     """The metrics for MLflow in the content of explain.json."""
-    found = {name: float(value) for name, value in numbers.get("cost", {}).items()}
+    found: dict[str, float] = {}
     for block, heads in enumerate(numbers.get("mean_attention_distance", []), start=1):
         found[f"attention_distance.block_{block:02d}"] = sum(heads) / len(heads)
     if "reconstruction_losses" in numbers:
@@ -158,23 +155,12 @@ def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResul
         results.drawings["filters"] = figures.draw_filters(filters, loaded.pixels.shown)
         results.captions["filters"] = loaded.pixels.describe_shown(by="")
         results.numbers["filter_variance_shares"] = filters.shares.tolist()
-    if not isinstance(model, VisionTransformer):
-        return
-    if "positions" in drawings and (similarity := position_similarity(model)) is not None:
+    if (
+        isinstance(model, VisionTransformer)
+        and "positions" in drawings
+        and (similarity := position_similarity(model)) is not None
+    ):
         results.drawings["positions"] = figures.draw_positions(similarity)
-    if "cost" in drawings:
-        own, others = cost(model.config), costs(model.config)
-        results.drawings["cost"] = figures.draw_costs(others, own)
-        results.tables["cost"] = [_cost_row(each) for each in others]
-        results.numbers["cost"] = _cost_row(own)
-        print(
-            f"{own.image} px in patches of {own.patch}: {counted(own.tokens, 'token')}, {own.macs / 1e9:.4g} GMACs an image, "
-            f"{own.attention_macs / own.macs:.1%} of them attention"
-        )
-
-
-def _cost_row(cost: Cost) -> dict[str, Any]:
-    return {**asdict(cost), "attention_share": cost.attention_macs / cost.macs}
 
 
 def _draw_images(
@@ -192,7 +178,7 @@ def _draw_images(
     unread = dict[int, set[str]]()
     if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
         view = noting_left_out(view, unread)
-    rows, pixels = _read(config, pictures.split, order[:num_read], view)
+    rows, pixels = read_view(config, pictures.split, order[:num_read], view)
     for line in describe_left_out(Counter(what for of_row in unread.values() for what in of_row)):
         print(line)
     rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
@@ -202,8 +188,6 @@ def _draw_images(
     without_images = set(results.drawings)
 
     model = loaded.model
-    if isinstance(model, VisionTransformer) and "patches" in drawings:
-        results.drawings["patches"] = figures.draw_patches(to_rgb(drawn[0].numpy(), loaded.pixels), model.config)
     if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
         images = loaded.images(pixels)
         _draw_attention(config, model, drawings, images, shown, captions, results)
@@ -233,28 +217,6 @@ def _draw_images(
         shown_by = loaded.pixels.describe_shown()
         print(shown_by)
         results.captions |= dict.fromkeys(results.drawings.keys() - without_images - {"distance"}, shown_by)
-
-
-def read_shown(
-    config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
-    kept, images = _read(
-        config, split, rows, shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
-    )
-    return kept, to_rgb(images.numpy(), loaded.pixels)
-
-
-def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:
-    with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
-        kept, pixels = read_pixels(loader, rows, config.batch)
-    for row, reason in loader.bad.items():
-        print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
-    if len(loader.bad) == len(rows):
-        raise UserError(
-            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first: {next(iter(loader.bad.values()))}."
-        )
-    return kept, pixels
 
 
 def _caption(pictures: AdhocSplit, row: int) -> str:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.explain import choose, coverage
+from pipeline.evaluate import choose, coverage
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -196,10 +196,6 @@ def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
     assert sorted(keys) == ["train1", "train2"]
     said = capsys.readouterr().out
     assert "labelled: 2 images without a label not counted\n" in said
-    assert (
-        "the nearest chosen or labelled one, by number of chosen images (in brackets: as many random ones): 0: 0."
-        in said
-    )
     with pytest.raises(UserError, match="no image of split 'none' has a label"):
         run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
 

@@ -24,10 +24,8 @@ Drawing = Literal[
     "reconstruction",
     "gradcam",
     "predictions",
-    "patches",
     "positions",
     "filters",
-    "cost",
 ]
 # Of launch/choose.py: with 40,000, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
@@ -192,16 +190,15 @@ class FeaturesConfig(LookConfig):
 
     out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
     like: str = setting(
-        "", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.", path=True
+        "",
+        "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.",
+        path=True,
     )
-    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
 
     def check(self) -> None:
-        """Check the suffixes of the files. Raises UserError."""
+        """Check the suffix of out. Raises UserError."""
         if not self.out.endswith(".parquet"):
             raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
-        if self.sheet and not (self.like and self.sheet.endswith(".png")):
-            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
 
 
 @dataclass(frozen=True, kw_only=True)

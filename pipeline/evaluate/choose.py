@@ -10,19 +10,19 @@ import numpy as np
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output, table_csv
-from pipeline.base.gallery import DPI, MAX_IMAGES
+from pipeline.base.gallery import DPI, MAX_IMAGES, Tile
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.evaluate import coverage
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import extract
-from pipeline.explain import coverage, galleries
-from pipeline.explain.explain import read_shown
+from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -79,7 +79,7 @@ def run(config: ChooseConfig) -> list[str]:
         table = _write_images(
             folder, images, rows[chosen], stands_for, None if of_groups is None else of_groups[chosen].tolist()
         )
-        _draw(config, loaded, images, rows[chosen], table, folder / "sheet.png")
+        (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows[chosen], table))
     _report(config, found, chosen, covered if labelled else None, len(images.split))
     table_file, has_groups = f"{config.out}/choice.csv", " group_column=group" * (groups is not None)
     print(
@@ -143,25 +143,21 @@ def _write_images(
 
 
 def _draw(
-    config: ChooseConfig,
-    loaded: LoadedModel,
-    images: AdhocSplit,
-    rows: np.ndarray,
-    table: list[dict[str, str]],
-    sheet: Path,
-) -> None:
+    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]]
+) -> bytes:
+    """A PNG of the first images. table: a line for each of the rows."""
     lines = dict(zip(rows.tolist(), table, strict=True))
     kept, pixels = read_shown(config, loaded, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)
-    captions = [
-        [Path(line["path"]).stem, f"stands for {int(line['stands_for']):,}", *filter(None, [label])]
-        for line, label in zip((lines[row] for row in kept.tolist()), labels, strict=True)
-    ]
-    of_all = "" if len(kept) == len(rows) else f"{len(kept)} of {len(rows):,}. "
+    tiles = []
+    for image, row, label in zip(pixels, kept.tolist(), labels, strict=True):
+        line = lines[row]
+        stands_for = f"stands for {int(line['stands_for']):,}"
+        tiles.append(Tile(image, [Path(line["path"]).stem, stands_for, *filter(None, [label])]))
     about = counted(len(images.split), "image")
-    note = f"{of_all}Each stands for about so many of {about} that it is the most similar chosen one to."
-    figure = galleries.draw_choice(pixels, captions, note, loaded.image_size)
-    sheet.write_bytes(png(figure, DPI, loaded.pixels.describe_shown()))
+    note = f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen one to."
+    figure = sheet(tiles, "Images to label first", note, loaded.image_size)
+    return png(figure, DPI, loaded.pixels.describe_shown())
 
 
 def _report(
@@ -175,13 +171,8 @@ def _report(
 
     of_all = "" if len(found) == num_images else f" of {counted(len(found), 'candidate')}"
     print(f"{len(chosen):,}{of_all} of {counted(num_images, 'image')} chosen, in {config.out}")
-    at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)
-    sizes = sorted({max(1, len(chosen) // part) for part in (8, 4, 2, 1)})
-    cells = [f"{size:,}: {similarity(chosen[:size])} ({similarity(at_random[:size])})" for size in sizes]
-    kind = "chosen"
-    if covered is not None:
-        kind, cells = "chosen or labelled", [f"0: {covered.mean():.3f}", *cells]
+    at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)[: len(chosen)]
     print(
-        f"mean cosine similarity of an image to the nearest {kind} one, by number of chosen images "
-        f"(in brackets: as many random ones): {', '.join(cells)}"
+        f"mean cosine similarity of an image to the nearest chosen{'' if covered is None else ' or labelled'} one: "
+        f"{similarity(chosen)}; of as many random ones {similarity(at_random)}"
     )
