@@ -120,15 +120,15 @@ class ExportConfig:
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
     format: Literal[
-        "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export", "mae", "huggingface_mae"
+        "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"
     ] = setting(
         REQUIRED,
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-        "big_vision: its .npz; onnx, torch_export: graphs of ONNX and torch.export; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+        "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
     )
     out: str = setting(
         REQUIRED,
-        "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm, huggingface and huggingface_mae a new folder",
+        "File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder",
         output="new",
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
@@ -145,7 +145,6 @@ class ExportConfig:
             "npz": ".npz",
             "big_vision": ".npz",
             "onnx": ".onnx",
-            "torch_export": ".pt2",
             "mae": ".pth",
         }
         if not self.out.endswith(suffixes.get(self.format, "")):
