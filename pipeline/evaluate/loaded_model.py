@@ -173,7 +173,7 @@ def check_outputs(
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
 
-    holds: what the folder is for. Prints of what the results are that will be replaced. Raises UserError when it cannot be
+    holds: what the folder is for. Raises UserError when it cannot be
     written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this name.
     """
     path = _named(weights)
@@ -189,16 +189,9 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
         of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
         folder = Path("runs") / kind / "-".join(of_run + parts)
-        if (earlier := _results_in(folder)) and _named(earlier.weights).resolve() != path.resolve():
-            raise UserError(f"{folder} holds results of {earlier.weights}. Set out=FOLDER for those of {weights}.")
+        if (earlier := _results_in(folder)) and _named(earlier).resolve() != path.resolve():
+            raise UserError(f"{folder} holds results of {earlier}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)
-    # A folder's name says neither the step of a run's newest checkpoint nor where the data are.
-    if earlier := _results_in(folder):
-        step = "" if earlier.step is None else f", step {earlier.step:,}"
-        data = f", on {earlier.data}" if earlier.data else ""
-        print(
-            f"{folder} holds results of {earlier.weights}{step}{data}: they will be replaced. Another out=FOLDER keeps them."
-        )
     return folder
 
 
@@ -211,14 +204,10 @@ def _named(weights: str) -> Path:
 @dataclass(frozen=True)
 class _Results:
     weights: str
-    step: int | None = None
-    data: str = ""
 
 
-def _results_in(folder: Path) -> _Results | None:
-    """What the results in a folder are of; None if there are none."""
-    found = (
-        json_record.read_or_none(folder / file, _Results)
-        for file in ("scores.json", "explain.json", "segmentation.json")
-    )
-    return next(filter(None, found), None)
+def _results_in(folder: Path) -> str | None:
+    """The weights that the results in a folder are of; None if there are none."""
+    files = ("scores.json", "explain.json", "segmentation.json")
+    found = filter(None, (json_record.read_or_none(folder / file, _Results) for file in files))
+    return next((results.weights for results in found), None)

@@ -20,9 +20,9 @@ from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate import architecture
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
+from pipeline.evaluate.report import send_scores
 from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.linear import LinearHead, train
@@ -34,7 +34,6 @@ from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
-from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
@@ -305,25 +304,18 @@ def _send(
     found: str,
     files: list[Path],
 ) -> None:
-    """Send the score to MLflow, as a run that names the run of the weights. data: what was scored on. found: the score in words."""
+    """Send the score to MLflow. data: what was scored on. found: the score in words."""
     metric = f"{data.split}_miou"
-    parameters = {
-        name: results[name]
-        for name in ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
-    }
+    names = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
     # "steps" are those of the weights' run.
-    parameters["length"] = f"{config.steps} steps of {config.train_batch}"
+    parameters = {name: results[name] for name in names} | {"length": f"{config.steps} steps of {config.train_batch}"}
     facts = RunFacts(
-        f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}",
+        f"segments {dataset_name(data)}",
         "evaluation",
         parameters,
-        {"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
-        (data,),
-        f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
-        {"parent": origin.run_id} if origin.run_id else {},
+        description=f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
         score=metric,
         scored_on=f"mIoU {dataset_name(data)}",
-        origin=origin,
         metrics={metric: metric_of(metric)},
     )
-    send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)
+    send_scores(config, loaded, origin, data, facts, {metric: results["miou"]}, files)
