@@ -13,13 +13,13 @@ from pipeline.base.files import new_output, table_csv
 from pipeline.base.gallery import DPI, MAX_IMAGES, Tile
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate import coverage
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split, refuse_without_dataset
-from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.shown import read_shown, sheet
@@ -107,8 +107,7 @@ def _features(
     with loaded.reading(split, config, len(rows)) as reader:
         seen = extract(loaded.features, reader, rows)
     check_outputs(config.weights, ", ".join(getattr(config, setting)), seen, split, rows)
-    for row, reason in list(seen.problems.items())[:20]:
-        print(printable(f"{split.keys([row])[0]}  cannot be read: {reason}"))
+    print_unreadable(seen.problems, split.keys, setting)
     if seen.problems:
         print(f"{setting}: {counted(len(seen.problems), 'unreadable image')} of {len(rows):,} left out")
     return rows[seen.readable], seen.values[seen.readable]

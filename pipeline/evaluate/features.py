@@ -21,7 +21,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
 from pipeline.evaluate.predict import open_images
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.shown import read_shown, sheet
@@ -112,8 +112,7 @@ def _write_table(
             check_outputs(config.weights, ", ".join(config.images), none, split)
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config).unlink(missing_ok=True)
-    for row, reason in list(problems.items())[:20]:
-        print(printable(f"{split.keys([row])[0]}  cannot be read: {reason}"))
+    print_unreadable(problems, split.keys, "no vector")
     unread = f", {len(problems):,} of them unreadable" if problems else ""
     print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
     return similarities

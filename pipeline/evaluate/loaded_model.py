@@ -4,7 +4,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
@@ -37,6 +37,8 @@ from pipeline.settings import schema
 from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
+
+_NUM_TOLD = 20  # unreadable images
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,15 @@ def check_outputs(
             f"{weights} gives NaN or infinity for {len(broken):,} of {counted(num_images, 'image')}, the first "
             f"{split.keys(broken[:1] if rows is None else rows[broken[:1]])[0]}. Use precision=fp32, or an earlier checkpoint."
         )
+
+
+def print_unreadable(problems: dict[int, str], keys: Callable[[list[int]], list[str]], what: str) -> None:
+    """Print the first images that cannot be read. problems: row -> reason. what: becomes of them."""
+    rows = sorted(problems)[:_NUM_TOLD]
+    for row, key in zip(rows, keys(rows), strict=True):
+        print(printable(f"{what}: {key} cannot be read ({problems[row]})"))
+    if len(problems) > _NUM_TOLD:
+        print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
 
 
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:

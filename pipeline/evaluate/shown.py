@@ -8,12 +8,12 @@ from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.gallery import MAX_IMAGES, Tile, gallery
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import ViewWriter, read_by, shown_view
-from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.loaded_model import LoadedModel, print_unreadable
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.settings.commands.weights import LookConfig
 from pipeline.settings.quantities import ImageSize
@@ -23,8 +23,7 @@ def read_view(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWrit
     """The rows that can be read, and their views (n, H, W, C). The others are printed. Raises UserError for none."""
     with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
         kept, pixels = read_pixels(loader, rows, config.batch)
-    for row, reason in loader.bad.items():
-        print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
+    print_unreadable(loader.bad, split.keys, "left out")
     if len(loader.bad) == len(rows):
         raise UserError(
             f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first: {next(iter(loader.bad.values()))}."

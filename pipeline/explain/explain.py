@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
@@ -26,7 +26,7 @@ from pipeline.data.loading.views import eval_view, noting_left_out, read_by
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.shown import read_shown, read_view
 from pipeline.explain import figures, galleries
@@ -268,8 +268,7 @@ def _draw_predictions(
 ) -> None:
     """split: its labels are numbers of the classes `names`, or it has none."""
     predictions = predict_all(config, loaded, split, num_top=1)
-    for row, reason in list(predictions.problems.items())[:20]:
-        print(printable(f"not predicted: {split.keys([row])[0]} cannot be read ({reason})"))
+    print_unreadable(predictions.problems, split.keys, "not predicted")
     true, predicted = outcomes(predictions, split)
     confidence = predictions.probabilities[:, 0]
     known = np.flatnonzero(predictions.readable & (true >= 0))

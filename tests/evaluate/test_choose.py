@@ -113,7 +113,7 @@ def test_the_folder_has_the_images_their_table_and_their_sheet(
     shares = dict(zip(colours(keys), (int(row["stands_for"]) for row in table), strict=True))
     assert shares == {"red": round(12 / 21 * 22), "green": round(6 / 21 * 22), "blue": round(3 / 21 * 22)}
     said = capsys.readouterr().out
-    assert "broken.png  cannot be read: no image: begins with b'junk'" in said
+    assert "broken.png cannot be read (no image: begins with b'junk')" in said
     assert "images: 1 unreadable image of 22 left out\n" in said
     assert f"3 of 21 candidates of 22 images chosen, in {out}\n" in said
     with Image.open(out / "sheet.png") as sheet:

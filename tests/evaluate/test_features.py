@@ -67,7 +67,7 @@ def test_the_table_has_what_the_head_reads(
     features.run(schema.load(FeaturesConfig, None, settings(weights, photos, out)))
     said = capsys.readouterr().out
     assert "weights of step 1,200 of run try\n" in said
-    assert "4.png  cannot be read: no image: begins with b'junk'" in said
+    assert "4.png cannot be read (no image: begins with b'junk')" in said
     assert f"9 images, 1 of them unreadable, 32 features each. table: {out}" in said
 
     table = pq.read_table(out)

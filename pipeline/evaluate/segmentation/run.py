@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from pipeline.base.gallery import DPI
 from pipeline.base.metric import metric_of
 from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.report import send_scores
 from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
@@ -39,8 +38,6 @@ from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
 _RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "sheet.png", "predicted_masks"
-# Another number makes all layers be trained again: for a change of how they are trained.
-_FORMAT = 2
 # Settings that change the layer, besides the weights, the pairs and their classes.
 _OF_TRAINING = (
     "image_size",
@@ -55,8 +52,8 @@ _OF_TRAINING = (
 )
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
-# Steps after which the loss is read from the device, and unreadable images that are printed.
-_STEPS_BETWEEN_LOOKS, _NUM_TOLD = 20, 20
+# Steps after which the loss is read from the device.
+_STEPS_BETWEEN_LOOKS = 20
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     ):
         counts, problems = count_all(reader, loaded, head, config, bar.update)
     _refuse(problems, scored, config)
-    _tell(problems, scored.named, "not scored")
+    print_unreadable(problems, scored.named, "not scored")
     known = np.array([number for number in range(len(scored)) if number not in problems])
     groups = scored.group_numbers()
     found = score(counts[known], groups[known] if len(groups) else groups)
@@ -118,11 +115,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         "num_unreadable": len(problems),
         "image_size": min(loaded.image_size),
         "short_side": config.short_side or min(loaded.image_size),
-        "steps": config.steps,
-        "train_batch": config.train_batch,
-        "lr": config.lr,
-        "seed": config.seed,
-        "precision": config.precision,
+        **{name: getattr(config, name) for name in ("steps", "train_batch", "lr", "seed", "precision")},
         "device": str(loaded.device),
         "unreadable": _named(scored, problems),
         "unreadable_learnt": _named(learnt, not_learnt),
@@ -186,16 +179,12 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
     """Print why the score is not of held-out images or groups. Returns the runs that trained on the scored split; "" for none."""
-    if both := len(learnt.places() & scored.places()):
-        verb = "is" if both == 1 else "are"
-        print(
-            f"warning: {counted(both, 'image')} {verb} learnt from and scored on, so the score is not of held-out images"
-        )
-    if shared := sorted(set(learnt.groups) & set(scored.groups)):
-        print(
-            f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
-            "others that are scored on, so the score is not of unseen groups"
-        )
+    both, shared = learnt.places() & scored.places(), set(learnt.groups) & set(scored.groups)
+    for number, what in ((len(both), "image"), (len(shared), "group")):
+        if number:
+            print(
+                f"warning: learnt from and scored on: {counted(number, what)}, so the score is not of held-out {what}s"
+            )
     if runs := trained_by(recorded(loaded.extra), scored.fingerprint, scored.images.name):
         print(not_held_out(scored.images.name, runs))
     return runs
@@ -204,7 +193,7 @@ def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
 def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes: MaskClasses) -> str:
     """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
     settings = {name: getattr(config, name) for name in _OF_TRAINING}
-    about = [_FORMAT, settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
+    about = [settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -212,17 +201,14 @@ def _trained_before(file: Path, head: LinearHead, identity: str) -> dict[int, st
     """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if there is none."""
     if not file.is_file():
         return None
-    try:
-        tensors, metadata = open_safetensors(file)
-        about = json.loads(metadata["segmentation"])
-        if about["identity"] == identity:
-            head.load_state_dict(tensors)
-            print(f"trained already: {file}")
-            return {int(number): why for number, why in about["unreadable"].items()}
-    except (UserError, RuntimeError, KeyError, ValueError, TypeError):
-        pass
-    print(f"{file} is of other settings or damaged: it is trained again")
-    return None
+    tensors, metadata = open_safetensors(file)
+    about = json.loads(metadata["segmentation"])
+    if about["identity"] != identity:
+        print(f"{file} is of other settings: it is trained again")
+        return None
+    head.load_state_dict(tensors)
+    print(f"trained already: {file}")
+    return {int(number): why for number, why in about["unreadable"].items()}
 
 
 def _train(
@@ -245,7 +231,7 @@ def _train(
                 raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
     _refuse(problems, pairs, config)
-    _tell(problems, pairs.named, "not learnt from")
+    print_unreadable(problems, pairs.named, "not learnt from")
     return problems
 
 
@@ -255,7 +241,7 @@ def _apply(
     """Write the masks of other images and a sheet of some. Raises UserError for too many that cannot be read."""
     drawn, problems = write_masks(config, others, loaded, head, classes)
     write_files(sheet.parent, {sheet.name: png(drawn, DPI, loaded.pixels.describe_shown())}, mark=sheet.name)
-    _tell(problems, others.images.keys, "no mask")
+    print_unreadable(problems, others.images.keys, "no mask")
     print(f"{counted(len(others.names) - len(problems), 'mask')}: {others.folder}; look at {sheet}")
     budget = replace(_budget(config), least=LookConfig.least_bad)
     if excess := budget.excess(problems, others.images, len(others.images)):
@@ -281,14 +267,6 @@ def _refuse(problems: dict[int, str], pairs: MaskedPairs, config: SegmentConfig)
         raise UserError(excess)
     if len(problems) == len(pairs):
         raise UserError(f"none of the {counted(len(pairs), 'pair')} can be read; {pairs.names[0]}: {problems[0]}.")
-
-
-def _tell(problems: dict[int, str], names: Callable[[list[int]], list[str]], what: str) -> None:
-    numbers = sorted(problems)[:_NUM_TOLD]
-    for number, name in zip(numbers, names(numbers), strict=True):
-        print(printable(f"{what}: {name} cannot be read ({problems[number]})"))
-    if len(problems) > _NUM_TOLD:
-        print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
 
 
 def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]:
