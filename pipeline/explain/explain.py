@@ -32,10 +32,9 @@ from pipeline.evaluate.shown import read_shown, read_view
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
-from pipeline.explain.gradcam import gradcam
 from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
-from pipeline.model import VisionTransformer, ViTConfig, read_weights
+from pipeline.model import VisionTransformer, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
@@ -51,8 +50,7 @@ _NUM_PREDICTED = 1000  # Images that are searched for the most confident mistake
 _NUM_AVERAGED = 128  # Images that attention distance is averaged over, as in the ViT paper.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
 _TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions"}
-_CLASS_DRAWINGS = {"gradcam", "predictions"}
-_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "reconstruction"}
+_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, "predictions", "components", "reconstruction"}
 
 
 @dataclass
@@ -128,7 +126,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     if not config.images:
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
     if not model.config.num_classes:
-        why_not |= dict.fromkeys(_CLASS_DRAWINGS, "these weights have no head")
+        why_not["predictions"] = "these weights have no head"
     if not isinstance(model, VisionTransformer):
         why_not |= dict.fromkeys(_TOKEN_DRAWINGS, "a ResNet has no tokens")
     else:
@@ -207,8 +205,6 @@ def _draw_images(
             painted, mae.normalise, to_rgb(drawn.numpy(), loaded.pixels), captions
         )
         results.numbers["reconstruction_losses"] = painted.losses.tolist()
-    if "gradcam" in drawings:
-        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, shown, captions, config.batch)
     if "predictions" in drawings:
         chosen = np.sort(order[:_NUM_PREDICTED])
         _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
@@ -247,20 +243,6 @@ def _draw_attention(
         title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
         results.drawings["distance"] = figures.draw_distances(mean, uniform, title)
         results.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
-
-
-def _draw_gradcam(
-    loaded: LoadedModel, names: Sequence[str], drawn: Tensor, shown: np.ndarray, captions: Sequence[str], batch: int
-) -> Figure:
-    with torch.no_grad():
-        shares = torch.cat([loaded.probabilities(part) for part in drawn.split(batch)])
-    maps, labels = [], []
-    for classes in shares.topk(min(2, shares.shape[1])).indices.T:
-        parts = zip(drawn.split(batch), classes.split(batch), strict=True)
-        maps.append(torch.cat([gradcam(loaded.model, loaded.images(part), of_part) for part, of_part in parts]))
-        labels.append([f"{names[c]}: {shares[i, c]:.0%}" for i, c in enumerate(classes.tolist())])
-    config = loaded.model.config if isinstance(loaded.model.config, ViTConfig) else None
-    return galleries.draw_gradcam(maps, labels, config, shown, captions)
 
 
 def _draw_predictions(

@@ -1,4 +1,4 @@
-"""Figures of many images: attention maps, Grad-CAM maps, and predictions.
+"""Figures of many images: attention maps and predictions.
 
 Pixels are uint8 (n, H, W, 3), the crops that the model reads, maybe with more pixels; maps are float32 (n, h, w).
 """
@@ -119,22 +119,6 @@ def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarr
     if normalise:
         note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
     return gallery(folded(rows), "Reconstruction by MAE", note)
-
-
-def draw_gradcam(
-    maps: Sequence[Tensor],
-    labels: Sequence[Sequence[str]],
-    config: ViTConfig | None,
-    pixels: np.ndarray,
-    captions: Sequence[str],
-) -> Figure:
-    """Each image, and below it a map for each of its likeliest classes. labels: of the maps."""
-    rows = [_inputs(pixels, captions)]
-    for of_class, names in zip(maps, labels, strict=True):
-        triples = zip(pixels, of_class.numpy(), names, strict=True)
-        rows.append([Tile(overlay(image, values, config), [name]) for image, values, name in triples])
-    note = f"Evidence for the most likely class, and for the second. {_OWN_SCALE}"
-    return gallery(folded(rows), "Grad-CAM", note, bar="weight for the class")
 
 
 def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:

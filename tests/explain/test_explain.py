@@ -29,7 +29,6 @@ ALL = [
     "components",
     "distance",
     "filters",
-    "gradcam",
     "positions",
     "predictions",
     "rollout",
@@ -136,7 +135,7 @@ def test_drawings_that_do_not_apply_are_reported(
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_drawn=2")
-    assert drawn(tmp_path / "bit") == ["filters", "gradcam", "predictions"]
+    assert drawn(tmp_path / "bit") == ["filters", "predictions"]
     assert "attention, rollout, distance, components, positions" in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
     run(headless, tmp_path / "headless", images)
@@ -147,7 +146,7 @@ def test_drawings_that_do_not_apply_are_reported(
         "filters",
         "rollout",
     ]
-    assert "gradcam, predictions" in capsys.readouterr().out
+    assert "predictions" in capsys.readouterr().out
     whole = save(tmp_path / "whole.pt")
     run(whole, tmp_path / "whole")
     assert drawn(tmp_path / "whole") == ["filters", "positions"]
@@ -230,7 +229,7 @@ def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: 
         save(tmp_path / "random.pt"),
         tmp_path / "out",
         f"images={photos}",
-        "draw=[attention,components,gradcam]",
+        "draw=[attention,components]",
         "batch=4",
     )
     assert max(seen) == 4

@@ -22,7 +22,6 @@ Drawing = Literal[
     "distance",
     "components",
     "reconstruction",
-    "gradcam",
     "predictions",
     "positions",
     "filters",
@@ -119,12 +118,12 @@ class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
-    format: Literal[
-        "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"
-    ] = setting(
-        REQUIRED,
-        "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-        "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"] = (
+        setting(
+            REQUIRED,
+            "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
+            "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+        )
     )
     out: str = setting(
         REQUIRED,
