@@ -33,7 +33,7 @@ _MAX_ANNOTATED = 20
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
-    rows = []
+    rows: list[tuple[str, str]] = []
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))

@@ -57,6 +57,10 @@ _PARAMETERS = (
     "excluded",
     TRAINED_BY,
 )
+_METRICS = (
+    *("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable"),
+    *("macro_precision", "macro_recall", "macro_f1"),
+)
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
 
@@ -156,9 +160,7 @@ def _send(
 ) -> None:
     """Send the scores to MLflow."""
     data, trained = dataset.path.name, scores[TRAINED_BY]
-    known = ("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable")
-    known += ("macro_precision", "macro_recall", "macro_f1")
-    metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
+    metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
     score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
     if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".

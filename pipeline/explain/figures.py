@@ -16,28 +16,23 @@ from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.explain.parameters import Filters
 from pipeline.model import ViTConfig
-from pipeline.settings.quantities import ImageSize
 
 
-def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
+def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    config: gives the places of the patches, which may overlap; None for a map whose cells divide the image evenly.
-    size: of the image as it is drawn, which may have more pixels than the model reads.
+    config: gives the places of the patches, which may overlap. size: of the image as it is drawn, which may have more pixels than the model reads.
     """
-    sides = size if config is None else ImageSize.parse(config.image_size)
-
-    def weights(axis: int) -> np.ndarray:
-        cells, side, scale = values.shape[axis], size[axis], size[axis] / sides[axis]
-        patch = side / cells if config is None else config.patch_pixels * scale
-        step = side / cells if config is None else config.stride * config.reduction * scale
+    places = []
+    for cells, side, own in zip(values.shape, size, config.image_size, strict=True):
+        patch, step = config.patch_pixels * side / own, config.stride * config.reduction * side / own
         centres = patch / 2 + step * np.arange(cells)
-        return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
+        places.append(np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1))
+    rows, columns = places
+    return rows @ values @ columns.T
 
-    return weights(0) @ values @ weights(1).T
 
-
-def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:
+def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
     scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
