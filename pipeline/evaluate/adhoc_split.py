@@ -108,20 +108,6 @@ def is_dataset(places: Sequence[str]) -> bool:
     return len(places) == 1 and ("://" in places[0] or (Path(places[0]) / INFO).is_file())
 
 
-def refuse_without_dataset(config: object, **selecting: Sequence[str]) -> None:
-    """Raise UserError for settings that select from a data set, and are set although none of the places, which were opened, is one.
-
-    selecting: setting -> the settings with its places.
-    """
-    for name, settings in selecting.items():
-        value, places = getattr(config, name), {setting: getattr(config, setting) for setting in settings}
-        if value and value != getattr(type(config), name) and not any(map(is_dataset, places.values())):
-            given = "; ".join(f"{setting} = {', '.join(of)}" for setting, of in places.items() if of)
-            raise UserError(
-                f"{name} = {value} has no effect: it selects from a data set, and {given or settings[0]} is none. Leave it out."
-            )
-
-
 class _Image(NamedTuple):
     """Where the bytes of an image are. label: -1 if unknown."""
 

@@ -139,11 +139,6 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
     short = min(ImageSize.parse(image_size))
     resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
     view = schema.build(AugmentConfig, {**chosen, "eval_resize": asked_resize or resize}, config.weights)
-    if asked_resize and view.eval_crop == "resize":
-        raise UserError(
-            f"eval_resize = {asked_resize} has no effect: {config.weights} reads whole images (eval_crop = resize). Leave it out, or "
-            "set eval_crop=center, too."
-        )
     if view.eval_crop != "resize" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view

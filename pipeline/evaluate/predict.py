@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split, refuse_without_dataset
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -74,7 +74,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
 
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
-    UserError if the number of names differs from the number of classes, and as `refuse_without_dataset`.
+    UserError if the number of names differs from the number of classes.
     """
     num_classes = loaded.model.config.num_classes
     own = read_class_names(config.class_names) or loaded.extra.get("classes")
@@ -84,7 +84,6 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels)
-    refuse_without_dataset(config, split=["images"], exclude=["images"])
     if own and images.fingerprint:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
     if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):

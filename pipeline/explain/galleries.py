@@ -79,14 +79,10 @@ def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, li
 
 
 def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
-    """Each image, and below it the image lit by rollout, with the residual's identity and without (ViT paper, D.8)."""
-
-    def lit_by(maps: Tensor, name: str) -> list[Tile]:
-        pairs = zip(pixels, maps[: len(pixels)].numpy(), strict=True)
-        return [Tile(brighten(image, values, config), [name]) for image, values in pairs]
-
-    rows = [_inputs(pixels, captions), lit_by(attention.rollout, "rollout"), lit_by(attention.product, "no identity")]
-    note = "Attention through all blocks, with the residual connections' identity and without. Brighter is more."
+    """Each image, and below it the image lit by rollout (ViT paper, D.8)."""
+    pairs = zip(pixels, attention.rollout[: len(pixels)].numpy(), strict=True)
+    rows = [_inputs(pixels, captions), [Tile(brighten(image, values, config), ["rollout"]) for image, values in pairs]]
+    note = "Attention through all blocks, with the identity of the residual connections. Brighter is more."
     return gallery(folded(rows), "Attention rollout", note)
 
 

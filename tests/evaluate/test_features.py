@@ -111,8 +111,6 @@ def test_the_table_has_what_the_head_reads(
     said = r"11 samples of 19 cannot be read, more than max_bad_share = 0.2 allows \(10\)"
     with pytest.raises(UserError, match=said):
         run(weights, photos, tmp_path / "none.parquet", "max_bad_share=0.2")
-    with pytest.raises(UserError, match="split = train has no effect"):
-        run(weights, photos, tmp_path / "none.parquet", "split=train")
     assert not (tmp_path / "none.parquet").exists()
 
 

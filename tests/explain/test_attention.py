@@ -133,12 +133,9 @@ def test_rollout_is_the_product_of_all_layers(kind: str) -> None:
         row = of_patches if pooling is None else pooling[image].mean((0, 1)).double().numpy()
         if model.config.pool in ("token", "both"):
             row = np.eye(N)[0] if model.config.pool == "token" else (np.eye(N)[0] + of_patches) / 2
-        for half, expected in ((0.5, found.rollout), (0.0, found.product)):
-            through = row
-            for attention in reversed(weights.values()):
-                mean = attention[image].double().numpy().mean(0)
-                through = through @ (half * np.eye(N) + (1 - half) * mean)
-            np.testing.assert_allclose(expected[image].flatten(), through[N - h * w :], atol=1e-6)
+        for attention in reversed(weights.values()):
+            row = row @ (np.eye(N) + attention[image].double().numpy().mean(0)) / 2
+        np.testing.assert_allclose(found.rollout[image].flatten(), row[N - h * w :], atol=1e-6)
 
 
 def test_maps_are_the_row_of_the_class_token_or_the_mean_of_all() -> None:
@@ -156,5 +153,5 @@ def test_parts_that_fit_into_memory_give_the_same(monkeypatch: pytest.MonkeyPatc
     whole = compute_attention(model, images, 8)
     monkeypatch.setattr("pipeline.explain.attention._MAX_WEIGHTS", 2 * 2 * 17**2)
     in_parts = compute_attention(model, images, 8)
-    for name in ("maps", "rollout", "product", "distances"):
+    for name in ("maps", "rollout", "distances"):
         assert torch.allclose(getattr(in_parts, name), getattr(whole, name), atol=1e-6)

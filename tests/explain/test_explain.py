@@ -238,7 +238,7 @@ def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: 
 def test_maps_of_layers_and_heads() -> None:
     maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
     layers = ["block 1", "block 2", "block 3", POOLING]
-    attention = Attention(maps, layers, maps[:, 0, 0], maps[:, 0, 0], maps[:, :3, :, 0, 0])
+    attention = Attention(maps, layers, maps[:, 0, 0], maps[:, :3, :, 0, 0])
     for layer, head, expected, names in (
         ("all", "mean", maps.mean(2, keepdim=True), (layers, ["mean of the heads"])),
         ("2", "all", maps[:, 1:2], (["block 2"], ["head 1", "head 2", "head 3"])),

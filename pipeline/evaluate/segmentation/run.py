@@ -19,7 +19,7 @@ from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
+from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.report import send_scores
 from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
@@ -72,13 +72,6 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
-    refuse_without_dataset(
-        config,
-        split=["images", "masks"],
-        val_split=["images", "masks", "val_images", "val_masks"],
-        apply_split=["apply"],
-        exclude=["images", "val_images", "apply"],
-    )
     classes = scan(config, _budget(config), learnt, scored)
     runs = _warn(loaded, learnt, scored)
     print(
@@ -117,8 +110,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         "short_side": config.short_side or min(loaded.image_size),
         **{name: getattr(config, name) for name in ("steps", "train_batch", "lr", "seed", "precision")},
         "device": str(loaded.device),
-        "unreadable": _named(scored, problems),
-        "unreadable_learnt": _named(learnt, not_learnt),
+        "unreadable": {scored.names[number]: why for number, why in sorted(problems.items())},
+        "unreadable_learnt": {learnt.names[number]: why for number, why in sorted(not_learnt.items())},
     }
     about = {"identity": identity, "classes": classes.names, "unreadable": dict(sorted(not_learnt.items()))}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -267,10 +260,6 @@ def _refuse(problems: dict[int, str], pairs: MaskedPairs, config: SegmentConfig)
         raise UserError(excess)
     if len(problems) == len(pairs):
         raise UserError(f"none of the {counted(len(pairs), 'pair')} can be read; {pairs.names[0]}: {problems[0]}.")
-
-
-def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]:
-    return [{"name": pairs.names[number], "problem": why} for number, why in sorted(problems.items())]
 
 
 def _send(

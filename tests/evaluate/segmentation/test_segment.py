@@ -49,7 +49,7 @@ def test_from_images_to_mlflow(
     assert scores["miou"] > 0.7
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
-    assert [bad["name"] for bad in scores["unreadable_learnt"]] == ["part.1/1"]
+    assert list(scores["unreadable_learnt"]) == ["part.1/1"]
     files = {"head.safetensors", "segmentation.json", "sheet.png"}
     assert files <= {path.name for path in out.iterdir()}
     assert json.loads((out / "segmentation.json").read_text())["miou"] == scores["miou"]
