@@ -29,9 +29,9 @@ from pipeline.settings.objective_checks import refuse_without_labels
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`.
+    """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`.
 
-    label_notes: as the function of that name.
+    notes: on the balance of classes, and on labels that are not used.
     """
 
     samples: int
@@ -39,8 +39,7 @@ class Data:
     classes: int
     shards: int
     source: str
-    balance: str = ""
-    label_notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     pixels: Pixels = RGB8
 
 
@@ -79,10 +78,6 @@ class Forecast:
         return checkpoint_bytes(self.model, self.config)
 
     @property
-    def num_checkpoints(self) -> int:
-        return len(self.plan.saves)
-
-    @property
     def kept_for_good(self) -> int:
         """Checkpoints by keep_every, which nothing removes."""
         return sum(due.keep for due in self.plan.saves)
@@ -91,7 +86,7 @@ class Forecast:
     def disk_bytes(self) -> int:
         """Most bytes of checkpoints that exist at a time, with one that is being written."""
         kept = self.config.checkpoint.keep + self.kept_for_good + bool(self.plan.best_from)
-        return min(self.num_checkpoints, kept + 1) * self.checkpoint_bytes
+        return min(len(self.plan.saves), kept + 1) * self.checkpoint_bytes
 
     @property
     def hours(self) -> float | None:
@@ -134,17 +129,16 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
     balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
+    notes = [*([balance] if balance else []), *label_notes(found, config.train.loss)]
     source = f"manifest of {config.data.path}"
     if isinstance(split, MixedSplit):
         source = f"manifests; {split.describe()}"
-    notes = label_notes(found, config.train.loss)
     data = Data(
         len(split),
         found.epoch_samples,
         found.dataset.num_classes,
         used,
         source,
-        balance,
         notes,
         split.pixels,
     )

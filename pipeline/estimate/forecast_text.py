@@ -41,7 +41,7 @@ def describe(forecast: Forecast) -> list[str]:
     """The forecast as lines of text."""
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
-    notes = [overrides_of_name(config.model), data.balance, *data.label_notes, *objectives.without_effect(config)]
+    notes = [overrides_of_name(config.model), *data.notes, *objectives.without_effect(config)]
     kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
@@ -49,12 +49,9 @@ def describe(forecast: Forecast) -> list[str]:
         *filter(None, notes),
         "",
         f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
-        f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
-        f"{plan.evaluations}",
-        f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
+        f"  plan         {plan.describe()}",
         f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP in total",
-        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB every {counted(plan.checkpoint_every, 'step')}, {kept}: "
-        f"at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk",
+        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk",
         f"  time         {_time(forecast)}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
         *(f"  {line}" for line in readers(forecast)),
@@ -125,19 +122,18 @@ def _describe_choice(forecast: Forecast) -> list[str]:
 
 def to_dict(forecast: Forecast) -> dict[str, Any]:
     """All figures as plain JSON data, in bytes, FLOPs and hours."""
-    choice = forecast.choice
+    choice, plan = forecast.choice, forecast.plan
     return {
         "name": forecast.config.name,
         "cluster": asdict(forecast.cluster) if forecast.cluster else None,
         "data": asdict(forecast.data),
         "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
-        "plan": {**asdict(forecast.plan), "epochs": forecast.plan.epochs},
-        "flops_per_image": forecast.flops_per_image,
-        "flops": forecast.flops,
+        "plan": {**asdict(plan), "epochs": plan.epochs},
         "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
         "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
-        "checkpoint_bytes": forecast.checkpoint_bytes,
-        "checkpoints": forecast.num_checkpoints,
-        "disk_bytes": forecast.disk_bytes,
-        "hours": forecast.hours,
+        **{
+            name: getattr(forecast, name)
+            for name in ("flops_per_image", "flops", "checkpoint_bytes", "disk_bytes", "hours")
+        },
+        "checkpoints": len(plan.saves),
     }

@@ -24,7 +24,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
-from pipeline.evaluate.classify import Predictions, probabilities_of
+from pipeline.evaluate.classify import Predictions
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
@@ -96,10 +96,6 @@ class LoadedModel:
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K)."""
         return self.model.head(self.features(pixels)).float()
-
-    def probabilities(self, pixels: Tensor) -> Tensor:
-        """images (B, H, W, C) -> float32 (B, K), class probabilities."""
-        return probabilities_of(self.logits(pixels), self.loss_kind)
 
 
 def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: models.Weights | None = None) -> LoadedModel:

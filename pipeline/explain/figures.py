@@ -77,18 +77,9 @@ def draw_positions(similarity: Tensor) -> Figure:
     figure = Figure(figsize=(side * columns + 1.2, side * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for number, (axes, table) in enumerate(zip(panels, similarity.numpy(), strict=False)):
-        h, w = table.shape[:2]
-        gap = max(1, round(0.12 * w))
-        sheet = _sheet(table.astype(np.float64), gap, np.nan)
+        sheet = _sheet(table.astype(np.float64), max(1, round(0.12 * table.shape[1])), np.nan)
         image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
-        for axis, cells in ((axes.yaxis, h), (axes.xaxis, w)):
-            shown = np.arange(0, cells, -(-cells // 8))
-            axis.set_ticks(shown * (cells + gap) + (cells - 1) / 2, labels=[str(cell + 1) for cell in shown])
-        axes.set_xlabel("column of the patch", fontsize=TEXT)
-        axes.set_ylabel("row of the patch", fontsize=TEXT)
-        axes.tick_params(labelsize=SMALL, length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.set_axis_off()
         if num_tables > 1:
             axes.set_title(f"before block {number + 1}", fontsize=TEXT)
     for axes in panels[num_tables:]:
