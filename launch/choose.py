@@ -1,4 +1,4 @@
-"""Command: choose the images that are worth labelling first. See `pipeline/explain/choose.py`.
+"""Command: choose the images that are worth labelling first. See `pipeline/evaluate/choose.py`.
 
 Choose NUM of many images so that each of the others resembles a chosen one, by the features of any weights: labels of
 these teach more than labels of as many images at random, if they are few (docs/unlabelled.md has a measurement). Runs in
@@ -33,4 +33,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ChooseConfig
 
 if __name__ == "__main__":
-    main(ChooseConfig, "pipeline.explain.choose", __doc__)
+    main(ChooseConfig, "pipeline.evaluate.choose", __doc__)

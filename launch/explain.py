@@ -1,8 +1,7 @@
 """Command: draw figures that explain weights and their predictions. See `pipeline/explain/explain.py`.
 
 Draw figures that explain weights. For a ViT: attention, attention rollout, attention distance of each head,
-similarity of position embeddings, the patches of an image and their features as colours, tokens and FLOPs; with MAE's
-decoder its reconstructions. Also for a ResNet: Grad-CAM, filters of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
+similarity of position embeddings, the patches' features as colours; with MAE's decoder its reconstructions. Also for a ResNet: filters of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
 
   python launch/explain.py weights=runs/photos images=datasets/photos
   python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
@@ -10,7 +9,7 @@ decoder its reconstructions. Also for a ResNet: Grad-CAM, filters of the first l
   python launch/explain.py weights=mae_visualize_vit_large.pth images=photos draw=reconstruction normalise=false
   python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
 
-Writes a PNG per figure, cost.csv, and explain.json with the numbers in the figures.
+Writes a PNG per figure, and explain.json with the numbers in the figures.
 """
 
 import sys

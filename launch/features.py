@@ -1,8 +1,8 @@
-"""Command: write the features of images, and find similar ones. See `pipeline/explain/features.py`.
+"""Command: write the features of images, and find similar ones. See `pipeline/evaluate/features.py`.
 
 Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
 without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With
-like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet. Runs in one
+like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet beside the table (holiday.similar.png). Runs in one
 process, on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
@@ -33,4 +33,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.weights import FeaturesConfig
 
 if __name__ == "__main__":
-    main(FeaturesConfig, "pipeline.explain.features", __doc__)
+    main(FeaturesConfig, "pipeline.evaluate.features", __doc__)

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
 from pipeline.objectives import on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
-from pipeline.objectives.on_meta import shallow
 from pipeline.objectives.parameters.freeze import NOTHING, freeze
 from pipeline.objectives.parts import across_ranks
 from pipeline.settings.run import RunConfig
@@ -93,15 +92,6 @@ def of_many(count: Callable[[int], Saved], images: int) -> Saved:
 
 
 @on_meta.remembered
-def _gathers(cls: type[Objective], config: RunConfig, model: Config) -> bool:
-    """Whether an objective's loss gathers what other ranks computed: otherwise their number changes nothing."""
-    objective = on_meta.make(cls, config, (shallow(model, config.train.freeze) or [model])[0], torch.float32)
-    with across_ranks.on_meta(1) as others:
-        on_meta.loss(objective, on_meta.inputs(objective, config, 2, torch.float32))
-    return others.are_asked
-
-
-@on_meta.remembered
 def saved_by_loss(
     cls: type[Objective],
     config: RunConfig,
@@ -115,8 +105,6 @@ def saved_by_loss(
 
     model: the backbone's.
     """
-    if ranks > 1 and not _gathers(cls, config, model):  # A plan asks for up to nine numbers of ranks.
-        return saved_by_loss(cls, config, model, images, dtype, checkpointing, 1)
 
     def count(one: Config) -> Saved:
         objective = on_meta.make(cls, config, one, dtype)

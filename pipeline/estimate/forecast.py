@@ -1,9 +1,8 @@
-"""Predicts a run before it is queued: steps, FLOPs, memory, time, checkpoints, data reading.
+"""Predicts a run before it is queued: steps, FLOPs, memory, checkpoints, and hours from a measured speed.
 
-Everything is computed from the settings and the manifest; nothing is measured, and no GPU is needed.
+Everything is computed from the settings and the manifest; no GPU is needed.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,52 +18,44 @@ from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
-from pipeline.estimate.memory import Memory, checkpoint_bytes, copied_bytes, most_images, rank_memory
-from pipeline.estimate.network import Network, find_network
+from pipeline.estimate.memory import Memory, checkpoint_bytes, most_images, rank_memory
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.estimate.step_time import StepTime, is_predictable, step_time
 from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.objective_checks import refuse_without_labels
 
-# Bytes/s, assumed: a rank's copy to host memory, and the writing of a checkpoint, all ranks together.
-COPY_RATE, SAVE_RATE = 10e9, 1e9
-
 
 @dataclass(frozen=True)
 class Data:
-    """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`.
+    """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`.
 
-    label_notes: as the function of that name.
+    notes: on the balance of classes, and on labels that are not used.
     """
 
     samples: int
     epoch_samples: int
     classes: int
     shards: int
-    bytes: int
     source: str
-    balance: str = ""
-    label_notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     pixels: Pixels = RGB8
 
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """Memory of one layout. micro_batch: as planned. largest: largest micro-batch that fits, None without a cluster."""
+    """Memory of one layout. largest: largest micro-batch that fits, None without a cluster."""
 
     zero_stage: int
     activation_checkpointing: bool
-    micro_batch: int
     memory: Memory
     largest: int | None
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """All figures of a run, in bytes, seconds and FLOPs. Without a cluster, network, time and hours are None."""
+    """All figures of a run, in bytes and FLOPs."""
 
     config: PlanConfig
     cluster: Cluster | None
@@ -72,10 +63,7 @@ class Forecast:
     model: Config
     plan: Plan
     layouts: list[LayoutMemory]
-    choice: Choice | None
-    planned: PlanConfig  # the run as chosen, or as configured when there is nothing to choose for
-    network: Network | None
-    time: StepTime | None  # also None if the speed of a GPU is not known
+    choice: Choice | None  # None without a cluster
 
     @property
     def flops_per_image(self) -> int:
@@ -86,31 +74,8 @@ class Forecast:
         return self.flops_per_image * float(self.plan.steps) * self.plan.global_batch
 
     @property
-    def step_seconds(self) -> float | None:
-        """Duration of an optimizer step in the advised layout."""
-        return self.time.total if self.time else None
-
-    @property
-    def mfu(self) -> float | None:
-        """The MFU that follows from step_seconds."""
-        if self.time is None or self.cluster is None or not self.peak:
-            return None
-        return self.flops_per_image * self.plan.global_batch / (self.time.total * self.cluster.num_gpus * self.peak)
-
-    @property
-    def peak(self) -> float:
-        """Peak FLOP/s of a GPU; 0 if it is not known."""
-        config = self.config.engine
-        assert self.cluster
-        return 1e12 * (config.peak_tflops or (self.cluster.gpu.tflops if config.precision != "fp32" else 0.0))
-
-    @property
     def checkpoint_bytes(self) -> int:
-        return checkpoint_bytes(self.model, self.planned)
-
-    @property
-    def num_checkpoints(self) -> int:
-        return len(self.plan.saves)
+        return checkpoint_bytes(self.model, self.config)
 
     @property
     def kept_for_good(self) -> int:
@@ -121,26 +86,15 @@ class Forecast:
     def disk_bytes(self) -> int:
         """Most bytes of checkpoints that exist at a time, with one that is being written."""
         kept = self.config.checkpoint.keep + self.kept_for_good + bool(self.plan.best_from)
-        return min(self.num_checkpoints, kept + 1) * self.checkpoint_bytes
-
-    @property
-    def write_seconds(self) -> float:
-        """Duration of writing a checkpoint, while training continues."""
-        return self.checkpoint_bytes / SAVE_RATE
-
-    @property
-    def stall_seconds(self) -> float:
-        """Time that training waits per checkpoint: for the copy to host memory, and for an unfinished previous checkpoint."""
-        copying = copied_bytes(self.model, self.planned, self.plan.world_size) / COPY_RATE
-        between = self.plan.checkpoint_every * (self.step_seconds or math.inf)
-        return copying + max(0.0, self.write_seconds - between)
+        return min(len(self.plan.saves), kept + 1) * self.checkpoint_bytes
 
     @property
     def hours(self) -> float | None:
-        """Hours of training, including waiting for checkpoints, without evaluation."""
-        if self.time is None:
+        """Hours of training at the measured speed of a GPU, without evaluation; None without a measured speed."""
+        if self.cluster is None or not self.config.measured:
             return None
-        return (self.plan.steps * self.time.total + self.num_checkpoints * self.stall_seconds) / 3600
+        speed = self.config.measured * self.cluster.num_gpus
+        return self.plan.steps * self.plan.global_batch / speed / 3600
 
 
 def make_forecast(config: PlanConfig) -> Forecast:
@@ -158,24 +112,15 @@ def make_forecast(config: PlanConfig) -> Forecast:
             trial = lay_out(config, stage, checkpointing)
             memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
             largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
-            layouts.append(LayoutMemory(stage, checkpointing, plan.micro_batch, memory, largest))
+            layouts.append(LayoutMemory(stage, checkpointing, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
-    planned = config
-    network = find_network(config.network, cluster.gpu) if cluster else None
-    time = None
-    if choice:
-        chosen = lay_out(config, choice.zero_stage, choice.activation_checkpointing)
-        planned = replace(config, engine=chosen.engine, train=replace(config.train, micro_batch=choice.micro_batch))
-        advised = make_plan(planned, data.epoch_samples, num_gpus)  # Raises if training would refuse the advice.
-    if cluster and network and is_predictable(config):
-        time = step_time(planned, model, cluster, network, advised.micro_batch, advised.accumulation)
-    return Forecast(config, cluster, data, model, plan, layouts, choice, planned, network, time)
+    return Forecast(config, cluster, data, model, plan, layouts, choice)
 
 
 def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data; names of the classes, if known)."""
     if config.samples:
-        return config, Data(config.samples, config.samples, config.classes, 0, 0, "given in the settings"), ()
+        return config, Data(config.samples, config.samples, config.classes, 0, "given in the settings"), ()
     try:
         found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     except UserError as error:
@@ -184,19 +129,16 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
     balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
+    notes = [*([balance] if balance else []), *label_notes(found, config.train.loss)]
     source = f"manifest of {config.data.path}"
     if isinstance(split, MixedSplit):
         source = f"manifests; {split.describe()}"
-    num_bytes = int(split.shard_bytes.sum())
-    notes = label_notes(found, config.train.loss)
     data = Data(
         len(split),
         found.epoch_samples,
         found.dataset.num_classes,
         used,
-        num_bytes,
         source,
-        balance,
         notes,
         split.pixels,
     )

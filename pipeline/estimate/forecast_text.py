@@ -10,14 +10,13 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.files import as_bytes
+from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted, of_classes
 from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM
 from pipeline.estimate.forecast import Forecast, make_forecast
 from pipeline.estimate.memory import refuse_too_large
 from pipeline.estimate.plan import overrides_of_name
-from pipeline.estimate.step_time import EFFICIENCY
-from pipeline.model import ViTConfig
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 
@@ -29,15 +28,10 @@ def run(config: PlanConfig) -> Forecast:
     """Print the forecast of a run. Raises UserError for what training would refuse; memory errors follow the output."""
     forecast = make_forecast(config)
     if config.json:
-        text = json.dumps(to_dict(forecast), indent=1)
-        if config.json == "-":
-            print(text)
-        else:
-            with replacing(Path(config.json)) as file:
-                file.write(as_bytes(text))
-    if config.json != "-":
-        print("\n".join(describe(forecast)))
-        sys.stdout.flush()
+        with replacing(Path(config.json)) as file:
+            file.write(as_bytes(json.dumps(to_dict(forecast), indent=1)))
+    print("\n".join(describe(forecast)))
+    sys.stdout.flush()
     if forecast.cluster:
         refuse_too_large(config, forecast.plan, forecast.model, forecast.cluster.gpu.memory)
     return forecast
@@ -45,207 +39,101 @@ def run(config: PlanConfig) -> Forecast:
 
 def describe(forecast: Forecast) -> list[str]:
     """The forecast as lines of text."""
-    return [
-        *_describe_run(forecast),
-        *_describe_memory(forecast),
-        *_describe_time(forecast),
-        *["Readers", *(f"  {line}" for line in readers(forecast)), ""],
-        *_describe_choice(forecast),
-    ]
-
-
-def _describe_run(forecast: Forecast) -> list[str]:
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
-    tokens = f"{counted(model.num_tokens, 'token')}, " if isinstance(model, ViTConfig) else ""
+    notes = [overrides_of_name(config.model), *data.notes, *objectives.without_effect(config)]
+    kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
-        f"{tokens}{config.engine.precision}",
-        *filter(
-            None, [overrides_of_name(config.model), data.balance, *data.label_notes, *objectives.without_effect(config)]
-        ),
+        f"{config.engine.precision}",
+        *filter(None, notes),
         "",
         f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
-        f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "
-        f"{plan.evaluations}",
-        f"  batch        {plan.global_batch:,} = {counted(plan.world_size, 'rank')} x {plan.accumulation} x {plan.micro_batch} as configured",
-        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, "
-        f"{forecast.flops_per_image * plan.global_batch / 1e15:.2f} PFLOP per step, {forecast.flops / 1e18:,.4g} exaFLOP in total",
+        f"  plan         {plan.describe()}",
+        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP in total",
+        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk",
+        f"  time         {_time(forecast)}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
+        *(f"  {line}" for line in readers(forecast)),
         "",
+        *_describe_memory(forecast),
+        *_describe_choice(forecast),
+        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL.",
     ]
+
+
+def _time(forecast: Forecast) -> str:
+    if forecast.hours is None or forecast.cluster is None:
+        return "needs cluster=... and measured=..., the images/s of one GPU in launch/bench.py gpu or in a short run"
+    gpu_hours = forecast.hours * forecast.cluster.num_gpus
+    return f"{duration(3600 * forecast.hours)} = {gpu_hours:,.1f} GPU hours at the measured speed, without evaluation"
+
+
+def readers(forecast: Forecast) -> list[str]:
+    """Lines about too few streams or shards for the ranks that read them."""
+    streams, ranks, data = forecast.config.data.streams, forecast.plan.world_size, forecast.data
+    lines = []
+    if streams < ranks:
+        lines.append(f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}. Use data.streams={ranks}.")
+    # In a window that holds a whole stream, samples are shuffled together however few shards there are.
+    if 0 < data.shards < streams and data.samples > streams * forecast.config.data.window:
+        lines.append(
+            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}, which shuffles less. Shard again with "
+            f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
+        )
+    return lines
 
 
 def _describe_memory(forecast: Forecast) -> list[str]:
-    cluster, config = forecast.cluster, forecast.config
-    limit = f"; a GPU has {cluster.gpu.memory / _GIB:.1f}" if cluster else ""
-    titles = ["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]
-    rows = []
+    cluster, engine = forecast.cluster, forecast.config.engine
+    limit = cluster.gpu.memory if cluster else math.inf
+    rows = [["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
     for layout in forecast.layouts:
         m = layout.memory
-        is_configured = (layout.zero_stage, layout.activation_checkpointing) == (
-            config.engine.zero_stage,
-            config.engine.activation_checkpointing,
-        )
-        too_large = cluster is not None and m.total > cluster.gpu.memory
+        configured = (layout.zero_stage, layout.activation_checkpointing)
+        is_configured = configured == (engine.zero_stage, engine.activation_checkpointing)
         rows.append(
             [
                 f"{'*' if is_configured else ' '} {layout.zero_stage}",
                 "yes" if layout.activation_checkpointing else "no",
                 *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
-                f"{m.total / _GIB:.2f}{' !' if too_large else ''}",
+                f"{m.total / _GIB:.2f}{' !' if m.total > limit else ''}",
                 m.when,
-                "-" if layout.largest is None else str(layout.largest or "none"),
+                "-" if layout.largest is None else str(layout.largest),
             ]
         )
-    if not cluster:
-        titles, rows = titles[:-1], [row[:-1] for row in rows]
     return [
-        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, "
-        f"! too large{limit})",
-        *_table(titles, rows),
+        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
+        *(f"  {line}" for line in aligned(rows, 0)),
         "",
     ]
-
-
-def _describe_time(forecast: Forecast) -> list[str]:
-    config, cluster, plan, network = forecast.config, forecast.cluster, forecast.plan, forecast.network
-    time, hours = forecast.time, forecast.hours
-    every = f"every {counted(plan.checkpoint_every, 'step')}"
-    kept = f"{config.checkpoint.keep} kept"
-    kept += f", {forecast.kept_for_good:,} for good" * bool(forecast.kept_for_good) + ", the best" * bool(
-        plan.best_from
-    )
-    lines = [
-        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB {every}, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
-    ]
-    if cluster is None or network is None:
-        return ["Time: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100", *lines, ""]
-    if time is None or hours is None:
-        return [
-            "Time: not predicted, because the table of GPUs has no fp32 peaks: set engine.peak_tflops",
-            *lines,
-            "",
-        ]
-    rate = plan.global_batch / time.total
-    interval = min(plan.checkpoint_every, plan.steps) * time.total
-    stall = forecast.stall_seconds
-    mfu = f", MFU {forecast.mfu:.0%} of {forecast.peak / 1e12:,.0f} TFLOP/s" if forecast.mfu else ""
-    return [
-        "Time as advised below",
-        f"  one GPU      {_speed_of_a_gpu(config)}",
-        f"  network      {network.name}: {network.link / 1e9:,.0f} GB/s between GPUs, {network.cards / 1e9:,.0f} GB/s between nodes "
-        f"({network.source})",
-        f"  step         {time.total:.3f} s = {time.compute:.3f} forward and backward + {time.exposed:.3f} waiting for communication "
-        f"+ {time.optimizer:.3f} optimizer",
-        f"  speed        {rate:,.0f} images/s, {rate / cluster.num_gpus:,.0f} per GPU{mfu}",
-        *lines,
-        f"  stall        {stall:.2f} s per checkpoint: {stall / (interval + stall):.1%} of the time",
-        f"  saved        {forecast.write_seconds:.0f} s later; a crash loses "
-        f"{(interval + forecast.write_seconds) / 60:.1f} minutes at most",
-        f"  in total     {_rounded(hours, 1)} hours = {_rounded(hours * cluster.num_gpus, 0)} GPU hours; evaluation not included",
-        "",
-    ]
-
-
-def _rounded(amount: float, decimals: int) -> str:
-    """An amount with this number of decimals, or two digits of less than one, so that a short run does not take 0.0."""
-    if 0 < amount < 1:
-        return f"{amount:.{1 - math.floor(math.log10(amount))}f}".rstrip("0").rstrip(".")
-    return f"{amount:,.{decimals}f}"
-
-
-def _speed_of_a_gpu(config: PlanConfig) -> str:
-    if config.measured:
-        return f"{config.measured:,.0f} images/s measured (measured=...), optimizer added"
-    return f"not measured (measured=... images/s of one GPU); kernels are assumed to reach {EFFICIENCY:.0%} of the data sheet"
-
-
-def readers(forecast: Forecast) -> list[str]:
-    """Lines about the data that ranks read, and whether there are enough streams and shards."""
-    config, data, plan = forecast.config, forecast.data, forecast.plan
-    streams, ranks = config.data.streams, plan.world_size
-    lines = []
-    if streams >= ranks:
-        lines.append(
-            f"{counted(streams, 'stream')} for {counted(ranks, 'rank')}: each reads {math.ceil(streams / ranks)} at a time"
-        )
-    else:
-        lines.append(
-            f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}: {counted(math.ceil(ranks / streams), 'rank')} read the same shards at a time. "
-            f"Use data.streams={ranks}."
-        )
-    if not data.shards:
-        lines.append(
-            f"shards: not known yet; use at least {streams}, of at most {counted(data.samples // streams, 'sample')}"
-        )
-    elif data.shards < streams and data.samples <= streams * config.data.window:
-        # Only which samples are in a stream is always the same, and a batch has some of each stream.
-        lines.append(
-            f"{counted(data.shards, 'shard')} for {counted(streams, 'stream')}: enough, as samples are shuffled together in windows "
-            f"(data.window = {config.data.window:,}) that hold a whole stream"
-        )
-    elif data.shards < streams:
-        lines.append(
-            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}: several read the same shard, which shuffles less. Shard again with "
-            f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
-        )
-    else:
-        lines.append(f"{counted(data.shards, 'shard')}: {data.shards / streams:.1f} per stream")
-    if forecast.step_seconds:
-        rate = plan.global_batch / forecast.step_seconds
-        workers, kind = config.data.threads, "thread"
-        if config.data.processes:
-            workers, kind = config.data.processes, "process"
-        text = f"{rate:,.0f} images/s in total: {rate / ranks / workers:,.0f} per second for each of {counted(workers, f'decoding {kind}')}"
-        if data.bytes:
-            text += f", {rate * data.bytes / data.samples / 1e9:.2f} GB/s from storage"
-        lines.append(text)
-    return lines
 
 
 def _describe_choice(forecast: Forecast) -> list[str]:
     choice = forecast.choice
     if choice is None:
-        return ["Predicted, not measured."]
-    width = max(len(override) for override in choice.overrides)
+        return []
     return [
-        f"Advice for {forecast.config.cluster}",
-        *(f"  {override.ljust(width)}   {why}" for override, why in choice.reasons),
-        "  to paste:",
+        f"Advice for {forecast.config.cluster}: {choice.memory.total / _GIB:.1f} GiB a rank",
         f"  {' '.join(choice.overrides)}",
         "",
-        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL; for time see docs/plan.md.",
     ]
 
 
-def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"  {line}" for line in aligned([titles, *rows], 0)]
-
-
 def to_dict(forecast: Forecast) -> dict[str, Any]:
-    """All figures as plain JSON data, in bytes, seconds, FLOPs and hours."""
-    choice = forecast.choice
+    """All figures as plain JSON data, in bytes, FLOPs and hours."""
+    choice, plan = forecast.choice, forecast.plan
     return {
         "name": forecast.config.name,
         "cluster": asdict(forecast.cluster) if forecast.cluster else None,
         "data": asdict(forecast.data),
         "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
-        "plan": {**asdict(forecast.plan), "epochs": forecast.plan.epochs},
-        "flops_per_image": forecast.flops_per_image,
-        "flops": forecast.flops,
+        "plan": {**asdict(plan), "epochs": plan.epochs},
         "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
         "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
-        "overrides": choice.overrides if choice else [],
-        "network": asdict(forecast.network) if forecast.network else None,
-        "step_seconds": forecast.step_seconds,
-        "step": asdict(forecast.time) if forecast.time else None,
-        "mfu": forecast.mfu,
-        "checkpoint_bytes": forecast.checkpoint_bytes,
-        "checkpoints": forecast.num_checkpoints,
-        "disk_bytes": forecast.disk_bytes,
-        "stall_seconds": forecast.stall_seconds,
-        "write_seconds": forecast.write_seconds,
-        "hours": forecast.hours,
-        "readers": readers(forecast),
+        **{
+            name: getattr(forecast, name)
+            for name in ("flops_per_image", "flops", "checkpoint_bytes", "disk_bytes", "hours")
+        },
+        "checkpoints": len(plan.saves),
     }

@@ -24,7 +24,7 @@ from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
-from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
+from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape
 from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
@@ -95,20 +95,15 @@ def _described(peak: Memory, plan: Plan) -> str:
 
 def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     micro_batch = largest_micro_batch(config, model, plan.global_batch // plan.world_size, plan.world_size, limit)
-    way_out = (
-        f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
-    )
+    ways = [f"train.micro_batch={micro_batch}"] if micro_batch else []
     if micro_batch and config.train.loss in OF_WHOLE_BATCH:
-        way_out += f" with train.global_batch={micro_batch * plan.world_size}, as train.loss = {config.train.loss} divides no rank's batch"
-    others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
+        ways[0] += f" with train.global_batch={micro_batch * plan.world_size}"
+    if not config.engine.activation_checkpointing:
+        ways.append("engine.activation_checkpointing=true")
     if 0 < config.engine.zero_stage < config.zero_stages[-1]:
-        others.append(f"engine.zero_stage={config.engine.zero_stage + 1}")
-    objective = kind(config.train.loss)
-    num_views = sum(group.count for group in objective.views(config))
-    setting = " (objective.local_views)" * hasattr(objective.settings(config), "local_views")
-    others += [f"fewer than {num_views} views{setting}"] * (num_views > 2)
-    others.append("more or larger GPUs")
-    return f"{way_out}{', or ' if micro_batch else ' '}{', or '.join(others)}. launch/plan.py --cluster chooses."
+        ways.append(f"engine.zero_stage={config.engine.zero_stage + 1}")
+    ways.append("more or larger GPUs")
+    return f"Use {', or '.join(ways)}. launch/plan.py --cluster chooses."
 
 
 def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
@@ -280,17 +275,9 @@ def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecisi
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
     """Bytes of one checkpoint over all ranks: fp32 weights, moments and what is frozen, and model.safetensors of the backbone."""
-    return _state_bytes(model, config) + 4 * num_parameters(model)
-
-
-def copied_bytes(model: Config, config: RunConfig, world_size: int) -> int:
-    """Bytes that a rank copies to host memory for a checkpoint: its part of fp32 weights, moments and what is frozen."""
-    return math.ceil(_state_bytes(model, config) / world_size)
-
-
-def _state_bytes(model: Config, config: RunConfig) -> int:
     found = parameters(config, model)
-    return found.trained * (4 + _moments_bytes(config.optimizer) + found.average_bytes) + 4 * found.frozen
+    state = found.trained * (4 + _moments_bytes(config.optimizer) + found.average_bytes) + 4 * found.frozen
+    return state + 4 * num_parameters(model)
 
 
 def dtype_of(precision: TrainPrecision) -> torch.dtype:
@@ -319,10 +306,8 @@ class Parameters:
     largest: int  # of the largest trained tensor
     head: int  # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy (normalised)
     persistent: int  # of trained tensors below stage 3's threshold
-    sharded_tensors: int  # trained tensors that stage 3 shards
     matrices: int  # of the backbone's blocks, which Muon would update
     largest_matrix: int  # of its kernels
-    orthogonal_flops: int  # floating-point operations of Muon in a step
 
     @property
     def average_bytes(self) -> int:
@@ -362,8 +347,6 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         max(trained.values()),
         max(head, *added, 0),
         sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),
-        sum(count >= PERSISTENCE_THRESHOLD for count in trained.values()),
         sum(map(math.prod, kernels)),
         max(map(math.prod, kernels), default=0),
-        sum(orthogonal_flops(*shape) for shape in kernels),
     )

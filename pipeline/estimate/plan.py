@@ -153,17 +153,13 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     intervals[CHECKPOINT] = config.checkpoint.every
     in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
     keep = config.checkpoint.keep_every
-    at_end = {}
-    # A rollback goes back to checkpoints, so a run that an earlier version began needs those that it had.
-    if config.health.on_spike != "rollback":
-        ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
-        at_end = {name: step for name, step in ends.items() if step}
+    ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
     return Plan(
         steps=steps,
         warmup=warmup,
         evaluate_every={name: every for name, every in in_steps.items() if name != CHECKPOINT},
         checkpoint_every=in_steps[CHECKPOINT],
-        at_end=at_end,
+        at_end={name: step for name, step in ends.items() if step},
         keep_every=max(1, keep.steps(num_samples, train.global_batch, steps)) if keep.amount else 0,
         accumulation=accumulation,
         micro_batch=micro_batch,

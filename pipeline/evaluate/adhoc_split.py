@@ -81,8 +81,8 @@ def open_adhoc_split(
             f"{setting} = {', '.join(places)}: these weights read images by the range that their data set records, and files have none. Make a "
             "data set of them: launch/shard.py."
         )
-    broken: list[Path] = []
-    files = [path for place in places for path in _expand(place, broken, setting)]
+    links: list[str] = []
+    files = [path for place in places for path in _expand(place, links, setting)]
     folders = {path.parent for path in files if path.suffix == ".tar"}
     label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
@@ -92,7 +92,6 @@ def open_adhoc_split(
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
     images: list[_Image] = []
-    links: list[str] = []
     for path in files:
         if path.suffix == ".tar":
             images += _in_tar(path, len(of_labels), links, setting)
@@ -100,30 +99,13 @@ def open_adhoc_split(
             folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
             label = numbers.get(folder.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
-    left_out = [_said(links)] if links else []
-    if broken:
-        left_out.append(_lead_nowhere(broken))
-    note = f"left out: {', and '.join(left_out)}" if left_out else ""
+    note = f"left out: {counted(len(links), 'link')}, such as {links[0]}" if links else ""
     return AdhocSplit(_as_split(images, note, pixels), list(of_labels))
 
 
 def is_dataset(places: Sequence[str]) -> bool:
     """Whether these places are a single data set."""
     return len(places) == 1 and ("://" in places[0] or (Path(places[0]) / INFO).is_file())
-
-
-def refuse_without_dataset(config: object, **selecting: Sequence[str]) -> None:
-    """Raise UserError for settings that select from a data set, and are set although none of the places, which were opened, is one.
-
-    selecting: setting -> the settings with its places.
-    """
-    for name, settings in selecting.items():
-        value, places = getattr(config, name), {setting: getattr(config, setting) for setting in settings}
-        if value and value != getattr(type(config), name) and not any(map(is_dataset, places.values())):
-            given = "; ".join(f"{setting} = {', '.join(of)}" for setting, of in places.items() if of)
-            raise UserError(
-                f"{name} = {value} has no effect: it selects from a data set, and {given or settings[0]} is none. Leave it out."
-            )
 
 
 class _Image(NamedTuple):
@@ -136,8 +118,8 @@ class _Image(NamedTuple):
     label: int
 
 
-def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
-    """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to `broken`. Raises UserError."""
+def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
+    """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to `links`. Raises UserError."""
     if "://" in place:
         raise UserError(f"{setting} = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
@@ -150,17 +132,14 @@ def _expand(place: str, broken: list[Path], setting: str) -> Iterator[Path]:
     elif (path / INFO).is_file():
         raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")
     elif path.is_dir():
-        links: list[Path] = []
-        files = (file for file, *_ in walk_files(path, links) if isinstance(file, Path))
+        broken: list[Path] = []
+        files = (file for file, *_ in walk_files(path, broken) if isinstance(file, Path))
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
-        broken += sorted(link for link in links if _is_image(str(link.relative_to(path))))
-        if not found and links:
-            raise UserError(
-                f"{setting} = {place}: no image in this folder or below it, but {_lead_nowhere(sorted(links))}."
-            )
+        links += sorted(str(link) for link in broken if _is_image(str(link.relative_to(path))))
         if not found:
+            also = f" ({counted(len(broken), 'link')} to files that are not there)" * bool(broken)
             raise UserError(
-                f"{setting} = {place}: no image in this folder or below it. For tars, use {path / '*.tar'}."
+                f"{setting} = {place}: no image in this folder or below it{also}. For tars, use {path / '*.tar'}."
             )
         yield from found
     else:
@@ -181,7 +160,6 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
     """
     images, labels = {}, dict[str, bytes]()
     files: dict[str, tarfile.TarInfo] = {}
-    before = len(links)
     try:
         with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for member in tar:
@@ -204,18 +182,9 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
             f"{setting} = {path} is not a complete tar of samples ({error}). Copy it again, or leave it out."
         ) from None
     if not images:
-        said = f" but {_said(links[before:])}" if links[before:] else ""
-        raise UserError(f"{setting} = {path}: no image in this tar{said}.")
+        raise UserError(f"{setting} = {path}: no image in this tar.")
     known = {key: int(label) for key, label in labels.items() if label.isdigit() and int(label) < num_classes}
     return [image._replace(label=_label_of(name, known)) for name, image in images.items()]
-
-
-def _said(links: list[str]) -> str:
-    return f"{counted(len(links), 'link')}, such as {links[0]} (make the tar again with tar --dereference --hard-dereference)"
-
-
-def _lead_nowhere(links: list[Path]) -> str:
-    return f"{counted(len(links), 'link')} to files that are not there, such as {links[0]}"
 
 
 def _label_of(name: str, known: dict[str, int]) -> int:

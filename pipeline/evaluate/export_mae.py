@@ -24,7 +24,7 @@ def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
     assert isinstance(vit, VisionTransformer)
     decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     if form == "mae":
-        files.write_torch(path, torch.save, {"model": to_facebook(vit, decoder, model.facts)})
+        files.write_torch(path, {"model": to_facebook(vit, decoder, model.facts)})
         E = model.decoder_embed.out_features
         print(
             f"for models_mae.py: img_size={vit.config.image_size[0]}, patch_size={vit.config.patch_size}, embed_dim={vit.config.width}, "

@@ -4,7 +4,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
-from pipeline.evaluate.classify import Predictions, probabilities_of
+from pipeline.evaluate.classify import Predictions
 from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
@@ -37,6 +37,8 @@ from pipeline.settings import schema
 from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
+
+_NUM_TOLD = 20  # unreadable images
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,6 @@ class LoadedModel:
         """images (B, H, W, C) -> float32 (B, K)."""
         return self.model.head(self.features(pixels)).float()
 
-    def probabilities(self, pixels: Tensor) -> Tensor:
-        """images (B, H, W, C) -> float32 (B, K), class probabilities."""
-        return probabilities_of(self.logits(pixels), self.loss_kind)
-
 
 def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: models.Weights | None = None) -> LoadedModel:
     """Load `config.weights`. loss: what they were trained with. content: of these weights, if it was read.
@@ -137,11 +135,6 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
     short = min(ImageSize.parse(image_size))
     resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
     view = schema.build(AugmentConfig, {**chosen, "eval_resize": asked_resize or resize}, config.weights)
-    if asked_resize and view.eval_crop == "resize":
-        raise UserError(
-            f"eval_resize = {asked_resize} has no effect: {config.weights} reads whole images (eval_crop = resize). Leave it out, or "
-            "set eval_crop=center, too."
-        )
     if view.eval_crop != "resize" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view
@@ -170,10 +163,19 @@ def check_outputs(
         )
 
 
+def print_unreadable(problems: dict[int, str], keys: Callable[[list[int]], list[str]], what: str) -> None:
+    """Print the first images that cannot be read. problems: row -> reason. what: becomes of them."""
+    rows = sorted(problems)[:_NUM_TOLD]
+    for row, key in zip(rows, keys(rows), strict=True):
+        print(printable(f"{what}: {key} cannot be read ({problems[row]})"))
+    if len(problems) > _NUM_TOLD:
+        print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
+
+
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
     """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
 
-    holds: what the folder is for. Prints of what the results are that will be replaced. Raises UserError when it cannot be
+    holds: what the folder is for. Raises UserError when it cannot be
     written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this name.
     """
     path = _named(weights)
@@ -189,16 +191,9 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
         of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
         folder = Path("runs") / kind / "-".join(of_run + parts)
-        if (earlier := _results_in(folder)) and _named(earlier.weights).resolve() != path.resolve():
-            raise UserError(f"{folder} holds results of {earlier.weights}. Set out=FOLDER for those of {weights}.")
+        if (earlier := _results_in(folder)) and _named(earlier).resolve() != path.resolve():
+            raise UserError(f"{folder} holds results of {earlier}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)
-    # A folder's name says neither the step of a run's newest checkpoint nor where the data are.
-    if earlier := _results_in(folder):
-        step = "" if earlier.step is None else f", step {earlier.step:,}"
-        data = f", on {earlier.data}" if earlier.data else ""
-        print(
-            f"{folder} holds results of {earlier.weights}{step}{data}: they will be replaced. Another out=FOLDER keeps them."
-        )
     return folder
 
 
@@ -211,14 +206,10 @@ def _named(weights: str) -> Path:
 @dataclass(frozen=True)
 class _Results:
     weights: str
-    step: int | None = None
-    data: str = ""
 
 
-def _results_in(folder: Path) -> _Results | None:
-    """What the results in a folder are of; None if there are none."""
-    found = (
-        json_record.read_or_none(folder / file, _Results)
-        for file in ("scores.json", "explain.json", "segmentation.json")
-    )
-    return next(filter(None, found), None)
+def _results_in(folder: Path) -> str | None:
+    """The weights that the results in a folder are of; None if there are none."""
+    files = ("scores.json", "explain.json", "segmentation.json")
+    found = filter(None, (json_record.read_or_none(folder / file, _Results) for file in files))
+    return next((results.weights for results in found), None)

@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split, refuse_without_dataset
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -74,20 +74,16 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
 
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
-    UserError if the number of names differs from the number of classes, and as `refuse_without_dataset`.
+    UserError if the number of names differs from the number of classes.
     """
     num_classes = loaded.model.config.num_classes
-    # A run without labels on a data set with some has its classes, and no head for them.
-    own = read_class_names(config.class_names) or (loaded.extra.get("classes") if num_classes else None)
-    if own is not None and len(own) != num_classes:
+    own = read_class_names(config.class_names) or loaded.extra.get("classes")
+    if own is not None and num_classes and len(own) != num_classes:
         raise UserError(
             f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {counted(num_classes, 'class')}."
         )
-    if config.class_names and own is not None:
-        _tell_other_names(config, own, loaded)
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels)
-    refuse_without_dataset(config, split=["images"], exclude=["images"])
     if own and images.fingerprint:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
     if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
@@ -99,20 +95,6 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         print(f"{unnamed_note(config.weights, ', '.join(config.images))}. Other names: class_names=FILE")
     readable = _readable_names(images, loaded)
     return with_readable_labels(images, loaded), [readable.get(name, name) for name in named]
-
-
-def _tell_other_names(config: LookConfig, names: list[str], loaded: LoadedModel) -> None:
-    """Print how many names of the file differ from those of the weights, as those of another data set do."""
-    classes = loaded.extra.get("classes") or []
-    readable = loaded.extra.get("class_names") or classes
-    known = list(zip(classes, readable, strict=False))
-    others = [number for number, of_class in enumerate(known) if names[number] not in of_class]
-    if others:
-        first = others[0]
-        print(
-            f"class_names = {config.class_names}: {len(others):,} of {counted(len(names), 'name')} differ from those of {config.weights}: class "
-            f"{first} is shown as {names[first]!r}, not {known[first][1]!r}"
-        )
 
 
 def with_readable_labels(images: AdhocSplit, loaded: LoadedModel) -> AdhocSplit:

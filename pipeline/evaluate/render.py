@@ -1,4 +1,4 @@
-"""Renders scores: report.md, per_class.csv, the confusion matrix as a figure, and lines for the terminal."""
+"""Renders scores: report.md, the confusion matrix as a figure, and lines for the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,170 +14,100 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 
-SCORES = {
-    "top1": "top-1 accuracy",
-    "top5": "top-5 accuracy",
+_ACCURACIES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+_MEANS = {
     "macro_precision": "precision, mean over classes",
     "macro_recall": "recall, mean over classes",
     "macro_f1": "F1, mean over classes",
 }
-_MAX_LISTED, _WORST, _BEST = 30, 15, 5
-_MAX_NAMED = 20
+_COUNTS = {
+    "num_samples": "images",
+    "num_groups": "groups of them",
+    "num_unreadable": "unreadable images (counted as wrong)",
+    "num_unlabelled": "images without a label (counted as wrong)",
+}
+_MAX_LISTED, _MAX_NAMED = 30, 20
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
-    rows = []
-    if "top1" in scores:
-        for name, text in SCORES.items():
-            if name in scores:
-                rows.append((text, f"{scores[name]:.2%}"))
-            if name in ("top1", "top5") and name in scores:
-                rows += _interval(scores[name], scores, scores.get(f"{name}_effective_images"))
-        over = f", of {counted(scores['num_samples'] - scores['num_unreadable'], 'image')}" * bool(
-            scores["num_unreadable"]
-        )
-        if scores["loss_kind"] == "softmax" and scores.get("num_unlabelled"):
-            over += ", without those that have no label"
-        rows.append((f"loss ({scores['loss_kind']}{over})", f"{scores['loss']:.4f}"))
-    several = len({row["l2"] for row in scores.get("fewshot", [])}) > 1
+    rows: list[tuple[str, str]] = []
+    for name, text in _ACCURACIES.items():
+        if name in scores:
+            rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
+    rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
+    if "loss" in scores:
+        rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
     for row in scores.get("fewshot", []):
-        strength = f", λ = {row['l2']:g}" if several else ""
-        rows.append((f"{row['shots']}-shot linear accuracy{strength}, mean", f"{row['top1']:.2%}"))
+        text = f"{row['shots']}-shot linear accuracy, λ = {row['l2']:g}"
+        rows += _accuracy(text, row["top1"], scores, row.get("effective_images"))
         if row["std"] is not None:
             rows.append(
                 (f"  its standard deviation over {counted(len(row['top1_of_seeds']), 'seed')}", f"{row['std']:.2%}")
             )
-        rows += _interval(row["top1"], scores, row.get("effective_images"))
     if "knn" in scores:
-        rows.append((f"accuracy of {scores['knn']['neighbours']} nearest neighbours", f"{scores['knn']['top1']:.2%}"))
-        rows += _interval(scores["knn"]["top1"], scores, scores["knn"].get("effective_images"))
+        knn = scores["knn"]
+        rows += _accuracy(
+            f"accuracy of {knn['neighbours']} nearest neighbours", knn["top1"], scores, knn.get("effective_images")
+        )
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
-    trained = ", which the weights were trained on" * bool(scores.get(TRAINED_BY))
-    rows.append((f"images{trained}", f"{scores['num_samples']:,}"))
-    if "num_groups" in scores:
-        rows.append(("groups of them", f"{scores['num_groups']:,}"))
-    if scores["num_unreadable"]:
-        rows.append(("unreadable images (counted as wrong)", f"{scores['num_unreadable']:,}"))
-    if scores.get("num_unlabelled"):
-        rows.append(("images without a label (counted as wrong)", f"{scores['num_unlabelled']:,}"))
+    rows += [(text, f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
     rows.append(("images/s", f"{scores['images_per_second']:,.1f}"))
     return rows
 
 
-def _interval(accuracy: float, scores: dict[str, Any], effective: float | None) -> list[tuple[str, str]]:
-    """The row of an accuracy's interval over the images of the split, Wilson's; of a mean over seeds it is too wide rather than too narrow.
+def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
+    """The rows of an accuracy and its interval, Wilson's; of a mean over seeds it is too wide rather than too narrow.
 
     effective: of images in groups, their `effective_number`.
     """
-    if np.isnan(accuracy):
-        return []
-    found = of_samples(accuracy, effective or scores["num_samples"])
-    over = "groups" if effective else "images"
-    return [(f"  its 95 % interval over {over}", f"{found.low:.2%} to {found.high:.2%}")]
+    yield text, f"{value:.2%}"
+    if not np.isnan(value):
+        found = of_samples(value, effective or scores["num_samples"])
+        over = "groups" if effective else "images"
+        yield f"  its 95 % interval over {over}", f"{found.low:.2%} to {found.high:.2%}"
 
 
 def page(scores: dict[str, Any], picture: bytes | None) -> str:
     """The text of report.md. picture: content of confusion.png, None if the head is not scored."""
     blocks: list[Block] = [Paragraph(_how(scores)), Table(("score", "value"), summary(scores))]
-    if "probe_split" in scores:
-        blocks += [Heading("Features"), *_probes(scores)]
     if "per_class" in scores:
-        blocks += [Heading("Classes"), *_classes(scores), Heading("Most frequent confusions")]
-        if scores["confused"]:
-            rows = [
-                (pair["true"], pair["predicted"], f"{pair['count']:,}", f"{pair['share']:.1%}")
-                for pair in scores["confused"]
-            ]
-            blocks.append(Table(("true class", "predicted as", "images", "share of the true class"), rows))
+        tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
+        rows = [
+            (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
+            for row in tested[:_MAX_LISTED]
+        ]
+        about = f"The {len(rows)} of {counted(len(tested), 'class')} with images that have the lowest F1; all are in [per_class.csv](per_class.csv)."
+        table = Table(("class", "precision", "recall", "F1", "images"), rows)
+        blocks += [Heading("Classes"), Paragraph(about), table]
     if picture is not None:
         about = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
         blocks.append(PngImage("confusion.png", about, picture))
-    for title, name in (
-        ("Unreadable images", "unreadable"),
-        ("Unreadable images of the probe's training split", "probe_unreadable"),
-    ):
-        if bad := scores.get(name):
-            named = [(b["key"], b["problem"]) for b in bad[:_MAX_NAMED]]
-            blocks += [Heading(title), Table(("image", "problem"), named)]
-            if len(bad) > _MAX_NAMED:
-                blocks.append(Paragraph(f"The first {_MAX_NAMED} of {len(bad):,}; all are in scores.json."))
+    if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
+        named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
+        about = f"{len(named)} of {len(bad):,}; all are in scores.json."
+        blocks += [Heading("Unreadable images"), Paragraph(about), Table(("image", "problem"), named)]
     return markdown(f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks)
 
 
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
-    crop = "the whole image resized"
-    if scores["eval_crop"] != "resize":
-        resized = "short side" if scores["eval_crop"] == "center" else "the whole image, both sides,"
-        crop = f"{resized} resized to {scores['eval_resize']}, central crop"
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
     trained = f"{not_held_out(scores['split'], scores[TRAINED_BY])}. " if scores.get(TRAINED_BY) else ""
+    probed = ""
+    if "probe_split" in scores:
+        probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     return (
-        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}"
-        f"Images at {scores['image_size']} pixels: {crop}, by resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on {scores['device']}."
+        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}{probed}"
+        f"Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize = {scores['eval_resize']}, resize_filter = "
+        f"{scores['resize_filter']}. Computed in {scores['precision']} on {scores['device']}."
     )
-
-
-def _probes(scores: dict[str, Any]) -> Iterator[Block]:
-    yield Paragraph(
-        f"Input of the head. Fitted to images of split {scores['probe_split']}, tested on split {scores['split']}, both in the "
-        "evaluation view above."
-    )
-    if scores["fewshot"]:
-        turns = " in turn from each group of a class" * ("num_groups" in scores)
-        yield Paragraph(
-            f"Ridge regression of strength λ on a few images per class, chosen{turns} with seeds 0, 1, ...:"
-        )
-        rows = [
-            (
-                f"{row['shots']}",
-                f"{row['l2']:g}",
-                ", ".join(f"{top1:.2%}" for top1 in row["top1_of_seeds"]),
-                f"{row['fewest']}",
-            )
-            for row in scores["fewshot"]
-        ]
-        yield Table(("shots", "λ", "top-1 of each seed", "images of the smallest class"), rows)
-        if len({row["l2"] for row in scores["fewshot"]}) > 1:
-            yield Paragraph(
-                "Choosing the best λ from this table would be choosing it on the test images: fix one beforehand."
-            )
-    if "knn" in scores:
-        knn = scores["knn"]
-        yield Paragraph(
-            f"Nearest neighbours: of {counted(knn['images'], 'image')}, the {knn['neighbours']} with the largest cosine vote, each with "
-            f"exp(cosine / {knn['temperature']:g})."
-        )
-
-
-def _classes(scores: dict[str, Any]) -> Iterator[Block]:
-    tested = [row for row in scores["per_class"] if row["support"]]
-    untested = len(scores["per_class"]) - len(tested)
-    if untested:
-        yield Paragraph(
-            f"Without an image in this split: {counted(untested, 'class')}; the means are over the other {len(tested):,}."
-        )
-    header = ("class", "precision", "recall", "F1", "images")
-    if len(tested) <= _MAX_LISTED:
-        yield Table(header, [_class_cells(row) for row in tested])
-        return
-    ranked = sorted(tested, key=lambda row: row["f1"])
-    yield Paragraph(
-        f"The {_WORST} with the lowest F1, the {_BEST} with the highest; all are in [per_class.csv](per_class.csv)."
-    )
-    rows = [_class_cells(row) for row in ranked[:_WORST]]
-    yield Table(header, [*rows, ("...",) * len(header), *(_class_cells(row) for row in ranked[-_BEST:])])
-
-
-def _class_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
 
 
 # ---------------------------------------------------------------------- the confusion matrix

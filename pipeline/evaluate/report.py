@@ -40,9 +40,9 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.outputs import hold
+from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import ScoreConfig
 
-_NUM_CONFUSED = 10
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
 _PARAMETERS = (
     "weights",
@@ -56,6 +56,10 @@ _PARAMETERS = (
     "precision",
     "excluded",
     TRAINED_BY,
+)
+_METRICS = (
+    *("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable"),
+    *("macro_precision", "macro_recall", "macro_f1"),
 )
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
@@ -119,7 +123,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             **score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict(),
             **classes.macro(),
         }
-        scores["confused"] = _most_confused(true, predicted, scored.class_names)
         columns = zip(scored.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
         scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
         picture = render.draw_confusion(true, predicted, scored.class_names)
@@ -155,60 +158,50 @@ def _send(
     scores: dict[str, Any],
     files: list[Path],
 ) -> None:
-    """Send the scores to MLflow, as a run that names the run of the weights."""
-    data = dataset.path.name
-    known = (
-        "top1",
-        "top1_effective_images",
-        "top5",
-        "top5_effective_images",
-        "loss",
-        "num_samples",
-        "num_unreadable",
-        "macro_precision",
-        "macro_recall",
-        "macro_f1",
-    )
-    metrics = {f"{split.name}_{name}": float(scores[name]) for name in known if scores.get(name) is not None}
+    """Send the scores to MLflow."""
+    data, trained = dataset.path.name, scores[TRAINED_BY]
+    metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
     score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
     if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".
         score = next(iter(probed))
         scored_on = f"{score.removeprefix(f'{data}_')} {scored_on}"
-    name = f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split.name}"
-    step = loaded.extra.get("step")
-    description = (
-        f"**Scores** of `{config.weights}`" + (f", step {step:,}," if step else "") + f" on {data}, {split.name}."
-    )
-    notes = {}
-    if trained := scores[TRAINED_BY]:
-        notes, description = {TRAINED_BY: trained}, f"{description} {not_held_out(split.name, trained)}."
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
-    facts = RunFacts(
-        name,
+    notes = {TRAINED_BY: trained} if trained else {}
+    size, classes = len(split), dataset.num_classes
+    facts = DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, size, classes, "evaluation", notes)
+    held_out = f" {not_held_out(split.name, trained)}." if trained else ""
+    about = RunFacts(
+        f"on {data}:{split.name}",
         "evaluation",
         parameters,
-        {"model": architecture.name_of(loaded.model.config), "data": dataset.fingerprint, "dataset": data},
-        (
-            DatasetFacts(
-                data,
-                str(dataset.path),
-                dataset.fingerprint,
-                split.name,
-                len(split),
-                dataset.num_classes,
-                "evaluation",
-                notes,
-            ),
-        ),
-        description,
-        {"parent": origin.run_id} if origin.run_id else {},
+        description=f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
         score=score,
         scored_on=scored_on,
+    )
+    send_scores(config, loaded, origin, facts, about, metrics | probed, files)
+
+
+def send_scores(
+    config: ScoreConfig | SegmentConfig,
+    loaded: LoadedModel,
+    origin: WeightsOrigin,
+    data: DatasetFacts,
+    facts: RunFacts,
+    metrics: dict[str, float],
+    files: list[Path],
+) -> None:
+    """Send scores of weights to MLflow, as a run that names the run of the weights, which comes before the name of `facts`."""
+    facts = replace(
+        facts,
+        name=f"{loaded.extra.get('run') or Path(config.weights).name} {facts.name}",
+        tags={"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
+        datasets=(data,),
+        parents={"parent": origin.run_id} if origin.run_id else {},
         origin=origin,
     )
-    send_report(config.mlflow, files[0].parent, facts, metrics | probed, files, config.experiment)
+    send_report(config.mlflow, files[0].parent, facts, metrics, files, config.experiment)
 
 
 def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:
@@ -267,11 +260,6 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
 
 
 def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
-    if config.train_split not in dataset.splits:
-        raise UserError(
-            f"{config.data} has no split {config.train_split!r} to choose shots from. "
-            f"It has: {', '.join(dataset.splits)}. Set train_split, or shots=0."
-        )
     split = dataset.split(config.train_split, config.exclude)
     # Before the forward pass of the other split. Where lists exclude all images with labels, `_probe` refuses it.
     if missing := "no images" if not len(split) else "" if split.max_labels else "images, but no labels":
@@ -340,23 +328,8 @@ def _probe(
         raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
     with loaded.reading(train, config, len(choice.rows)) as reader:
         seen = extract(loaded.features, reader, choice.rows)
-    if not seen.readable.any():
-        raise UserError(f"no image chosen from {config.data}, split {train.name!r}, can be read. Check the shards.")
     scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}
-
-
-def _most_confused(true: np.ndarray, predicted: np.ndarray, names: list[str]) -> list[dict[str, Any]]:
-    """The pairs of classes with most mistakes, with their number and their share of the true class's samples."""
-    wrong = (true >= 0) & (predicted >= 0) & (true != predicted)
-    pairs, counts = np.unique(np.stack([true[wrong], predicted[wrong]]), axis=1, return_counts=True)
-    support = np.bincount(true[true >= 0], minlength=len(names))
-    return [
-        {"true": names[t], "predicted": names[p], "count": int(count), "share": float(count / support[t])}
-        for (t, p), count in sorted(zip(pairs.T.tolist(), counts, strict=True), key=lambda item: -item[1])[
-            :_NUM_CONFUSED
-        ]
-    ]
 
 
 def _named(problems: dict[int, str], split: Split) -> list[dict[str, str]]:

@@ -30,14 +30,12 @@ class Attention:
         all patches'. Attention pooling is one layer more.
     layers: L names.
     rollout: (B, h, w), attention rollout (Abnar & Zuidema 2020): (A + I) / 2 of all layers multiplied.
-    product: (B, h, w), A of all layers multiplied, as the text of the ViT paper (D.8) has it.
     distances: (B, blocks, H), mean attention distance in pixels.
     """
 
     maps: Tensor
     layers: list[str]
     rollout: Tensor
-    product: Tensor
     distances: Tensor
 
 
@@ -53,7 +51,7 @@ def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> A
         forward_with_attention(model, part, summary.add)
         parts.append(summary.result())
     tensors: Any = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("maps", "rollout", "product", "distances")
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("maps", "rollout", "distances")
     }
     return replace(parts[0], **tensors)
 
@@ -67,7 +65,7 @@ class _Summary:
         self.first_patch = self.config.num_tokens - self.config.num_patches
         self.patch_distances = patch_distances(self.config).to(images.device)
         self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
-        self.rollout = self.product = self.identity
+        self.rollout = self.identity
         # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of each.
         self.read_by_head = torch.zeros(len(images), self.config.num_tokens, device=images.device)
         if self.has_token:
@@ -89,19 +87,14 @@ class _Summary:
             self.read_by_head = queries.mean(1)
         else:
             self.distances.append((weights[:, :, first:, first:] * self.patch_distances).sum(3).mean(2).cpu())
-            mean = weights.mean(1)
-            self.rollout = (mean + self.identity) / 2 @ self.rollout
-            self.product = mean @ self.product
+            self.rollout = (weights.mean(1) + self.identity) / 2 @ self.rollout
         self.maps.append(queries[:, :, first:].unflatten(2, self.config.grid).cpu())
         self.layers.append(name)
 
     def result(self) -> Attention:
-        def of_patches(layers: Tensor) -> Tensor:
-            tokens = torch.einsum("bn,bnm->bm", self.read_by_head, layers)
-            return tokens[:, self.first_patch :].unflatten(1, self.config.grid).cpu()
-
-        rollout, product = of_patches(self.rollout), of_patches(self.product)
-        return Attention(torch.stack(self.maps, 1), self.layers, rollout, product, torch.stack(self.distances, 1))
+        tokens = torch.einsum("bn,bnm->bm", self.read_by_head, self.rollout)
+        rollout = tokens[:, self.first_patch :].unflatten(1, self.config.grid).cpu()
+        return Attention(torch.stack(self.maps, 1), self.layers, rollout, torch.stack(self.distances, 1))
 
 
 @torch.no_grad()

@@ -1,42 +1,36 @@
 """Writes a folder of drawings that explain weights, and what they compute for images; `run` does everything."""
 
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.files import table_csv
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
-from pipeline.data.images.stored import describe_left_out
-from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, eval_view, noting_left_out, read_by, shown_view
+from pipeline.data.loading.views import eval_view, read_by
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.predict import open_images, predict_all
-from pipeline.evaluate.probes.features import read_pixels
+from pipeline.evaluate.shown import read_shown, read_view
 from pipeline.explain import figures, galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
-from pipeline.explain.gradcam import gradcam
-from pipeline.explain.parameters import Cost, cost, costs, position_similarity, principal_filters
+from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
-from pipeline.model import VisionTransformer, ViTConfig, read_weights
+from pipeline.model import VisionTransformer, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
@@ -44,26 +38,17 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.mae import Mae
 from pipeline.process.outputs import hold
-from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig, LookConfig
+from pipeline.settings.commands.weights import DRAWINGS, ExplainConfig
 from pipeline.settings.quantities import ImageSize, whole_number
 
 _NUM_PREDICTIONS = 48  # Images on the sheet of predictions.
 _NUM_PREDICTED = 1000  # Images that are searched for the most confident mistakes.
 _NUM_AVERAGED = 128  # Images that attention distance is averaged over, as in the ViT paper.
 _ATTENTION_DRAWINGS = {"attention", "rollout", "distance"}
-_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions", "patches", "cost"}
-_CLASS_DRAWINGS = {"gradcam", "predictions"}
-_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, *_CLASS_DRAWINGS, "components", "reconstruction", "patches"}
-
-
-@dataclass
-class ExplainResults:
-    """What is written. drawings, captions: by name. tables: rows by name. numbers: the content of explain.json."""
-
-    numbers: dict[str, Any]
-    drawings: dict[str, Figure] = field(default_factory=dict)
-    captions: dict[str, str] = field(default_factory=dict)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+_TOKEN_DRAWINGS = {*_ATTENTION_DRAWINGS, "components", "positions"}
+_IMAGE_DRAWINGS = {*_ATTENTION_DRAWINGS, "predictions", "components", "reconstruction"}
+_OF_NUMBERS = {"distance", "positions"}  # These show no pixels.
+Drawn = dict[str, Figure]
 
 
 def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
@@ -80,41 +65,43 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     if config.images and (not config.draw or "reconstruction" in config.draw):
         mae = Mae.from_weights(content, print, normalise=config.normalise)
     del content  # whose tensors the models have copied
-    drawings = _choose_drawings(config, loaded, mae, skip)
+    wanted = _choose_drawings(config, loaded, mae, skip)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     hold(folder)
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
-    results = ExplainResults({"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()})
-    _draw_weights(loaded, drawings, results)
-    if drawings & _IMAGE_DRAWINGS:
-        _draw_images(config, loaded, mae, drawings, results)
+    numbers: dict[str, Any] = {"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()}
+    drawn = _draw_weights(loaded, wanted, numbers)
+    if wanted & _IMAGE_DRAWINGS:
+        drawn |= _draw_images(config, loaded, mae, wanted, numbers)
 
-    captions = results.captions
+    caption = loaded.pixels.describe_shown()
+    if caption:
+        print(caption)
+        numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
     contents: dict[str, bytes | str] = {
-        f"{name}.png": png(figure, DPI, captions.get(name, "")) for name, figure in results.drawings.items()
+        f"{name}.png": png(figure, DPI, "" if name in _OF_NUMBERS else caption) for name, figure in drawn.items()
     }
-    contents |= {f"{name}.csv": table_csv(rows) for name, rows in results.tables.items()}
-    contents["explain.json"] = json.dumps(results.numbers, indent=1, ensure_ascii=False) + "\n"
+    contents["explain.json"] = json.dumps(numbers, indent=1, ensure_ascii=False) + "\n"
     # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
-    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")] + ["cost.csv"]
+    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")]
     write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:
-        tags = {"weights": config.weights, "weights_run": str(results.numbers["run"])}
+        tags = {"weights": config.weights, "weights_run": str(numbers["run"])}
         parents = {"parent": origin.run_id} if origin.run_id else {}
         facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
         files = [folder / name for name in contents]
-        send_report(config.mlflow, folder, facts, metrics(results.numbers), files, config.experiment)
-    return results.numbers
+        send_report(config.mlflow, folder, facts, metrics(numbers), files, config.experiment)
+    return numbers
 
 
 def metrics(numbers: dict[str, Any]) -> dict[str, float]:
     """The metrics for MLflow in the content of explain.json."""
-    found = {name: float(value) for name, value in numbers.get("cost", {}).items()}
+    found: dict[str, float] = {}
     for block, heads in enumerate(numbers.get("mean_attention_distance", []), start=1):
-        found[f"attention_distance.block_{block:02d}"] = sum(heads) / len(heads)
+        found[f"attention_distance.block_{block:02d}"] = float(np.mean(heads))
     if "reconstruction_losses" in numbers:
-        found["reconstruction_loss"] = sum(numbers["reconstruction_losses"]) / len(numbers["reconstruction_losses"])
+        found["reconstruction_loss"] = float(np.mean(numbers["reconstruction_losses"]))
     if "predictions" in numbers:
         found["wrong_share"] = numbers["predictions"]["wrong"] / numbers["predictions"]["images"]
     return found
@@ -131,7 +118,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     if not config.images:
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
     if not model.config.num_classes:
-        why_not |= dict.fromkeys(_CLASS_DRAWINGS, "these weights have no head")
+        why_not["predictions"] = "these weights have no head"
     if not isinstance(model, VisionTransformer):
         why_not |= dict.fromkeys(_TOKEN_DRAWINGS, "a ResNet has no tokens")
     else:
@@ -141,120 +128,76 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
         for name, (value, number) in limits.items():
             if value not in ("all", "mean") and whole_number(value, number) is None:
                 raise UserError(f"{name} = {value}, but {config.weights} has {number}.")
-    for name in config.draw:
-        if name in why_not and not skip:
-            raise UserError(f"draw = {name} cannot be drawn of {config.weights}: {why_not[name]}.")
-    wanted = config.draw or DRAWINGS
-    for reason in sorted({why_not[name] for name in wanted if name in why_not}):
-        print(f"not drawn: {', '.join(name for name in wanted if why_not.get(name) == reason)} ({reason})")
-    return {name for name in wanted if name not in why_not}
+    for name in config.draw or DRAWINGS:
+        if name in why_not:
+            if name in config.draw and not skip:
+                raise UserError(f"draw = {name} cannot be drawn of {config.weights}: {why_not[name]}.")
+            print(f"not drawn: {name} ({why_not[name]})")
+    return {name for name in config.draw or DRAWINGS if name not in why_not}
 
 
-def _draw_weights(loaded: LoadedModel, drawings: set[str], results: ExplainResults) -> None:
+def _draw_weights(loaded: LoadedModel, wanted: set[str], numbers: dict[str, Any]) -> Drawn:
     """The drawings that need no images."""
-    model = loaded.model
-    if "filters" in drawings:
+    drawn, model = Drawn(), loaded.model
+    if "filters" in wanted:
         filters = principal_filters(model)
-        results.drawings["filters"] = figures.draw_filters(filters, loaded.pixels.shown)
-        results.captions["filters"] = loaded.pixels.describe_shown(by="")
-        results.numbers["filter_variance_shares"] = filters.shares.tolist()
-    if not isinstance(model, VisionTransformer):
-        return
-    if "positions" in drawings and (similarity := position_similarity(model)) is not None:
-        results.drawings["positions"] = figures.draw_positions(similarity)
-    if "cost" in drawings:
-        own, others = cost(model.config), costs(model.config)
-        results.drawings["cost"] = figures.draw_costs(others, own)
-        results.tables["cost"] = [_cost_row(each) for each in others]
-        results.numbers["cost"] = _cost_row(own)
-        print(
-            f"{own.image} px in patches of {own.patch}: {counted(own.tokens, 'token')}, {own.macs / 1e9:.4g} GMACs an image, "
-            f"{own.attention_macs / own.macs:.1%} of them attention"
-        )
-
-
-def _cost_row(cost: Cost) -> dict[str, Any]:
-    return {**asdict(cost), "attention_share": cost.attention_macs / cost.macs}
+        drawn["filters"] = figures.draw_filters(filters, loaded.pixels.shown)
+        numbers["filter_variance_shares"] = filters.shares.tolist()
+    if "positions" in wanted:
+        assert isinstance(model, VisionTransformer), "others have no tokens"
+        similarity = position_similarity(model)
+        assert similarity is not None
+        drawn["positions"] = figures.draw_positions(similarity)
+    return drawn
 
 
 def _draw_images(
-    config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, drawings: set[str], results: ExplainResults
-) -> None:
+    config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, wanted: set[str], numbers: dict[str, Any]
+) -> Drawn:
     """The drawings of images, and of what the model computes for them."""
     pictures, names = open_images(config, loaded)
-    for line in pictures.split.notes():
+    split = pictures.split
+    for line in split.notes():
         print(line)
-    order = random_numbers.permutation(len(pictures.split), config.seed, Purpose.EXPLAINED_IMAGES)
+    order = random_numbers.permutation(len(split), config.seed, Purpose.EXPLAINED_IMAGES)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
-    num_read = max(config.num_drawn, _NUM_AVERAGED if "distance" in drawings else 0)
-    view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, pictures.split))
-    unread = dict[int, set[str]]()
-    if pictures.split.left_out is None and "predictions" not in drawings:  # Predicting says it.
-        view = noting_left_out(view, unread)
-    rows, pixels = _read(config, pictures.split, order[:num_read], view)
-    for line in describe_left_out(Counter(what for of_row in unread.values() for what in of_row)):
-        print(line)
-    rows, drawn = rows[: config.num_drawn], pixels[: config.num_drawn]
-    shown = read_shown(config, loaded, pictures.split, rows)[1]
+    num_read = max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)
+    view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
+    rows, pixels = read_view(config, split, order[:num_read], view)
+    rows, few = rows[: config.num_drawn], pixels[: config.num_drawn]
+    shown = read_shown(config, loaded, split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]
-    results.numbers["images"] = pictures.split.keys(rows)
-    without_images = set(results.drawings)
+    numbers["images"] = split.keys(rows)
 
-    model = loaded.model
-    if isinstance(model, VisionTransformer) and "patches" in drawings:
-        results.drawings["patches"] = figures.draw_patches(to_rgb(drawn[0].numpy(), loaded.pixels), model.config)
-    if isinstance(model, VisionTransformer) and drawings & _ATTENTION_DRAWINGS:
-        images = loaded.images(pixels)
-        _draw_attention(config, model, drawings, images, shown, captions, results)
-    if isinstance(model, VisionTransformer) and "components" in drawings:
-        found = patch_components(model, loaded.images(drawn), config.batch)
-        results.drawings["components"] = galleries.draw_components(found, model.config, shown, captions)
-        results.numbers["component_variance_shares"] = found.shares.tolist()
-    if "reconstruction" in drawings and mae is not None:
-        painted = reconstruct(
-            mae.to(loaded.device),
-            normalise(drawn, loaded.device, torch.float32, loaded.pixels),
-            rows,
-            config.seed,
-            config.batch,
-        )
-        results.drawings["reconstruction"] = galleries.draw_reconstruction(
-            painted, mae.normalise, to_rgb(drawn.numpy(), loaded.pixels), captions
-        )
-        results.numbers["reconstruction_losses"] = painted.losses.tolist()
-    if "gradcam" in drawings:
-        results.drawings["gradcam"] = _draw_gradcam(loaded, names, drawn, shown, captions, config.batch)
-    if "predictions" in drawings:
+    drawn, model = Drawn(), loaded.model
+    if isinstance(model, VisionTransformer) and wanted & _ATTENTION_DRAWINGS:
+        attention = compute_attention(model, loaded.images(pixels), config.batch)
+        if "attention" in wanted:
+            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, shown, captions)
+        if "rollout" in wanted:
+            drawn["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
+        if "distance" in wanted:
+            averaged = attention.distances[:_NUM_AVERAGED]
+            mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
+            title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
+            drawn["distance"] = figures.draw_distances(mean, uniform, title)
+            numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
+    if isinstance(model, VisionTransformer) and "components" in wanted:
+        found = patch_components(model, loaded.images(few), config.batch)
+        drawn["components"] = galleries.draw_components(found, model.config, shown, captions)
+        numbers["component_variance_shares"] = found.shares.tolist()
+    if "reconstruction" in wanted and mae is not None:
+        read = normalise(few, loaded.device, torch.float32, loaded.pixels)
+        painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
+        originals = to_rgb(few.numpy(), loaded.pixels)
+        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals, captions)
+        numbers["reconstruction_losses"] = painted.losses.tolist()
+    if "predictions" in wanted:
         chosen = np.sort(order[:_NUM_PREDICTED])
-        _draw_predictions(config, loaded, pictures.true_classes(names).split.only(chosen), names, results)
-    if not loaded.pixels.is_rgb8:
-        results.numbers["shown_channels"] = [loaded.pixels.channels[place] for place in loaded.pixels.shown]
-        shown_by = loaded.pixels.describe_shown()
-        print(shown_by)
-        results.captions |= dict.fromkeys(results.drawings.keys() - without_images - {"distance"}, shown_by)
-
-
-def read_shown(
-    config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that can be read, and what the model sees of them with enough pixels for people, uint8 (n, H, W, 3). Raises UserError for none."""
-    kept, images = _read(
-        config, split, rows, shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
-    )
-    return kept, to_rgb(images.numpy(), loaded.pixels)
-
-
-def _read(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:
-    with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
-        kept, pixels = read_pixels(loader, rows, config.batch)
-    for row, reason in loader.bad.items():
-        print(printable(f"left out: {split.keys([row])[0]} cannot be read ({reason})"))
-    if len(loader.bad) == len(rows):
-        raise UserError(
-            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first: {next(iter(loader.bad.values()))}."
-        )
-    return kept, pixels
+        known = pictures.true_classes(names).split.only(chosen)
+        drawn["predictions"] = _draw_predictions(config, loaded, known, names, numbers)
+    return drawn
 
 
 def _caption(pictures: AdhocSplit, row: int) -> str:
@@ -263,51 +206,12 @@ def _caption(pictures: AdhocSplit, row: int) -> str:
     return pictures.label_names[labels[0]] if len(labels) else PurePosixPath(pictures.split.keys([row])[0]).stem
 
 
-def _draw_attention(
-    config: ExplainConfig,
-    model: VisionTransformer,
-    drawings: set[str],
-    images: Tensor,
-    shown: np.ndarray,
-    captions: Sequence[str],
-    results: ExplainResults,
-) -> None:
-    attention = compute_attention(model, images, config.batch)
-    if "attention" in drawings:
-        results.drawings |= galleries.draw_attention(
-            attention, model.config, config.layer, config.head, shown, captions
-        )
-    if "rollout" in drawings:
-        results.drawings["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
-    if "distance" in drawings:
-        averaged = attention.distances[:_NUM_AVERAGED]
-        mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
-        title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
-        results.drawings["distance"] = figures.draw_distances(mean, uniform, title)
-        results.numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
-
-
-def _draw_gradcam(
-    loaded: LoadedModel, names: Sequence[str], drawn: Tensor, shown: np.ndarray, captions: Sequence[str], batch: int
-) -> Figure:
-    with torch.no_grad():
-        shares = torch.cat([loaded.probabilities(part) for part in drawn.split(batch)])
-    maps, labels = [], []
-    for classes in shares.topk(min(2, shares.shape[1])).indices.T:
-        parts = zip(drawn.split(batch), classes.split(batch), strict=True)
-        maps.append(torch.cat([gradcam(loaded.model, loaded.images(part), of_part) for part, of_part in parts]))
-        labels.append([f"{names[c]}: {shares[i, c]:.0%}" for i, c in enumerate(classes.tolist())])
-    config = loaded.model.config if isinstance(loaded.model.config, ViTConfig) else None
-    return galleries.draw_gradcam(maps, labels, config, shown, captions)
-
-
 def _draw_predictions(
-    config: ExplainConfig, loaded: LoadedModel, split: Split, names: Sequence[str], results: ExplainResults
-) -> None:
+    config: ExplainConfig, loaded: LoadedModel, split: Split, names: list[str], numbers: dict[str, Any]
+) -> Figure:
     """split: its labels are numbers of the classes `names`, or it has none."""
     predictions = predict_all(config, loaded, split, num_top=1)
-    for row, reason in list(predictions.problems.items())[:20]:
-        print(printable(f"not predicted: {split.keys([row])[0]} cannot be read ({reason})"))
+    print_unreadable(predictions.problems, split.keys, "not predicted")
     true, predicted = outcomes(predictions, split)
     confidence = predictions.probabilities[:, 0]
     known = np.flatnonzero(predictions.readable & (true >= 0))
@@ -315,12 +219,12 @@ def _draw_predictions(
         right = (true == predicted)[known]
         rows = known[galleries.order_by_mistake(right, confidence[known], _NUM_PREDICTIONS)]
         note = galleries.note_on_mistakes(right)
-        results.numbers["predictions"] = {"images": len(known), "wrong": int((~right).sum())}
+        numbers["predictions"] = {"images": len(known), "wrong": int((~right).sum())}
     else:
         readable = np.flatnonzero(predictions.readable)
         rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
         note = "The true classes are not known. The most confident first."
     _, pixels = read_shown(config, loaded, split, rows)
-    results.drawings["predictions"] = galleries.draw_predictions(
+    return galleries.draw_predictions(
         pixels, true[rows], predicted[rows], names, confidence[rows], note, loaded.image_size
     )

@@ -3,44 +3,36 @@
 Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the model's or more of the same crop; maps float32 (h, w), at least 0.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, gallery
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
-from pipeline.explain.parameters import Cost, Filters
+from pipeline.explain.parameters import Filters
 from pipeline.model import ViTConfig
-from pipeline.settings.quantities import ImageSize
 
 
-def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
+def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    config: gives the places of the patches, which may overlap; None for a map whose cells divide the image evenly.
-    size: of the image as it is drawn, which may have more pixels than the model reads.
+    config: gives the places of the patches, which may overlap. size: of the image as it is drawn, which may have more pixels than the model reads.
     """
-    sides = size if config is None else ImageSize.parse(config.image_size)
-
-    def weights(axis: int) -> np.ndarray:
-        cells, side, scale = values.shape[axis], size[axis], size[axis] / sides[axis]
-        patch = side / cells if config is None else config.patch_pixels * scale
-        step = side / cells if config is None else config.stride * config.reduction * scale
+    places = []
+    for cells, side, own in zip(values.shape, size, config.image_size, strict=True):
+        patch, step = config.patch_pixels * side / own, config.stride * config.reduction * side / own
         centres = patch / 2 + step * np.arange(cells)
-        return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
+        places.append(np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1))
+    rows, columns = places
+    return rows @ values @ columns.T
 
-    return weights(0) @ values @ weights(1).T
 
-
-def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig | None) -> np.ndarray:
+def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
     scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
@@ -85,18 +77,9 @@ def draw_positions(similarity: Tensor) -> Figure:
     figure = Figure(figsize=(side * columns + 1.2, side * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for number, (axes, table) in enumerate(zip(panels, similarity.numpy(), strict=False)):
-        h, w = table.shape[:2]
-        gap = max(1, round(0.12 * w))
-        sheet = _sheet(table.astype(np.float64), gap, np.nan)
+        sheet = _sheet(table.astype(np.float64), max(1, round(0.12 * table.shape[1])), np.nan)
         image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
-        for axis, cells in ((axes.yaxis, h), (axes.xaxis, w)):
-            shown = np.arange(0, cells, -(-cells // 8))
-            axis.set_ticks(shown * (cells + gap) + (cells - 1) / 2, labels=[str(cell + 1) for cell in shown])
-        axes.set_xlabel("column of the patch", fontsize=TEXT)
-        axes.set_ylabel("row of the patch", fontsize=TEXT)
-        axes.tick_params(labelsize=SMALL, length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.set_axis_off()
         if num_tables > 1:
             axes.set_title(f"before block {number + 1}", fontsize=TEXT)
     for axes in panels[num_tables:]:
@@ -126,75 +109,6 @@ def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
     height, width = filters.components.shape[2:]
     note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
     return gallery([tiles[i : i + 7] for i in range(0, count, 7)], "Filters of the first layer", note)
-
-
-def draw_patches(pixels: np.ndarray, config: ViTConfig) -> Figure:
-    """An image with the borders of its patches, and cut into them."""
-    h, w = config.grid
-    patch, step = config.patch_pixels, config.stride * config.reduction
-    figure = Figure(figsize=(8.2, 4.5), layout="constrained")
-    whole, cut = figure.subplots(1, 2)
-    whole.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0))
-    gap = max(1, round(patch / 8))
-    for i, (row, column) in enumerate(np.ndindex(h, w), start=1):
-        corner = column * step, row * step
-        whole.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor="white", linewidth=0.7))
-        if h * w <= 100:
-            left, top = (place * (patch + gap) + 0.04 * patch for place in (column, row))
-            cut.text(
-                left,
-                top,
-                str(i),
-                fontsize=SMALL,
-                color="white",
-                va="top",
-                bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0},
-            )
-    overlap = ""
-    if step < patch:
-        overlap = f", one each {step} px"
-        whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=MAP(1.0), linewidth=2))
-    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px{overlap}", fontsize=TEXT)
-    patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
-    sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
-    cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
-    token = " and the class token" if config.has_class_token else ""
-    token += f" and {counted(config.registers, 'register')}" if config.registers else ""
-    cut.set_title(
-        f"read row by row: {counted(h * w, 'patch')}{token} = {counted(config.num_tokens, 'token')}", fontsize=TEXT
-    )
-    for axes in (whole, cut):
-        axes.set_axis_off()
-    figure.suptitle("An image as tokens", fontsize=TITLE, weight="bold")
-    return figure
-
-
-def draw_costs(costs: Sequence[Cost], own: Cost) -> Figure:
-    """Tokens, multiply-adds and attention's share of them against the side of the image, a line for each patch side."""
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    panels: dict[str, Callable[[Cost], float]] = {
-        "tokens": lambda cost: cost.tokens,
-        "GMACs of an image, forward": lambda cost: cost.macs / 1e9,
-        "of these for attention, %": lambda cost: 100 * cost.attention_macs / cost.macs,
-    }
-    patches = list(dict.fromkeys(cost.patch for cost in costs))
-    mark: dict[str, Any] = {"markersize": 9, "markerfacecolor": "none", "color": "black", "label": "this model"}
-    all_axes = figure.subplots(1, 3)
-    for axes, (name, value) in zip(all_axes, panels.items(), strict=True):
-        for number, patch in enumerate(patches):
-            line = [cost for cost in costs if cost.patch == patch]
-            colour = MAP(0.85 * number / max(len(patches) - 1, 1))
-            sides, values = [cost.image for cost in line], [value(cost) for cost in line]
-            axes.plot(sides, values, ".-", markersize=4, color=colour, label=f"patch {patch}")
-        axes.plot([own.image], [value(own)], "o", **mark)
-        _style(axes, "image side (pixels)", name)
-    tokens, macs, share = all_axes
-    tokens.set_yscale("log")
-    macs.set_yscale("log")
-    share.set_ylim(0)
-    tokens.legend(fontsize=SMALL, frameon=False)
-    figure.suptitle("Cost for other sizes of image and patch", fontsize=TITLE, weight="bold")
-    return figure
 
 
 def _style(axes: Axes, x: str, y: str) -> None:

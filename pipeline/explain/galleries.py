@@ -1,4 +1,4 @@
-"""Figures of many images: attention maps, Grad-CAM maps, predictions, similar images, and images to label.
+"""Figures of many images: attention maps and predictions.
 
 Pixels are uint8 (n, H, W, 3), the crops that the model reads, maybe with more pixels; maps are float32 (n, h, w).
 """
@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.base.gallery import MAX_IMAGES, Tile, folded, gallery, lines_of
+from pipeline.base.gallery import Tile, folded, gallery, lines_of
+from pipeline.evaluate.shown import sheet
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
 from pipeline.explain.figures import brighten, enlarge, overlay
@@ -78,14 +79,10 @@ def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, li
 
 
 def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
-    """Each image, and below it the image lit by rollout, with the residual's identity and without (ViT paper, D.8)."""
-
-    def lit_by(maps: Tensor, name: str) -> list[Tile]:
-        pairs = zip(pixels, maps[: len(pixels)].numpy(), strict=True)
-        return [Tile(brighten(image, values, config), [name]) for image, values in pairs]
-
-    rows = [_inputs(pixels, captions), lit_by(attention.rollout, "rollout"), lit_by(attention.product, "no identity")]
-    note = "Attention through all blocks, with the residual connections' identity and without. Brighter is more."
+    """Each image, and below it the image lit by rollout (ViT paper, D.8)."""
+    pairs = zip(pixels, attention.rollout[: len(pixels)].numpy(), strict=True)
+    rows = [_inputs(pixels, captions), [Tile(brighten(image, values, config), ["rollout"]) for image, values in pairs]]
+    note = "Attention through all blocks, with the identity of the residual connections. Brighter is more."
     return gallery(folded(rows), "Attention rollout", note)
 
 
@@ -118,22 +115,6 @@ def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarr
     if normalise:
         note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
     return gallery(folded(rows), "Reconstruction by MAE", note)
-
-
-def draw_gradcam(
-    maps: Sequence[Tensor],
-    labels: Sequence[Sequence[str]],
-    config: ViTConfig | None,
-    pixels: np.ndarray,
-    captions: Sequence[str],
-) -> Figure:
-    """Each image, and below it a map for each of its likeliest classes. labels: of the maps."""
-    rows = [_inputs(pixels, captions)]
-    for of_class, names in zip(maps, labels, strict=True):
-        triples = zip(pixels, of_class.numpy(), names, strict=True)
-        rows.append([Tile(overlay(image, values, config), [name]) for image, values, name in triples])
-    note = f"Evidence for the most likely class, and for the second. {_OWN_SCALE}"
-    return gallery(folded(rows), "Grad-CAM", note, bar="weight for the class")
 
 
 def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:
@@ -178,39 +159,8 @@ def draw_predictions(
             is_right = label == found
             lines = [names[label], f"{'✓' if is_right else '✗'} {said}"]
             tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
-    return gallery(_in_rows(tiles), "Predictions", note + _reads(pixels, image_size))
-
-
-def draw_neighbours(
-    image: np.ndarray, caption: str, pixels: np.ndarray, captions: Sequence[Sequence[str]], image_size: ImageSize | int
-) -> Figure:
-    """An image, and below it the most similar ones, the most similar first. captions: lines over each of `pixels`. image_size: of the model."""
-    rows = [[Tile(image, [caption])], *_in_rows(_captioned(pixels, captions))]
-    note = "The first image, and those whose features have the largest cosine similarity to its own."
-    return gallery(rows, "Similar images", note + _reads(pixels, image_size))
-
-
-def draw_choice(
-    pixels: np.ndarray, captions: Sequence[Sequence[str]], note: str, image_size: ImageSize | int
-) -> Figure:
-    """Images to label, in order. captions: lines over each of `pixels`. image_size: of the model."""
-    rows = _in_rows(_captioned(pixels, captions))
-    return gallery(rows, "Images to label first", note + _reads(pixels, image_size))
-
-
-def _reads(pixels: np.ndarray, image_size: ImageSize | int) -> str:
-    """Says that the model sees less than the reader, because some mistakes are due to that."""
-    size = ImageSize.parse(image_size)
-    return "" if pixels.shape[1:3] == size else f" The model reads these crops at {size} px."
-
-
-def _captioned(pixels: np.ndarray, captions: Sequence[Sequence[str]]) -> list[Tile]:
-    return [Tile(image, lines) for image, lines in zip(pixels, captions, strict=True)]
-
-
-def _in_rows(tiles: list[Tile]) -> list[list[Tile]]:
-    return [tiles[i : i + MAX_IMAGES] for i in range(0, len(tiles), MAX_IMAGES)]
+    return sheet(tiles, "Predictions", note, image_size)
 
 
 def _inputs(pixels: np.ndarray, captions: Sequence[str]) -> list[Tile]:
-    return _captioned(pixels, [[caption] for caption in captions])
+    return [Tile(image, [caption]) for image, caption in zip(pixels, captions, strict=True)]

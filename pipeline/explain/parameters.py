@@ -1,14 +1,13 @@
-"""What the weights show without an image: similarity of positions, principal filters, and the cost of the model."""
+"""What the weights show without an image: similarity of positions, and principal filters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.base.errors import UserError
-from pipeline.model import Model, ResNet, VisionTransformer, ViTConfig, attention_macs, forward_macs, rope
+from pipeline.model import Model, ResNet, VisionTransformer, rope
 from pipeline.model.position import per_token
 
 _MOST_FILTERS = 28  # As in Figure 7 of the ViT paper.
@@ -60,38 +59,3 @@ def principal_filters(model: Model) -> Filters:
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     components = (directions * largest.sign()).unflatten(1, kernel.shape[1:])
     return Filters(components.float(), (spread**2 / (spread**2).sum())[:count].float(), len(filters))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one image's forward pass."""
-
-    patch: int  # side in pixels
-    image: int  # side in pixels
-    tokens: int
-    macs: int  # multiply-adds
-    attention_macs: int  # of these, those that grow with the square of the tokens
-
-
-def cost(config: ViTConfig) -> Cost:
-    return Cost(
-        config.patch_pixels, config.image_size[0], config.num_tokens, forward_macs(config), attention_macs(config)
-    )
-
-
-def costs(config: ViTConfig) -> list[Cost]:
-    """Costs of the model with half, the same and twice the patch side, on images of up to three times the side."""
-    sizes = [size for size in (config.patch_size // 2, config.patch_size, 2 * config.patch_size) if size]
-    step = 2 * config.patch_pixels
-    sides = sorted({*range(step, 3 * config.image_size[0] + 1, step), config.image_size[0]})
-    found = []
-    for size in sizes:
-        stride = None if config.patch_stride is None else max(1, config.patch_stride * size // config.patch_size)
-        for side in sides:
-            try:
-                other = replace(config, patch_size=size, patch_stride=stride, image_size=(side, side))
-            except UserError:  # The patches do not fit the image.
-                continue
-            if other.unseen == config.unseen:
-                found.append(cost(other))
-    return found

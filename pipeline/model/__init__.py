@@ -19,7 +19,7 @@ from pipeline.model.convert.entries import DecoderFacts, Weights
 from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.official import to_npz
 from pipeline.model.convert.timm_format import to_timm
-from pipeline.model.flops import attention_macs, forward_macs, num_parameters, training_flops_per_image
+from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resizing_notes
 from pipeline.model.resnet import ResNet

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,13 +258,13 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
             file.write(part)
 
 
-def write_torch(path: Path, save: Callable[[Any, BinaryIO], object], content: Any) -> None:
-    """Write what torch.save or torch.export.save makes of `content`. The file is replaced atomically.
+def write_torch(path: Path, content: Any) -> None:
+    """Write what torch.save makes of `content`. The file is replaced atomically.
 
-    In memory first: on a full disk, torch's own writer ends in a RuntimeError, or aborts the process.
+    In memory first: on a full disk, torch's own writer ends in a RuntimeError.
     """
     buffer = io.BytesIO()
-    save(content, buffer)
+    torch.save(content, buffer)
     with replacing(path) as file:
         file.write(buffer.getbuffer())
 

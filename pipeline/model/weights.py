@@ -70,7 +70,7 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
     """
     state, extra = _state_and_extra(model, extra)
     content = {"format": FORMAT, "model": model.config.to_dict(), "state": state, "extra": extra}
-    files.write_torch(Path(path), torch.save, content)
+    files.write_torch(Path(path), content)
 
 
 def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:

@@ -13,8 +13,8 @@ _NOT_SAID = re.compile("NVIDIA|TESLA|GEFORCE|SXM[2-6]?|HBM[23]E?|AC")
 class _GpuSheets:
     """As gpus.yaml explains them."""
 
-    sheets: dict[str, tuple[float, int, float, float]]
-    memory: dict[str, tuple[int, float]]
+    sheets: dict[str, tuple[float, int]]
+    memory: dict[str, int]
 
 
 _TABLES = read_table(__file__, _GpuSheets)
@@ -25,15 +25,12 @@ _KINDS = {re.sub("[- ]", "", kind.upper()): kind for kind in _TABLES.sheets}
 class Gpu:
     """A GPU model.
 
-    kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9). bandwidth: of its memory,
-    bytes/s. link: to the other GPUs of its server, bytes/s in each direction.
+    kind: its key in the table. tflops: dense 16-bit peak. memory: nominal bytes (80 GB is 80e9).
     """
 
     kind: str
     tflops: float
     memory: int
-    bandwidth: float
-    link: float
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -47,10 +44,10 @@ def find_gpu(name: str) -> Gpu | None:
     kind = _KINDS.get("".join(said))
     if kind is None or len(sizes) > 1:
         return None
-    tflops, gigabytes, bandwidth, link = _TABLES.sheets[kind]
+    tflops, gigabytes = _TABLES.sheets[kind]
     if sizes:
-        gigabytes, bandwidth = _TABLES.memory.get(f"{kind} {sizes[0]}", (sizes[0], bandwidth))
-    return Gpu(kind, tflops, gigabytes * 10**9, bandwidth * 1e9, link * 1e9)
+        gigabytes = _TABLES.memory.get(f"{kind} {sizes[0]}", sizes[0])
+    return Gpu(kind, tflops, gigabytes * 10**9)
 
 
 def known_gpus() -> str:

@@ -29,8 +29,6 @@ NOTE = "mlflow.note.content"
 SCORE = "score"
 # Tag of a run: the published weights that its objective learns from.
 TEACHER_TAG = "teacher"
-# Parameter of a training run on GPUs: the speed of the whole run that pipeline/estimate predicted at its start.
-PREDICTED_SPEED = "images_per_second_predicted"
 # Parameter of a training run with a probe that reads labels: the number of images that it is tested on.
 PROBED_IMAGES = "probed_images"
 # Parameter of a run with train.image_sizes: the GFLOPs of training on an image in each of its equal parts, with spaces between them.

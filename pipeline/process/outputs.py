@@ -89,7 +89,7 @@ def try_outputs(config: Any, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             try_outputs(value, f"{prefix}{field.name}.")
         folder = getattr(config, within) if within else ""
-        if output is None or value in ("", "-"):
+        if output is None or value == "":
             continue
         is_url = "://" in f"{folder}{value}"
         if is_url and output != "folder or URL":  # It would become the local folder `s3:`.

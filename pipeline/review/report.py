@@ -19,7 +19,7 @@ from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import PREDICTED_SPEED, TEACHER_TAG, DatasetFacts, ModelFacts
+from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts, ModelFacts
 from pipeline.process.committed import checkpoints_of, run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.budgets import FLOPS, in_units
@@ -81,8 +81,6 @@ def page(record: RunRecord) -> Iterator[Block]:
     if record.steps or record.last_step:
         yield Heading("Plan and measurement")
         yield _measured(record)
-        if _predicted_speed(record):
-            yield Paragraph("Planned speed and time are predicted from the GPU's data sheet (docs/plan.md).")
         if plan := record.files.read("plan.txt"):
             yield Code(plan.decode(errors="replace").strip())
     yield from _scores(record)
@@ -130,8 +128,6 @@ def _measured(record: RunRecord) -> Table:
     speed, _ = median_speed(record)
     mfu = _median(record.metrics.get("mfu"))
     seconds = record.training_seconds
-    planned_speed = _predicted_speed(record)
-    planned_mfu = mfu * planned_speed / speed if speed else 0.0
     steps, done = record.steps, record.last_step
     rows: list[tuple[str, ...]] = [
         ("steps", f"{steps:,}" if steps else "–", f"{done:,}"),
@@ -145,17 +141,9 @@ def _measured(record: RunRecord) -> Table:
     if flops:
         planned, used = (in_units(record.flops_until(count), FLOPS) if count else "–" for count in (steps, done))
         rows.append(("training FLOPs", planned, used))
-    of_plan = f"{planned_speed:,.1f}" if planned_speed else "–"
-    rows.append(("images/s, median", of_plan, f"{speed:,.1f}" if speed else "–"))
-    rows.append(
-        (
-            "MFU, median",
-            f"{100 * planned_mfu:.0f} %" if planned_mfu else "–",
-            f"{100 * mfu:{'.1f' if mfu >= 0.001 else '.2g'}} %" if mfu else "–",
-        )
-    )
-    planned_time = duration(steps * batch / planned_speed) if planned_speed and steps else "–"
-    rows.append(("time of training steps", planned_time, duration(seconds) if seconds else "–"))
+    rows.append(("images/s, median", "–", f"{speed:,.1f}" if speed else "–"))
+    rows.append(("MFU, median", "–", f"{100 * mfu:{'.1f' if mfu >= 0.001 else '.2g'}} %" if mfu else "–"))
+    rows.append(("time of training steps", "–", duration(seconds) if seconds else "–"))
     if record.ranks:
         device = record.tags.get("device", "")
         rows.append(("ranks", f"{record.ranks}", f"{record.ranks}{f' ({device})' if device else ''}"))
@@ -164,11 +152,6 @@ def _measured(record: RunRecord) -> Table:
     if waits := _median(record.metrics.get("data_wait")):
         rows.append(("share of time that waits for data, median", "–", f"{100 * waits:.1f} %"))
     return Table(("", "planned", "measured"), rows)
-
-
-def _predicted_speed(record: RunRecord) -> float:
-    """Images/s of the whole run as predicted at its start; 0 for a run on CPUs or of an earlier version."""
-    return max(0.0, as_number(record.parameters.get(PREDICTED_SPEED)))
 
 
 def _median(series: Series | None) -> float:

@@ -24,7 +24,6 @@ from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.retry import StorageError
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
-from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
@@ -33,7 +32,6 @@ from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     FLOPS_OF_PARTS,
-    PREDICTED_SPEED,
     PROBED_IMAGES,
     TEACHER_TAG,
     DatasetFacts,
@@ -41,7 +39,6 @@ from pipeline.monitor.run_page import (
     WeightsOrigin,
     installed_packages,
 )
-from pipeline.process.launcher import ranks_on_host
 from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
 
@@ -96,10 +93,6 @@ def run_facts(
     }
     if probe and probe.labelled:
         parameters[PROBED_IMAGES] = len(probe.labelled.test)
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_name(device)
-        if speed := predicted_speed(config, plan, model.config, gpu, ranks_on_host()):
-            parameters[PREDICTED_SPEED] = round(speed, 1)
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
@@ -210,7 +203,6 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
         f"{counted(images, 'image')}, {images * objectives.training_flops(config, model.config) / 1e18:.4g} exaFLOPs",
         f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
         *objectives.describe_groups(config, model.config, plan.steps),
-        "In hours and money, for a cluster: launch/plan.py",
     ]
 
 

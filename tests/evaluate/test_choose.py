@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.explain import choose, coverage
+from pipeline.evaluate import choose, coverage
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -113,9 +113,9 @@ def test_the_folder_has_the_images_their_table_and_their_sheet(
     shares = dict(zip(colours(keys), (int(row["stands_for"]) for row in table), strict=True))
     assert shares == {"red": round(12 / 21 * 22), "green": round(6 / 21 * 22), "blue": round(3 / 21 * 22)}
     said = capsys.readouterr().out
-    assert "broken.png  cannot be read: no image: begins with b'junk'" in said
+    assert "broken.png cannot be read (no image: begins with b'junk')" in said
     assert "images: 1 unreadable image of 22 left out\n" in said
-    assert f"3 of 21 candidates of 22 images chosen, in {out}\n" in said
+    assert f"3 of 21 candidates chosen, in {out}\n" in said
     with Image.open(out / "sheet.png") as sheet:
         assert sheet.width > 300
 
@@ -139,11 +139,7 @@ def test_groups_take_turns_and_are_in_the_table(
     assert sorted(run(weights, data.path, out, 3, *given)[:2]) == ["train8", "train9"]
     with (out / "choice.csv").open() as text:
         assert [row["group"] for row in csv.DictReader(text)][2] == "p0"
-    said, note = capsys.readouterr().out, "note: the images have groups, the labelled ones none"
-    assert f"shard.py source={out}/choice.csv group_column=group out=..." in said
-    assert note not in said
-    run(weights, data.path, tmp_path / "no_groups", 1, "split=train", f"labelled={out}/images")
-    assert note in capsys.readouterr().out
+    assert f"shard.py source={out}/choice.csv group_column=group out=..." in capsys.readouterr().out
 
 
 def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -159,11 +155,11 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
     ("num", "more", "message"),
     [
         (5, "candidates=4", r"num = 5 is more than candidates = 4\. Raise candidates, too\."),
-        (11, "candidates=11", r"of 11 candidates \d+ can be read and .* fewer than num = 11\. Raise candidates\.$"),
+        (11, "candidates=11", r"of 11 candidates \d+ can be read and .* fewer than num = 11\. Raise candidates"),
         (
             21,
             "labelled=PHOTOS",
-            r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21\.$",
+            r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21",
         ),
         (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
@@ -196,10 +192,6 @@ def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
     assert sorted(keys) == ["train1", "train2"]
     said = capsys.readouterr().out
     assert "labelled: 2 images without a label not counted\n" in said
-    assert (
-        "the nearest chosen or labelled one, by number of chosen images (in brackets: as many random ones): 0: 0."
-        in said
-    )
     with pytest.raises(UserError, match="no image of split 'none' has a label"):
         run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
 

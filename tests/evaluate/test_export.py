@@ -64,7 +64,6 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
             torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True)
         )
     said = capsys.readouterr().out
-    assert "GELU tanh" in said
     assert {"huggingface": "transformers ", "timm": "timm"}.get(form, "our own reader") in said
     assert ("evaluation here by resize_filter = linear" in said) == (form in ("huggingface", "timm"))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
@@ -73,7 +72,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, ALL_PARTS], ids=["plain", "all parts"])
 def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
-    """ONNX by onnxruntime, and torch.export: exported with two images, compared on four, run on seven here."""
+    """ONNX by onnxruntime: exported with two images, compared on four, run on seven here."""
     import onnx
     import onnxruntime
 
@@ -86,13 +85,10 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     assert [i.name for i in (*session.get_inputs(), *session.get_outputs())] == ["images", "logits"]
     np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-5)
-    assert run(weights, "torch_export", tmp_path / "a.pt2").largest < 1e-5
-    program = torch.export.load(tmp_path / "a.pt2", extra_files=(extra_files := {"vit-weights": ""}))
-    assert torch.allclose(program.module()(images), expected, atol=1e-5)
     # What a .safetensors of ours says, too: the configuration, the class names, and how images are read.
-    described = [session.get_modelmeta().custom_metadata_map["vit-weights"], extra_files["vit-weights"]]
+    described = [session.get_modelmeta().custom_metadata_map["vit-weights"]]
     described += [prop.value for prop in onnx.load(tmp_path / "a.onnx").metadata_props if prop.key == "vit-weights"]
-    assert described == [safetensors_metadata(model.config, read_weights(weights)[2])["vit-weights"]] * 3
+    assert described == [safetensors_metadata(model.config, read_weights(weights)[2])["vit-weights"]] * 2
     extra = json.loads(described[0])["extra"]
     assert extra == {"classes": [f"class{i}" for i in range(5)], "preprocessing": {"eval_crop": "resize"}}
 
@@ -154,32 +150,6 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
     assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
 
 
-@pytest.mark.parametrize(
-    ("form", "kernel", "extra", "settings", "named"),
-    [
-        (
-            "npz",
-            "zoom",
-            {
-                "classes": list("abcde"),
-                "preprocessing": {"eval_crop": "center", "eval_resize": 20, "image_size": 16},
-                "loss": "sigmoid",
-            },
-            {"image_size": 24},
-            ["class_names=FILE", "eval_crop=center", "eval_resize=30", "loss=sigmoid"],
-        ),
-        ("big_vision", "bicubic", {}, {"image_size": 18}, ["image_size=18", "kernel=bicubic"]),
-        ("timm", "zoom", {"loss": "sigmoid"}, {}, ["loss=sigmoid"]),
-        ("timm", "zoom", {"loss": "sigmoid"}, {"head": False}, []),
-    ],
-)
-def test_settings_that_a_format_does_not_hold_are_named(tmp_path, capsys, form, kernel, extra, settings, named):
-    save(create("ViT-mu/4", 16, 5, kernel=kernel), tmp_path / "model.pt", extra)
-    run(tmp_path / "model.pt", form, tmp_path / FORMS[form], **settings)
-    said = "".join(line.partition(", set ")[2] for line in capsys.readouterr().out.splitlines() if "it is used" in line)
-    assert said.split() == named
-
-
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
 def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
     """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the folder."""
@@ -230,16 +200,16 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
             {"gelu": "erf"},
             "npz",
             "a.npz",
-            r"our own reader differs from ours by more than tolerance = 0.0001.* GELU tanh and LayerNorm eps 1e-06, these weights with erf and 1e-06. .*larger tolerance. Not written",
+            r"our own reader differs from ours by more than tolerance = 0.0001.* Not written",
         ),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         (
             {"layer_norm_eps": 1e-3},
             "timm",
             "timm",
-            "differs from ours .*timm computes such a model with LayerNorm eps 1e-06, these weights with 0.001. .*Not written",
+            "differs from ours .*Not written",
         ),
-        ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "Use format=torch_export"),
+        ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "max pooling"),
         ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
         ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
         ({}, "onnx", "a.bin", r"out = .*a\.bin of format = onnx must end in \.onnx"),
@@ -261,11 +231,10 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
         ("npz", "a.npz"),
         ("timm", "a"),
         ("mae", "a.pth"),
-        pytest.param("torch_export", "a.pt2", marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form, name):
-    """torch's own writer ended in a RuntimeError, and that of torch.export aborted the process."""
+    """torch's own writer ended in a RuntimeError."""
     weights, out = tmp_path / "model.safetensors", tmp_path / "out" / name
     random_mae(weights, True, "imagenet") if form == "mae" else random_weights(weights := tmp_path / "model.pt")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

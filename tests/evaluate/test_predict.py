@@ -18,9 +18,8 @@ from PIL import Image
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate import predict
+from pipeline.evaluate import features, predict
 from pipeline.evaluate.loaded_model import load_model
-from pipeline.explain import features
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import FeaturesConfig, PredictConfig
 

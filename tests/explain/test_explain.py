@@ -16,7 +16,8 @@ from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.explain import explain, features, figures, galleries
+from pipeline.evaluate import features, shown
+from pipeline.explain import explain, figures, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
@@ -26,11 +27,8 @@ CLASSES = ["ant", "$bee_x", "a class of a very long name"]
 ALL = [
     "attention",
     "components",
-    "cost",
     "distance",
     "filters",
-    "gradcam",
-    "patches",
     "positions",
     "predictions",
     "rollout",
@@ -92,7 +90,6 @@ def test_command_to_folder_and_mlflow(
     said = capsys.readouterr().out
     assert "9.png cannot be read (no image" in said
     assert f"not predicted: {photos}" in said
-    assert "16 px in patches of 4: 17 tokens" in said
     assert drawn(out) == ALL
     for name in ALL:
         pixels = np.asarray(Image.open(out / f"{name}.png").convert("RGB"))
@@ -102,12 +99,10 @@ def test_command_to_folder_and_mlflow(
     assert (numbers["run"], numbers["step"], len(numbers["images"])) == ("try", 7, 3)
     assert np.shape(numbers["mean_attention_distance"]) == (2, 2)
     assert numbers["predictions"]["images"] == 9
-    assert (out / "cost.csv").read_text().startswith("patch,image,tokens,macs,attention_macs,attention_share\n2,8,17,")
 
     (found,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     names = {file.path for file in client.list_artifacts(found.info.run_id)}
-    assert names == {f"{name}.png" for name in ALL} | {"cost.csv", "explain.json", "metrics.jsonl", "page"}
-    assert found.data.metrics["tokens"] == 17
+    assert names == {f"{name}.png" for name in ALL} | {"explain.json", "metrics.jsonl", "page"}
     assert found.data.metrics["wrong_share"] == numbers["predictions"]["wrong"] / 9
     assert found.data.tags["weights_run"] == "try"
 
@@ -124,7 +119,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
     named = {"classes": CLASSES, "class_names": ["crane", "crane", "fly"], "loss": "softmax"}
     models.save(model, tmp_path / "cranes.pt", named)
     tiles = list[galleries.Tile]()
-    monkeypatch.setattr(galleries, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
+    monkeypatch.setattr(shown, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
     found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", f"images={photos}")["predictions"]
     assert (found["images"], found["wrong"]) == (9, 6)
     signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
@@ -140,23 +135,21 @@ def test_drawings_that_do_not_apply_are_reported(
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_drawn=2")
-    assert drawn(tmp_path / "bit") == ["filters", "gradcam", "predictions"]
-    assert "attention, rollout, distance, components, patches, positions, cost" in capsys.readouterr().out
+    assert drawn(tmp_path / "bit") == ["filters", "predictions"]
+    assert "not drawn: positions" in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
     run(headless, tmp_path / "headless", images)
     assert drawn(tmp_path / "headless") == [
         "attention",
         "components",
-        "cost",
         "distance",
         "filters",
-        "patches",
         "rollout",
     ]
-    assert "gradcam, predictions" in capsys.readouterr().out
+    assert "not drawn: predictions" in capsys.readouterr().out
     whole = save(tmp_path / "whole.pt")
     run(whole, tmp_path / "whole")
-    assert drawn(tmp_path / "whole") == ["cost", "filters", "positions"]
+    assert drawn(tmp_path / "whole") == ["filters", "positions"]
 
     for weights, words, *more in (
         (bit, "rollout", images, "draw=[filters,rollout]"),
@@ -175,13 +168,13 @@ def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, 
     weights, sent = save(tmp_path / "model.pt"), []
     draw = explain._draw_weights
 
-    def draw_slowly(*arguments: Any) -> None:
-        draw(*arguments)
+    def draw_slowly(*arguments: Any) -> Any:
         save(tmp_path / "new.pt").rename(tmp_path / "model.safetensors")  # comes before model.pt
+        return draw(*arguments)
 
     monkeypatch.setattr(explain, "_draw_weights", draw_slowly)
     monkeypatch.setattr(explain, "send_report", lambda uri, folder, facts, *more: sent.append(facts))
-    run(tmp_path, tmp_path / "out", "draw=cost", "mlflow=sqlite:///x.db")
+    run(tmp_path, tmp_path / "out", "draw=filters", "mlflow=sqlite:///x.db")
     assert sent[0].origin.path == str(weights)
 
 
@@ -191,7 +184,7 @@ def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: p
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((20, 24, 4), 1000 * number, np.uint16))
     weights = save(tmp_path / "bands.pt", pixels=Pixels.full_range(("blue", "green", "red", "nir"), "uint16"))
-    found = run(weights, tmp_path / "out", f"images={tmp_path}", "draw=[attention,predictions,cost]")
+    found = run(weights, tmp_path / "out", f"images={tmp_path}", "draw=[attention,predictions,positions]")
     assert found["shown_channels"] == ["red", "green", "blue"]
     asked = [
         f"weights={weights}",
@@ -201,7 +194,7 @@ def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: p
     ]
     features.run(schema.load(FeaturesConfig, None, [*asked, "device=cpu"]))
     named = {path.stem: "red, green" in path.read_text() for path in (tmp_path / "out").glob("*.png")}
-    assert named == {"attention": True, "predictions": True, "cost": False, "a": True}
+    assert named == {"attention": True, "predictions": True, "positions": False, "a.similar": True}
 
 
 @pytest.mark.usefixtures("not_drawn")
@@ -209,18 +202,18 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     weights, out = save(tmp_path / "random.pt", depth=2), tmp_path / "out"
     run(weights, out, f"images={photos}", "draw=attention", "layer=all", "head=all", "num_drawn=2")
     assert drawn(out) == ["attention-1", "attention-2"]
-    few = run(weights, out, f"images={photos}", "draw=[attention,patches]", "layer=2", "head=1", "num_drawn=4")
-    assert drawn(out) == ["attention", "patches"]
+    few = run(weights, out, f"images={photos}", "draw=[attention,components]", "layer=2", "head=1", "num_drawn=4")
+    assert drawn(out) == ["attention", "components"]
     # A smaller choice is part of a larger one; given files keep their order. No figure of an earlier command stays.
-    more = run(weights, out, f"images={photos}", "draw=patches", "num_drawn=6")
-    assert drawn(out) == ["patches"]
+    more = run(weights, out, f"images={photos}", "draw=components", "num_drawn=6")
+    assert drawn(out) == ["components"]
     assert more["images"][:4] == few["images"]
     order = random_numbers.permutation(11, 0, Purpose.EXPLAINED_IMAGES)  # As everywhere: the seed, then the purpose.
     names = sorted(f"{path.parent.name}/{path.name}" for path in photos.glob("*/*.png"))
     readable = [names[row] for row in order[:6] if names[row] != "ant/9.png"]
     assert ["/".join(Path(key).parts[-2:]) for key in more["images"]] == readable
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
-    assert run(weights, out, f"images=[{','.join(files)}]", "draw=patches")["images"] == files
+    assert run(weights, out, f"images=[{','.join(files)}]", "draw=components")["images"] == files
 
 
 @pytest.mark.usefixtures("not_drawn")
@@ -236,7 +229,7 @@ def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: 
         save(tmp_path / "random.pt"),
         tmp_path / "out",
         f"images={photos}",
-        "draw=[attention,components,gradcam]",
+        "draw=[attention,components]",
         "batch=4",
     )
     assert max(seen) == 4
@@ -245,7 +238,7 @@ def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: 
 def test_maps_of_layers_and_heads() -> None:
     maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
     layers = ["block 1", "block 2", "block 3", POOLING]
-    attention = Attention(maps, layers, maps[:, 0, 0], maps[:, 0, 0], maps[:, :3, :, 0, 0])
+    attention = Attention(maps, layers, maps[:, 0, 0], maps[:, :3, :, 0, 0])
     for layer, head, expected, names in (
         ("all", "mean", maps.mean(2, keepdim=True), (layers, ["mean of the heads"])),
         ("2", "all", maps[:, 1:2], (["block 2"], ["head 1", "head 2", "head 3"])),

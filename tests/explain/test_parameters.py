@@ -1,4 +1,4 @@
-"""Positions, filters and cost, against known values and scikit-learn."""
+"""Positions and filters, against known values and scikit-learn."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from sklearn.decomposition import PCA
 
 from pipeline import model as models
-from pipeline.explain.parameters import cost, costs, position_similarity, principal_filters
+from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.model import ResNetConfig
 
 
@@ -73,17 +73,3 @@ def test_filters_of_resnets_are_the_roots() -> None:
 def test_filters_have_no_component_of_rounding_errors() -> None:
     """Standardised kernels of 27 values have 26 directions; the sheet had a blank 27th."""
     assert len(principal_filters(models.create("ViT-mu/1", 16, 3, small_stem=(32, 32))).components) == 26
-
-
-def test_cost_of_vit_b16() -> None:
-    """197 tokens and 17.6 GMACs, as published for ViT-B/16 at 224 px."""
-    own = cost(models.configure("ViT-B/16"))
-    assert (own.patch, own.image, own.tokens) == (16, 224, 197)
-    assert own.attention_macs == 12 * 2 * 197**2 * 768
-    assert own.macs == pytest.approx(17.5e9, rel=0.01)
-    others = costs(models.configure("ViT-B/16"))
-    assert own in others
-    assert {each.patch for each in others} == {8, 16, 32}
-    assert {each.image for each in others} == set(range(32, 673, 32))
-    double = next(each for each in others if (each.patch, each.image) == (8, 224))
-    assert (double.tokens, double.attention_macs) == (785, 12 * 2 * 785**2 * 768)

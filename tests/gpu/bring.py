@@ -22,7 +22,6 @@ _NEEDED = (
     "simplejpeg",
     "turbojpeg",
     "pi_heif",
-    "captum",
     "pyyaml",
     "tqdm",
     "psutil",

@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.evaluate import intervals
+from pipeline.evaluate import coverage, intervals
 from pipeline.evaluate.probes import fewshot
-from pipeline.explain import coverage
 
 SIZES, SEEDS, CANDIDATES, STRENGTH = (10, 20, 50, 100, 200, 500, 1000, 2000), 5, 10_000, 1024.0
 

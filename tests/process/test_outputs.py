@@ -254,7 +254,7 @@ def test_what_cannot_be_in_a_bucket_is_refused(cls: type, settings: list[str], n
 
 def test_what_is_not_written_is_not_tried(place: Path) -> None:
     file = place / "file"
-    try_outputs(load(operate.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}", "json=-"))
+    try_outputs(load(operate.PlanConfig, *RUN, f"out={file}", f"checkpoint.folder={file}"))
     try_outputs(load(data.VtabPrepareConfig, "prove=true", f"out={file}"))
     try_outputs(load(transfer.VtabConfig, *SWEEP, "plan=true", f"out={file}"))
     try_outputs(load(run.RunConfig, *RUN, "checkpoint.folder=s3://bucket/x", f"out={place}/new"))

@@ -231,7 +231,7 @@ def test_the_plan_says_it_too() -> None:
         ),
         (
             weights.ExplainConfig,
-            ["weights=w", "draw=[filters,cost]", "layer=3"],
+            ["weights=w", "draw=[filters,positions]", "layer=3"],
             "layer = 3 has no effect without draw = attention",
         ),
         (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),

@@ -82,7 +82,7 @@ def probe(
 
     Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
     (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has shots, l2, top1 (mean over seeds, in
-    [0, 1]), std (over seeds, n - 1; None for one seed), top1_of_seeds, and fewest, the number of samples of the smallest class. With
+    [0, 1]), std (over seeds, n - 1; None for one seed), and top1_of_seeds. With
     groups, rows and kNN also have effective_images (`effective_number`). Unreadable images and non-finite features count as wrong in the
     test and are not used for training; a score is NaN if no training sample is left.
     """
@@ -117,7 +117,6 @@ def probe(
                 continue
             ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
             of_seeds.append([count_right(partial(ridge.classify, l2=l2)) for l2 in config.l2])
-        fewest = int(np.bincount(choice.labels[choice.shots[shots, 0]], minlength=choice.num_classes).min())
         for l2, rights in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
             column = [float(right.sum()) / len(values) for right in rights]
             found["fewshot"].append(
@@ -127,7 +126,6 @@ def probe(
                     "top1": float(np.mean(column)),
                     "std": sample_deviation(column),
                     "top1_of_seeds": column,
-                    "fewest": fewest,
                     **effective(np.mean(rights, axis=0)),
                 }
             )

@@ -1,7 +1,7 @@
 """Writes the masks that a trained layer predicts for images, and draws some of them."""
 
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -53,15 +53,12 @@ def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> OtherImag
         print(note)
     names = names_in(opened, config.apply)
     for name in names:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UserError(
-                f"apply = {', '.join(config.apply)}: {name!r} would be written outside of {folder}. Rename it."
-            )
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"apply = {', '.join(config.apply)}: {name!r} would be written outside of {folder}.")
     target = folder.resolve()
     for place in (*config.images, *config.masks, *config.val_images, *config.val_masks, *config.apply):
         path = Path(place).resolve()
-        is_above = path in target.parents and place in (*config.masks, *config.val_masks)
-        if "://" not in place and (target == path or target in path.parents or is_above):
+        if "://" not in place and (target == path or target in path.parents):
             raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")
     pixels = model.reading(opened.split.pixels, config.weights, f"apply = {', '.join(config.apply)}")
     return OtherImages(opened.split, names, folder, pixels)
@@ -72,7 +69,7 @@ def write_masks(
 ) -> tuple[Figure, dict[int, str]]:
     """Write the predicted mask of each image, as a PNG with the values of the masks learnt from.
 
-    Prints how many others are in the folder. Returns (a sheet of the first images, row of an image -> why it cannot be read). Raises UserError if none can be.
+    Returns (a sheet of the first images, row of an image -> why it cannot be read). Raises UserError if none can be.
     """
     files = {row: others.folder / f"{name}.png" for name, row in others.names.items()}
     names = {file.name for file in files.values()}
@@ -109,9 +106,6 @@ def write_masks(
         raise UserError(
             f"none of the {counted(len(problems), 'image')} of apply can be read; {others.images.keys([row])[0]}: {why}."
         )
-    written = {file for row, file in files.items() if row not in problems}
-    if older := sum(file not in written for file in others.folder.rglob("*.png")):
-        print(f"{others.folder} also has {counted(older, 'mask')} of earlier commands, maybe of another layer")
     return _draw(drawn, classes, config.weights), problems
 
 

@@ -1,7 +1,6 @@
 """Random crops of images and their masks for training. Shapes: B crops, S the side of a crop, C channels, H, W height and width."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
@@ -24,18 +23,11 @@ SCALES = (0.5, 2.0)
 _AHEAD = 2
 
 
-@dataclass(frozen=True)
-class Crops:
-    """images: (B, S, S, C) of the type of a batch. classes: int16 (B, S, S), NO_CLASS where a pixel has none."""
-
-    images: Tensor
-    classes: Tensor
-
-
 def batches(
     reader: PairReader, config: SegmentConfig, view: AugmentConfig, side: int, problems: dict[int, str]
-) -> Iterator[Crops]:
-    """Yield the crops of all steps. Each is a function of (seed, epoch, pair) alone.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the crops of all steps: images (B, S, S, C) of the type of a batch, and their classes, int16 (B, S, S), NO_CLASS where there
+    is none. Each is a function of (seed, epoch, pair) alone.
 
     problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
     """
@@ -57,7 +49,7 @@ def batches(
     found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
     while part := list(islice(found, batch)):
         images, classes = (torch.from_numpy(np.stack(parts)) for parts in zip(*part, strict=True))
-        yield Crops(images, classes)
+        yield images, classes
 
 
 def random_crop(

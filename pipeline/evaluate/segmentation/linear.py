@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeline.evaluate.loaded_model import LoadedModel
-from pipeline.evaluate.segmentation.crops import Crops
 from pipeline.evaluate.segmentation.masks import NO_CLASS
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
@@ -82,17 +81,19 @@ def between_centres(length: int, centres: Tensor) -> Tensor:
     return weights.float()
 
 
-def train(head: LinearHead, loaded: LoadedModel, crops: Iterator[Crops], config: SegmentConfig) -> Iterator[Tensor]:
+def train(
+    head: LinearHead, loaded: LoadedModel, crops: Iterator[tuple[Tensor, Tensor]], config: SegmentConfig
+) -> Iterator[Tensor]:
     """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and over some 50 steps."""
     head.train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=_WEIGHT_DECAY)
     schedule, warmup = ScheduleConfig(decay="cosine"), round(_WARMUP * config.steps)
     mean = torch.zeros((), device=loaded.device)
-    for step, batch in enumerate(crops):
+    for step, (images, of_pixels) in enumerate(crops):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(schedule, config.lr, step, config.steps, warmup)
-        classes = batch.classes.to(loaded.device).long().flatten()
-        logits = logits_of(loaded, head, batch.images)
+        classes = of_pixels.to(loaded.device).long().flatten()
+        logits = logits_of(loaded, head, images)
         # Of a matrix, because the kernel for images is not deterministic on a GPU.
         total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), classes, ignore_index=NO_CLASS, reduction="sum")
         loss = total / (classes != NO_CLASS).sum().clamp(min=1)

@@ -9,7 +9,6 @@ from matplotlib.colors import hsv_to_rgb
 from PIL import Image
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.data.loading.decode import DecodeError, with_pillow
 
 # Pixels without a class, in arrays of class numbers.
@@ -20,38 +19,27 @@ _COLOUR = 1 << 24
 _MAX_NUMBER = 2**16 - 1
 # More different values than any published data set has classes: a photograph, or a mask with smoothed borders.
 _MAX_VALUES = 1000
-_MAX_SHOWN = 10
-# Pillow does not say whether a WebP, an AVIF or a JPEG 2000 has lost anything.
-_LOSSY = {
-    "JPEG": "a JPEG",
-    "MPO": "a JPEG",
-    "WEBP": "a WebP",
-    "AVIF": "an AVIF",
-    "HEIF": "a HEIC",
-    "JPEG2000": "a JPEG 2000",
-}
+# Formats that keep the values of pixels; of PGM, Pillow stretches them.
+_FORMATS = {"PNG", "TIFF", "BMP", "GIF"}
 _MODES = {"1", "L", "LA", "P", "PA", "I", "RGB", "RGBA"}  # and those of 16 bits, I;16 and others
 
 
 def decode_mask(data: bytes) -> np.ndarray:
     """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour; alpha is dropped.
 
-    Raises DecodeError for bytes that are not an image, JPEG and other formats whose compression may change values, and pixels that are
-    floating-point, negative or above 65,535.
+    Raises DecodeError for bytes that are not an image, formats that may change values, and pixels that are floating-point, negative or
+    above 65,535.
     """
     values: np.ndarray = with_pillow(data, _values)
     return values
 
 
 def _values(image: Image.Image) -> np.ndarray:
-    if image.format in _LOSSY:
-        raise DecodeError(f"{_LOSSY[image.format]} may not keep the values of a mask: give PNG files")
+    if image.format not in _FORMATS:
+        raise DecodeError(f"{image.format} may not keep the values of a mask: give PNG files")
     if image.mode not in _MODES and not image.mode.startswith("I;16"):
         raise DecodeError(f"a mask has numbers or colours, not Pillow's mode {image.mode}")
-    scale = _pnm_scale(image)
     pixels = np.asarray(image)
-    if scale != 1:
-        pixels = np.round(pixels * scale).astype(np.int32)
     if pixels.ndim == 3 and pixels.shape[2] >= 3:
         values = np.full(pixels.shape[:2], _COLOUR >> 16, np.int32)
         for channel in range(3):  # One after another, because a mask of 24 million pixels would take 700 MB at once.
@@ -62,16 +50,6 @@ def _values(image: Image.Image) -> np.ndarray:
     if numbers.min() < 0 or numbers.max() > _MAX_NUMBER:
         raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are no numbers of classes")
     return numbers
-
-
-def _pnm_scale(image: Image.Image) -> float:
-    """By what the values that Pillow returns of a PGM or PPM are multiplied to get those of the file: it stretches them to 255 or 65,535."""
-    if image.format != "PPM" or image.mode not in ("L", "RGB", "I"):
-        return 1
-    decoder, _, _, arguments = image.tile[0]  # type: ignore[attr-defined]
-    # Of "raw", the values are as in the file. The other decoders' last argument is the largest value that the header allows; colours of
-    # more than 8 bits become 8, as in PNG.
-    return 1 if decoder == "raw" else min(1, arguments[-1] / (65535 if image.mode == "I" else 255))
 
 
 @dataclass(frozen=True)
@@ -116,33 +94,23 @@ class MaskClasses:
 def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:
     """The classes of masks: all values that occur, without those to ignore.
 
-    found: values of pixels. ignore: values, as text. Raises UserError for fewer than two classes, too many, numbers beside colours, and a
-    value to ignore that does not occur.
+    found: values of pixels. ignore: values, as text. Raises UserError for fewer than two classes, too many, and numbers beside colours.
     """
-    values, ignored = set(found), {parse_value(text) for text in ignore}
-    kept = sorted(values - ignored)
+    values = set(found)
+    kept = sorted(values - {parse_value(text) for text in ignore})
     if len(kept) > _MAX_VALUES:
         raise UserError(
-            f"masks has {counted(len(kept), 'different value')}: these are photographs, or masks whose borders were smoothed. "
+            f"masks has {len(kept):,} different values: these are photographs, or masks whose borders were smoothed. "
             "A mask has the number of its class in each pixel, or one colour for each class."
-        )
-    # 255 is the default, and masks without such a border are as usual.
-    if absent := [text for text in ignore if text != "255" and parse_value(text) not in values]:
-        first = ", ".join(value_text(value) for value in sorted(values)[:_MAX_SHOWN])
-        raise UserError(
-            f"ignore = {', '.join(ignore)}: no mask has {absent[0]}; their values are {first}{', ...' * (len(values) > _MAX_SHOWN)}. "
-            "Name one of these, or leave it out."
         )
     if kept and kept[0] < _COLOUR <= kept[-1]:
         raise UserError(
             f"some masks have numbers, such as {value_text(kept[0])}, and some have colours, such as {value_text(kept[-1])}. Give masks of one kind."
         )
     if len(kept) < 2:
-        all_values = ", ".join(value_text(value) for value in sorted(values)) or "none"
-        left_out = ", ".join(value_text(value) for value in sorted(values & ignored)) or "none"
         raise UserError(
-            f"masks has the values {all_values}, of which {left_out} is ignored: that leaves {counted(len(kept), 'class')}. "
-            "At least two are needed: set ignore=[] if each value is a class."
+            f"masks has the values {', '.join(map(value_text, sorted(values)))}, and ignore = {', '.join(ignore)} leaves {len(kept)} of "
+            "the at least two classes that are needed: set ignore=[] if each value is a class."
         )
     return MaskClasses(np.array(kept, np.int32))
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -110,9 +110,6 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
                 f"{config.images[0]} has no split {config.val_split!r}. It has: {', '.join(splits)}. Set val_split, or val_split='' to hold out "
                 "val_share of the images."
             )
-        config.refuse_val_share(
-            f"split {config.val_split!r} of {config.images[0]} is scored on. Leave it out, or set val_split=''."
-        )
         return train, _paired(config, model, config.images, config.masks, config.val_split)
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
@@ -138,20 +135,21 @@ def _paired(
     filled = model.filled_notes(opened.split.pixels, f"{prefix}images")
     for note in dict.fromkeys([*opened.split.notes(), *filled, *opened_masks.split.notes()]):
         print(note)
-    of_images = names_in(opened, images, config.image_suffix, "images")
-    of_masks = names_in(opened_masks, masks, config.mask_suffix, "masks")
+    of_images, of_masks = (
+        names_in(opened, images, config.image_suffix),
+        names_in(opened_masks, masks, config.mask_suffix),
+    )
     found = [name for name in of_images if name in of_masks]
     if not found:
-        first, first_mask = (next(iter(names), "") for names in (of_images, of_masks))
+        firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
         raise UserError(
-            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are {first!r} and "
-            f"{first_mask!r}. An image and its mask have the same path below their folders, but for the suffix; for endings of names set "
-            "image_suffix and mask_suffix."
+            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are "
+            f"{' and '.join(firsts)}. An image and its mask have the same path below their folders, but for the suffix; for endings of "
+            "names set image_suffix and mask_suffix."
         )
-    if alone := len(of_images) - len(found):
-        print(f"left out: {counted(alone, 'image')} of {', '.join(images)} without a mask")
-    if alone := len(of_masks) - len(found):
-        print(f"left out: {counted(alone, 'mask')} of {', '.join(masks)} without an image")
+    alone = [len(each.split) - len(found) for each in (opened, opened_masks)]
+    if any(alone):
+        print(f"left out: {alone[0]:,} of {', '.join(images)} and {alone[1]:,} of {', '.join(masks)} without a partner")
     rows, mask_rows = (np.array([names[name] for name in found], np.int64) for names in (of_images, of_masks))
     groups: list[str] = []
     if config.group_pattern:
@@ -164,26 +162,20 @@ def _paired(
     )
 
 
-def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "", kind: str = "images") -> dict[str, int]:
-    """Name -> row of the images whose names have this ending: the path below their place, without suffix and ending. kind: images or masks.
+def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "") -> dict[str, int]:
+    """Name -> row of the images whose names have this ending: the path below their place, without suffix and ending.
 
-    Raises UserError for names that are not unique, and if none has the ending.
+    Raises UserError for names that are not unique.
     """
     keys = opened.split.keys(np.arange(len(opened.split)))
     if not opened.fingerprint:
         keys = [_below(key, places) for key in keys]
-    paths = zip(keys, map(PurePosixPath, keys), strict=True)
-    names = [str(path.with_suffix("")) if path.suffix.lower() in EXTENSIONS else key for key, path in paths]
-    found = {name.removesuffix(ending): row for row, name in enumerate(names) if name.endswith(ending)}
-    ends = Counter(name for name in names if name.endswith(ending))
-    setting = f"{kind.removesuffix('s')}_suffix = {ending}"
-    if not ends:
-        raise UserError(f"{setting}: no name in {', '.join(places)} ends so; the first is {names[0]!r}.")
-    if len(found) < ends.total():
-        twice, count = ends.most_common(1)[0]
-        raise UserError(f"{', '.join(places)}: {counted(count, 'file')} named {twice!r}. Rename or remove one.")
-    if others := len(names) - ends.total():
-        print(f"left out: {others:,} of the {kind} of {', '.join(places)}, whose names do not end as {setting} says")
+    found: dict[str, int] = {}
+    for row, key in enumerate(keys):
+        path = PurePosixPath(key)
+        name = str(path.with_suffix("")) if path.suffix.lower() in EXTENSIONS else key
+        if name.endswith(ending) and found.setdefault(name.removesuffix(ending), row) != row:
+            raise UserError(f"{', '.join(places)}: several files are named {name!r}. Rename or remove one.")
     return found
 
 
@@ -266,15 +258,14 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
         for pairs, of_pairs in zip(of, values, strict=True):
             problems: dict[int, str] = {}
             reader, rows = ShardReader(pairs.masks), pairs.mask_rows.tolist()
-            for row, found in zip(
-                rows, in_order(partial(_values_of, reader), rows, config.threads, 2 * config.threads), strict=True
-            ):
+            all_found = in_order(partial(_values_of, reader), rows, config.threads, 2 * config.threads)
+            for row, found in zip(rows, all_found, strict=True):
                 if isinstance(found, str):
                     problems[row] = found
                 else:
                     of_pairs |= found
                 bar.update()
-                # No classes, but photographs: `find_classes` says so.
+                # Photographs have more values than masks: `find_classes` says so.
                 if len(of_pairs) > 2**16 or len(problems) > budget.allowed(len(pairs)):
                     break
             reader.close()
@@ -284,8 +275,7 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
     for pairs, of_pairs in zip(of, values, strict=True):
         if of_pairs.isdisjoint(classes.values.tolist()):
             raise UserError(
-                f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names. "
-                "Nothing can be learnt or scored on them."
+                f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names."
             )
     return classes
 

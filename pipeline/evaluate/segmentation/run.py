@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from pipeline.base.gallery import DPI
 from pipeline.base.metric import metric_of
 from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate import architecture
-from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder
+from pipeline.evaluate.adhoc_split import is_dataset
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
+from pipeline.evaluate.report import send_scores
 from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.linear import LinearHead, train
@@ -34,14 +33,11 @@ from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
-from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
 _RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "sheet.png", "predicted_masks"
-# Another number makes all layers be trained again: for a change of how they are trained.
-_FORMAT = 2
 # Settings that change the layer, besides the weights, the pairs and their classes.
 _OF_TRAINING = (
     "image_size",
@@ -56,8 +52,8 @@ _OF_TRAINING = (
 )
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
-# Steps after which the loss is read from the device, and unreadable images that are printed.
-_STEPS_BETWEEN_LOOKS, _NUM_TOLD = 20, 20
+# Steps after which the loss is read from the device.
+_STEPS_BETWEEN_LOOKS = 20
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
@@ -76,13 +72,6 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
-    refuse_without_dataset(
-        config,
-        split=["images", "masks"],
-        val_split=["images", "masks", "val_images", "val_masks"],
-        apply_split=["apply"],
-        exclude=["images", "val_images", "apply"],
-    )
     classes = scan(config, _budget(config), learnt, scored)
     runs = _warn(loaded, learnt, scored)
     print(
@@ -100,7 +89,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     ):
         counts, problems = count_all(reader, loaded, head, config, bar.update)
     _refuse(problems, scored, config)
-    _tell(problems, scored.named, "not scored")
+    print_unreadable(problems, scored.named, "not scored")
     known = np.array([number for number in range(len(scored)) if number not in problems])
     groups = scored.group_numbers()
     found = score(counts[known], groups[known] if len(groups) else groups)
@@ -119,14 +108,10 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         "num_unreadable": len(problems),
         "image_size": min(loaded.image_size),
         "short_side": config.short_side or min(loaded.image_size),
-        "steps": config.steps,
-        "train_batch": config.train_batch,
-        "lr": config.lr,
-        "seed": config.seed,
-        "precision": config.precision,
+        **{name: getattr(config, name) for name in ("steps", "train_batch", "lr", "seed", "precision")},
         "device": str(loaded.device),
-        "unreadable": _named(scored, problems),
-        "unreadable_learnt": _named(learnt, not_learnt),
+        "unreadable": {scored.names[number]: why for number, why in sorted(problems.items())},
+        "unreadable_learnt": {learnt.names[number]: why for number, why in sorted(not_learnt.items())},
     }
     about = {"identity": identity, "classes": classes.names, "unreadable": dict(sorted(not_learnt.items()))}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -187,16 +172,12 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
     """Print why the score is not of held-out images or groups. Returns the runs that trained on the scored split; "" for none."""
-    if both := len(learnt.places() & scored.places()):
-        verb = "is" if both == 1 else "are"
-        print(
-            f"warning: {counted(both, 'image')} {verb} learnt from and scored on, so the score is not of held-out images"
-        )
-    if shared := sorted(set(learnt.groups) & set(scored.groups)):
-        print(
-            f"warning: {counted(len(shared), 'group')}, such as {shared[0]!r}, {'has' if len(shared) == 1 else 'have'} images that are learnt from and "
-            "others that are scored on, so the score is not of unseen groups"
-        )
+    both, shared = learnt.places() & scored.places(), set(learnt.groups) & set(scored.groups)
+    for number, what in ((len(both), "image"), (len(shared), "group")):
+        if number:
+            print(
+                f"warning: learnt from and scored on: {counted(number, what)}, so the score is not of held-out {what}s"
+            )
     if runs := trained_by(recorded(loaded.extra), scored.fingerprint, scored.images.name):
         print(not_held_out(scored.images.name, runs))
     return runs
@@ -205,7 +186,7 @@ def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
 def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes: MaskClasses) -> str:
     """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
     settings = {name: getattr(config, name) for name in _OF_TRAINING}
-    about = [_FORMAT, settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
+    about = [settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -213,17 +194,14 @@ def _trained_before(file: Path, head: LinearHead, identity: str) -> dict[int, st
     """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if there is none."""
     if not file.is_file():
         return None
-    try:
-        tensors, metadata = open_safetensors(file)
-        about = json.loads(metadata["segmentation"])
-        if about["identity"] == identity:
-            head.load_state_dict(tensors)
-            print(f"trained already: {file}")
-            return {int(number): why for number, why in about["unreadable"].items()}
-    except (UserError, RuntimeError, KeyError, ValueError, TypeError):
-        pass
-    print(f"{file} is of other settings or damaged: it is trained again")
-    return None
+    tensors, metadata = open_safetensors(file)
+    about = json.loads(metadata["segmentation"])
+    if about["identity"] != identity:
+        print(f"{file} is of other settings: it is trained again")
+        return None
+    head.load_state_dict(tensors)
+    print(f"trained already: {file}")
+    return {int(number): why for number, why in about["unreadable"].items()}
 
 
 def _train(
@@ -246,7 +224,7 @@ def _train(
                 raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
     _refuse(problems, pairs, config)
-    _tell(problems, pairs.named, "not learnt from")
+    print_unreadable(problems, pairs.named, "not learnt from")
     return problems
 
 
@@ -256,7 +234,7 @@ def _apply(
     """Write the masks of other images and a sheet of some. Raises UserError for too many that cannot be read."""
     drawn, problems = write_masks(config, others, loaded, head, classes)
     write_files(sheet.parent, {sheet.name: png(drawn, DPI, loaded.pixels.describe_shown())}, mark=sheet.name)
-    _tell(problems, others.images.keys, "no mask")
+    print_unreadable(problems, others.images.keys, "no mask")
     print(f"{counted(len(others.names) - len(problems), 'mask')}: {others.folder}; look at {sheet}")
     budget = replace(_budget(config), least=LookConfig.least_bad)
     if excess := budget.excess(problems, others.images, len(others.images)):
@@ -284,18 +262,6 @@ def _refuse(problems: dict[int, str], pairs: MaskedPairs, config: SegmentConfig)
         raise UserError(f"none of the {counted(len(pairs), 'pair')} can be read; {pairs.names[0]}: {problems[0]}.")
 
 
-def _tell(problems: dict[int, str], names: Callable[[list[int]], list[str]], what: str) -> None:
-    numbers = sorted(problems)[:_NUM_TOLD]
-    for number, name in zip(numbers, names(numbers), strict=True):
-        print(printable(f"{what}: {name} cannot be read ({problems[number]})"))
-    if len(problems) > _NUM_TOLD:
-        print(f"{what}: {len(problems) - _NUM_TOLD:,} more")
-
-
-def _named(pairs: MaskedPairs, problems: dict[int, str]) -> list[dict[str, str]]:
-    return [{"name": pairs.names[number], "problem": why} for number, why in sorted(problems.items())]
-
-
 def _send(
     config: SegmentConfig,
     data: DatasetFacts,
@@ -305,25 +271,18 @@ def _send(
     found: str,
     files: list[Path],
 ) -> None:
-    """Send the score to MLflow, as a run that names the run of the weights. data: what was scored on. found: the score in words."""
+    """Send the score to MLflow. data: what was scored on. found: the score in words."""
     metric = f"{data.split}_miou"
-    parameters = {
-        name: results[name]
-        for name in ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
-    }
+    names = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
     # "steps" are those of the weights' run.
-    parameters["length"] = f"{config.steps} steps of {config.train_batch}"
+    parameters = {name: results[name] for name in names} | {"length": f"{config.steps} steps of {config.train_batch}"}
     facts = RunFacts(
-        f"{loaded.extra.get('run') or Path(config.weights).name} segments {dataset_name(data)}",
+        f"segments {dataset_name(data)}",
         "evaluation",
         parameters,
-        {"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
-        (data,),
-        f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
-        {"parent": origin.run_id} if origin.run_id else {},
+        description=f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
         score=metric,
         scored_on=f"mIoU {dataset_name(data)}",
-        origin=origin,
         metrics={metric: metric_of(metric)},
     )
-    send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)
+    send_scores(config, loaded, origin, data, facts, {metric: results["miou"]}, files)

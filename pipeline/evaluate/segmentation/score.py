@@ -64,21 +64,13 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few classes at a time."""
-    best: Tensor | None = None
-    places = torch.zeros(size, dtype=torch.int64, device=logits.device)
-    step = max(1, _MAX_LOGITS // (size[0] * size[1]))
+    """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few rows of pixels at a time."""
     rows, columns = (
         between_centres(long, (torch.arange(few) + 0.5) * long / few - 0.5).to(logits)
         for long, few in zip(size, logits.shape[1:], strict=True)
     )
-    for first in range(0, len(logits), step):
-        of_part = rows @ logits[first : first + step] @ columns.T
-        values, numbers = of_part.max(0)
-        is_better = values > best if best is not None else torch.ones_like(places, dtype=torch.bool)
-        places = torch.where(is_better, numbers + first, places)
-        best = values if best is None else torch.maximum(best, values)
-    return places
+    step = max(1, _MAX_LOGITS // (len(logits) * size[1]))
+    return torch.cat([(part @ logits @ columns.T).argmax(0) for part in rows.split(step)])
 
 
 def count_all(

@@ -173,7 +173,7 @@ def to_huggingface(
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
-        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm, safetensors or torch_export can.")
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm or safetensors can.")
     kind, cls, own = _family(model.config)
     has_head = model.config.num_classes > 0
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
@@ -185,7 +185,7 @@ def to_huggingface(
         f"positions = {model.config.positions} beside RoPE": kind == "dinov3" and model.config.positions != "none",
     }
     for feature in (feature for feature, is_present in cannot.items() if is_present):
-        raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
+        raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors or onnx can.")
     config, state = as_plain(
         model,
         f"Hugging Face's {cls}",

@@ -46,7 +46,7 @@ def as_plain(
     harmless = {"registers", "kernel"} | holds | {name for name, option in OPTIONS.items() if option.only_trains}
     unsupported |= {f"{name} = {value}": name not in harmless for name, value in config.added().items()}
     for feature in (feature for feature, is_present in unsupported.items() if is_present):
-        raise UserError(f"{target} cannot hold {feature}; format = safetensors, onnx or torch_export can.")
+        raise UserError(f"{target} cannot hold {feature}; format = safetensors or onnx can.")
     if config.positions != "learned" and not (config.positions == "none" and config.rope_base is not None):
         if model.positions is None:
             state["positions"] = torch.zeros(1, config.num_positions, config.width)

@@ -339,7 +339,7 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
         )
     if has_rope and config.gelu != "erf" and not config.swiglu:
         raise UserError(
-            f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors, onnx or torch_export can."
+            f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors or onnx can."
         )
     if (config.swiglu or has_rope) and config.layer_scale is None:  # timm's models with these have it
         config = replace(config, layer_scale=1.0)

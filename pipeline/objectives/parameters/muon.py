@@ -193,9 +193,3 @@ def orthogonal(matrix: Tensor) -> Tensor:
         squared = product(X, X.mT)
         X = added(X, added(squared, squared, squared, beta=_B, alpha=_C), X, beta=_A)
     return (X.mT if is_tall else X).float()
-
-
-def orthogonal_flops(rows: int, columns: int) -> int:
-    """Floating-point operations of `orthogonal`."""
-    m, n = min(rows, columns), max(rows, columns)
-    return _STEPS * 2 * (2 * m * m * n + m**3)

@@ -6,31 +6,21 @@ gradient of the mean over all of them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-
-@dataclass
-class MetaRanks:
-    """How many ranks `gathered` assumes for tensors on the meta device. are_asked: whether it was called with one."""
-
-    count: int = 1
-    are_asked: bool = False
-
-
-_meta_ranks = MetaRanks()
+_meta_ranks = 1
 
 
 @contextmanager
-def on_meta(count: int) -> Iterator[MetaRanks]:
+def on_meta(count: int) -> Iterator[None]:
     """Give tensors on the meta device, which no rank sends, the shapes that they have on so many ranks."""
     global _meta_ranks
-    kept, _meta_ranks = _meta_ranks, MetaRanks(count)
+    kept, _meta_ranks = _meta_ranks, count
     try:
-        yield _meta_ranks
+        yield
     finally:
         _meta_ranks = kept
 
@@ -65,8 +55,7 @@ def gathered(tensor: Tensor) -> Tensor:
     B must be the same on all ranks.
     """
     if tensor.is_meta:
-        _meta_ranks.are_asked = True
-        return torch.cat([tensor] * _meta_ranks.count)
+        return torch.cat([tensor] * _meta_ranks)
     return _Gather.apply(tensor) if distributed.is_initialized() else tensor
 
 

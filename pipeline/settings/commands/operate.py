@@ -13,21 +13,16 @@ class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
     cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
-    network: str = setting(
-        "",
-        "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU.",
-        needs="cluster",
-    )
     samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
     measured: float = setting(
         0.0,
-        "Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; replaces the predicted speed of a GPU.",
+        "Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; hours follow from it.",
         min=0,
         needs="cluster",
     )
-    json: str = setting("", "File for all figures as JSON; '-' prints JSON instead of the table.", output="file")
+    json: str = setting("", "File for all figures as JSON.", output="file")
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: those of the run itself."""

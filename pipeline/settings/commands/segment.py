@@ -69,15 +69,8 @@ class SegmentConfig(WeightsConfig):
     mlflow: str = mlflow_uri("MLflow tracking URI for the score and the sheet; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
-    def refuse_val_share(self, why: str) -> None:
-        """Raise UserError if `val_share` is set, which has no effect for this reason."""
-        if self.val_share != SegmentConfig.val_share:
-            raise UserError(f"val_share = {self.val_share} has no effect: {why}")
-
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         check_pattern(self.group_pattern)
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
-        if self.val_images:
-            self.refuse_val_share("val_images are scored on. Leave out one of them.")

@@ -22,12 +22,9 @@ Drawing = Literal[
     "distance",
     "components",
     "reconstruction",
-    "gradcam",
     "predictions",
-    "patches",
     "positions",
     "filters",
-    "cost",
 ]
 # Of launch/choose.py: with 40,000, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
@@ -121,16 +118,16 @@ class ExportConfig:
     """Conversion of weights to or from the format of another project."""
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
-    format: Literal[
-        "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export", "mae", "huggingface_mae"
-    ] = setting(
-        REQUIRED,
-        "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-        "big_vision: its .npz; onnx, torch_export: graphs of ONNX and torch.export; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"] = (
+        setting(
+            REQUIRED,
+            "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
+            "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+        )
     )
     out: str = setting(
         REQUIRED,
-        "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm, huggingface and huggingface_mae a new folder",
+        "File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder",
         output="new",
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
@@ -147,7 +144,6 @@ class ExportConfig:
             "npz": ".npz",
             "big_vision": ".npz",
             "onnx": ".onnx",
-            "torch_export": ".pt2",
             "mae": ".pth",
         }
         if not self.out.endswith(suffixes.get(self.format, "")):
@@ -192,16 +188,15 @@ class FeaturesConfig(LookConfig):
 
     out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
     like: str = setting(
-        "", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.", path=True
+        "",
+        "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.",
+        path=True,
     )
-    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
 
     def check(self) -> None:
-        """Check the suffixes of the files. Raises UserError."""
+        """Check the suffix of out. Raises UserError."""
         if not self.out.endswith(".parquet"):
             raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
-        if self.sheet and not (self.like and self.sheet.endswith(".png")):
-            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,9 +61,7 @@ def estimate(study: Study, results: Sequence[CellResult]) -> CostEstimate:
         rate = _SHARE_ON_A_CPU * _speed_of_this_cpu()
         source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
     else:
-        return CostEstimate(
-            {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
-        )
+        return CostEstimate({}, "of unknown speed: set tflops=..., what a device keeps up in training")
     return CostEstimate({name: flops / rate / 3600 + fixed[name] for name, flops in added.items()}, source + without)
 
 

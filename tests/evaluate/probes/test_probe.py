@@ -198,7 +198,6 @@ def test_what_is_no_number_is_wrong_and_teaches_nothing(data: Path) -> None:
         "top1": 0.8,
         "std": 0.0,
         "top1_of_seeds": [0.8, 0.8],
-        "fewest": 2,
     }
     assert whole["knn"] == {"top1": 0.8, "neighbours": 3, "temperature": 0.07, "images": 150}
     part = probe(config, choice, Features(broken, readable, {}), test, labels, ALONE)

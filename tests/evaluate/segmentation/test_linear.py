@@ -75,7 +75,7 @@ def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None
     def drawn(*more: str) -> list[tuple[bytes, bytes]]:
         with PairReader(train, classes) as reader:
             found = crops.batches(reader, settings("i", "m", *more), VIEW, 16, {})
-            return [(each.images.numpy().tobytes(), each.classes.numpy().tobytes()) for each in found]
+            return [(images.numpy().tobytes(), of_pixels.numpy().tobytes()) for images, of_pixels in found]
 
     whole = drawn("steps=6", "threads=3")
     assert len(set(whole)) == 6

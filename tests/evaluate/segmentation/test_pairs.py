@@ -78,9 +78,7 @@ def test_what_has_no_partner_is_counted(write_pairs: Write, capsys: pytest.Captu
         (masks / f"part.1/{i}.png").unlink()
     train, val = opened(images, masks, "val_share=0.3")
     assert len(train) + len(val) == 17
-    said = capsys.readouterr().out
-    assert f"left out: 2 images of {images} without a mask\n" in said
-    assert f"left out: 1 mask of {masks} without an image\n" in said
+    assert f"left out: 2 of {images} and 1 of {masks} without a partner\n" in capsys.readouterr().out
 
 
 def test_endings_of_names(write_pairs: Write) -> None:
@@ -94,7 +92,7 @@ def test_endings_of_names(write_pairs: Write) -> None:
         file.rename(file.with_stem(f"{file.stem}_labelIds"))
     with pytest.raises(
         UserError,
-        match=r"no name in common: the first are 'part.0/0_leftImg8bit' and 'part.0/0_instanceIds'.*image_suffix and mask_suffix",
+        match=r"no name in common: the first are .*0_leftImg8bit.png and .*0_instanceIds.png.*image_suffix and mask_suffix",
     ):
         opened(images, masks)
     assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
@@ -105,20 +103,11 @@ def test_held_out_images_of_their_own(write_pairs: Write) -> None:
     others, their_masks = write_pairs(3, "val")
     train, val = opened(images, masks, f"val_images={others}", f"val_masks={their_masks}")
     assert (len(train), len(val)) == (5, 3)
-    with pytest.raises(
-        UserError, match=r"^val_share = 0.3 has no effect: val_images are scored on. Leave out one of them"
-    ):
-        opened(images, masks, f"val_images={others}", f"val_masks={their_masks}", "val_share=0.3")
 
 
 def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., Dataset]) -> None:
     data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 2}, ["any"]).path
     assert [len(names) for names in opened(data, data)] == [4, 2]
-    with pytest.raises(
-        UserError,
-        match=r"^val_share = 0.3 has no effect: split 'val' of .*photos is scored on. Leave it out, or set val_split=''",
-    ):
-        opened(data, data, "val_share=0.3")
     train, val = opened(data, data, "val_share=0.3", "val_split=")
     assert len(train) + len(val) == 4
 
@@ -176,7 +165,7 @@ def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) 
         Image.open(file).save(file, "JPEG")
     train, _ = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     with pytest.raises(
-        UserError, match=r"masks: 2 samples of \d cannot be read.*a JPEG may not keep the values of a mask"
+        UserError, match=r"masks: 2 samples of \d cannot be read.*JPEG may not keep the values of a mask"
     ):
         scan(settings(images, masks), BUDGET, train)
 

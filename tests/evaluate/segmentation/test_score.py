@@ -1,4 +1,4 @@
-"""The score: its formula, its interval, windows, and interpolation a few classes at a time."""
+"""The score: its formula, its interval, windows, and interpolation a few rows at a time."""
 
 from pathlib import Path
 
@@ -107,9 +107,9 @@ def test_windows_cover_the_image_and_are_averaged(loaded: LoadedModel) -> None:
     )
 
 
-def test_interpolation_a_few_classes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolation_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(7, 6, 5, generator=torch.Generator().manual_seed(0))
     whole = interpolate(logits[None], size=(40, 31), mode="bilinear", align_corners=False)[0].argmax(0)
-    for classes_at_once in (1, 3, 7, 100):
-        monkeypatch.setattr(score, "_MAX_LOGITS", classes_at_once * 40 * 31)
+    for rows_at_once in (1, 3, 7, 100):
+        monkeypatch.setattr(score, "_MAX_LOGITS", rows_at_once * 7 * 31)
         assert torch.equal(score._largest(logits, (40, 31)), whole)

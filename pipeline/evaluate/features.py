@@ -3,8 +3,6 @@
 Shapes: D features, n images.
 """
 
-import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -16,18 +14,17 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
-from pipeline.base.gallery import DPI
+from pipeline.base.gallery import DPI, Tile
 from pipeline.base.page import png
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split, refuse_without_dataset
-from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
-from pipeline.evaluate.predict import read_class_names, with_readable_labels
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
+from pipeline.evaluate.predict import open_images
 from pipeline.evaluate.probes.features import Features, extract
-from pipeline.explain import galleries
-from pipeline.explain.explain import read_shown
+from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import try_output
@@ -49,15 +46,10 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     if config.like:
         try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
-    names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    opened = open_adhoc_split(config.images, config.split, config.exclude, names, pixels=loaded.pixels)
-    images = with_readable_labels(opened, loaded)
-    refuse_without_dataset(config, split=["images"], exclude=["images"])
+    images, _ = open_images(config, loaded)
     for line in images.split.notes():
         print(line)
     query = _open_query(config, loaded.pixels) if config.like else None
-    if query is not None:
-        _refuse_others_file(config, [*query.split.shard_paths, *images.split.shard_paths])
     wanted = None if query is None else _features_of(config, loaded, query)
     similarities = _write_table(config, loaded, images, wanted)
     if query is None:
@@ -68,28 +60,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
 
 
 def _sheet(config: FeaturesConfig) -> Path:
-    return Path(config.sheet) if config.sheet else Path(config.out).with_suffix(".png")
-
-
-def _refuse_others_file(config: FeaturesConfig, images: Sequence[str]) -> None:
-    """Raise UserError if the sheet would replace one of the images, or a picture that nobody named: out=cat.parquet beside cat.png."""
-    sheet = _sheet(config)
-    if not sheet.is_file():
-        return
-    own = sheet.stat()
-    if any(_is(own, path) for path in images):
-        raise UserError(
-            f"{sheet} is one of the images, and the sheet would replace it. Name another file: sheet=....png"
-        )
-    if not config.sheet and not Path(config.out).exists():
-        raise UserError(f"{sheet} exists, and the sheet would replace it. Name another file: sheet=....png")
-
-
-def _is(file: os.stat_result, path: str) -> bool:
-    try:
-        return os.path.samestat(file, os.stat(path))
-    except OSError:  # A URL, or an image that is gone.
-        return False
+    return Path(config.out).with_suffix(".similar.png")
 
 
 def _open_query(config: FeaturesConfig, pixels: Pixels) -> AdhocSplit:
@@ -141,8 +112,7 @@ def _write_table(
             check_outputs(config.weights, ", ".join(config.images), none, split)
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config).unlink(missing_ok=True)
-    for row, reason in list(problems.items())[:20]:
-        print(printable(f"{split.keys([row])[0]}  cannot be read: {reason}"))
+    print_unreadable(problems, split.keys, "no vector")
     unread = f", {len(problems):,} of them unreadable" if problems else ""
     print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
     return similarities
@@ -179,18 +149,18 @@ def _draw_neighbours(
     _, (image,) = read_shown(config, loaded, query.split, np.zeros(1, np.int64))
     _, pixels = read_shown(config, loaded, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)
-    captions = [
-        [*([label] if label else []), PurePosixPath(key).stem, f"{similarity:.3f}"]
-        for key, label, similarity in zip(keys, labels, similarities.tolist(), strict=True)
-    ]
-    figure = galleries.draw_neighbours(image, Path(config.like).stem, pixels, captions, loaded.image_size)
-    sheet = _sheet(config)
-    with replacing(sheet) as file:
+    tiles = []
+    for shown, key, label, similarity in zip(pixels, keys, labels, similarities.tolist(), strict=True):
+        tiles.append(Tile(shown, [*([label] if label else []), PurePosixPath(key).stem, f"{similarity:.3f}"]))
+    note = "The first image, and those whose features have the largest cosine similarity to its own."
+    of_query = [[Tile(image, [Path(config.like).stem])]]
+    figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
+    with replacing(_sheet(config)) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     found = list(zip(keys, similarities.tolist(), strict=True))
     for (key, similarity), label in zip(found, labels, strict=True):
         print(printable(f"{similarity:.4f}  {key}" + (f"  {label}" if label else "")))
-    print(f"sheet: {sheet}")
+    print(f"sheet: {_sheet(config)}")
     return found
 
 
