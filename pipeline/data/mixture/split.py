@@ -1,9 +1,9 @@
 """The training splits of several data sets as one split, whose rows are numbered through them."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -68,20 +68,19 @@ class MixedSplit(Split):
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
         """Rows in the manifest of each sample's own data set."""
-        rows = np.asarray(rows)
-        numbers, found = self.set_of(rows), np.empty_like(rows)
-        for number, part in enumerate(self.sets):
-            mine = numbers == number
-            found[mine] = part.manifest_rows(rows[mine] - self.first_rows[number])
-        return found
+        return self._of_parts(np.asarray(rows), Split.manifest_rows, np.int64)
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        rows = np.asarray(rows, np.int64)
-        numbers, found = self.set_of(rows), np.empty(len(rows), object)
+        return self._of_parts(np.asarray(rows, np.int64), Split.keys, object).tolist()
+
+    def _of_parts(self, rows: np.ndarray, ask: Callable[[Split, np.ndarray], Any], dtype: type) -> np.ndarray:
+        """Answers for these rows, each by its part, of which rows are asked."""
+        numbers = self.set_of(rows)
+        answers: np.ndarray = np.empty(rows.shape, dtype)
         for number, part in enumerate(self.sets):
             mine = numbers == number
-            found[mine] = part.keys(rows[mine] - self.first_rows[number])
-        return found.tolist()
+            answers[mine] = ask(part, rows[mine] - self.first_rows[number])
+        return answers
 
     def rows_of(self, key: str) -> list[int]:
         """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""

@@ -208,10 +208,9 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1e-7}", "a weight is below 7.6e-06 of the sum"),
         (
             "{path: a, weight: 1}",
-            r"data.mix\[0\]: .*/a, split 'train', is data.path itself, whose weight is data.weight",
+            r"data.mix\[0\]: .*/a, split 'train'",
         ),
-        ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train', is there twice"),
-        ("{path: copy, weight: 1}", "copy and .*/a are the same data set"),
+        ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train'"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
         ("{path: none, weight: 1}", "data.mix, .*/none: .*no such data set"),
         ("{path: b, weight: 1, split: test}", "data.mix, .*/b: .* has no split 'test'"),
@@ -220,7 +219,7 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
-            r"data.mix\[1\].limit = 9 differs from 100%",
+            r"data.mix\[1\].limit",
         ),
         (
             "{path: b, weight: 0, from_step: 4}, {path: a, weight: 0, from_step: 4}",
@@ -380,18 +379,14 @@ def labelled(data: RunData, labels: list[list[int]]) -> RunData:
     return replace(data, split=replace(data.split.parts[0], index=index))
 
 
-def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> None:
-    """A run on one of four classes was at 100 % without a word, as one whose images have no label."""
+def test_a_run_says_of_how_many_samples_it_learns(sets: Path) -> None:
     data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
     assert label_notes(data, "softmax") == []
-    one = labelled(data, [[2]] * 90)
-    single = "of 4 classes, all labels to train on are 'class2': there is nothing to learn"
-    bare = "train.loss = softmax learns nothing from 30 of 90 samples: no label"
-    assert label_notes(one, "softmax") == label_notes(one, "sigmoid") == [single]
-    assert label_notes(one, "dino") == label_notes(one, "distill_classes") == []
     some = labelled(data, [[2], [], [2]] * 30)
-    assert label_notes(some, "softmax") == [bare, single]
-    assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
+    for loss, counts in (("softmax", "30 of 90"), ("pseudo_labels", "60 of 90")):
+        (note,) = label_notes(some, loss)
+        assert counts in note
+    assert label_notes(some, "sigmoid") == label_notes(some, "dino") == []
     alpha = {"alpha": 3}
     of_one = {name: (of, replace(split, left_out=alpha)) for name, (of, split) in data.evaluated.items()}
     of_both = replace(data, split=replace(data.split, left_out=alpha), evaluated=of_one)
