@@ -132,7 +132,7 @@ def _write_images(
     try:
         for number, (row, key, label, stands) in enumerate(described, 1):
             data = reader.read(row)
-            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False)[0]}"
+            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False).ext}"
             (folder / path).write_bytes(data)
             group = {"group": groups[number - 1]} if groups else {}
             table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands), **group})

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from raw_images import jpeg
+from tiny import train_view
 
 from data_tools.check import verify
 from data_tools.sharding import shard
@@ -28,7 +29,6 @@ from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash

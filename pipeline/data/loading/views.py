@@ -65,12 +65,10 @@ def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
     return model, lambda row: found[bisect_right(firsts, row)]
 
 
-def train_views(
-    views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None, by_region: bool = True
-) -> ViewWriter:
+def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None) -> ViewWriter:
     """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such views cannot have.
 
-    by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same. It is reduced
+    Of a JPEG only the part that the views show is decoded, where possible; the pixels are the same. It is reduced
     while it is decoded as far as all views allow (`augment.scaled_decoding`).
     """
     for group in views:
@@ -92,7 +90,7 @@ def train_views(
             )
 
         own = read_as(row) if read_as else pixels
-        image = model_values(decode(data, choose, factor, by_region, own), own, pixels)
+        image = model_values(decode(data, choose, factor, own), own, pixels)
         box = bounding_box(regions)
         for out, region, (config, seed) in zip(outs, regions, drawn, strict=True):
             augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row, pixels)
@@ -100,15 +98,10 @@ def train_views(
     return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write, pixels)
 
 
-def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
-    """`train_views` for one view of 8-bit RGB."""
-    return train_views((Views(1, image_size, config),), seed, by_region=by_region)
-
-
 def remembering_train_view(
     config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]
 ) -> ViewWriter:
-    """`train_view` of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
+    """`train_views` of one view of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
 
     kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny import train_view
 
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
@@ -17,7 +18,7 @@ from pipeline.data.loading import augment
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import ViewWriter, eval_view, train_view
+from pipeline.data.loading.views import ViewWriter, eval_view
 from pipeline.data.storage import retry
 from pipeline.settings.run import AugmentConfig
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tiny import train_view
 
 from pipeline.architecture.pixels import RGB8
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing, mix_images, mix_pairs
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.loading.views import train_view
 from pipeline.objectives.classification import losses
 from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.run import AugmentConfig

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import train_view
 
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading import augment, views
+from pipeline.data.loading import augment, jpeg_region, views
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
@@ -21,7 +22,6 @@ from pipeline.data.loading.views import (
     ViewWriter,
     eval_view,
     shown_view,
-    train_view,
     train_views,
     view_seed,
 )
@@ -103,7 +103,9 @@ def test_an_image_is_decoded_once(dataset: Dataset, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("crop", ["inception", "resize_small_crop"])
-def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str, encode: Encode) -> None:
+def test_a_region_gives_the_views_of_the_whole_image(
+    orientation: int, crop: str, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """resize_small_crop needs the whole image beside views that do not."""
     tags = Image.Exif()
     tags[0x0112] = orientation
@@ -117,9 +119,11 @@ def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str
         for data in files:
             for row in range(10):
                 found, expected = ([np.zeros((24, 24, 3), np.uint8) for _ in "12"] for _ in "ab")
-                for outs, by_region in ((found, True), (expected, False)):
+                for outs, library in ((found, jpeg_region._LIBRARY), (expected, None)):
                     outs.append(np.zeros((16, 20, 3), np.uint8))
-                    train_views(groups, SEED, by_region=by_region).write(data, outs, 1, row)
+                    with monkeypatch.context() as patch:
+                        patch.setattr(jpeg_region, "_LIBRARY", library)
+                        train_views(groups, SEED).write(data, outs, 1, row)
                 assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
                 if reduced:
                     continue

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny import make_dataset
+from tiny import make_dataset, train_view
 
 from pipeline import objectives
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -20,7 +20,7 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import Views, read_by, train_view, train_views
+from pipeline.data.loading.views import Views, read_by, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
 from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
