@@ -1,5 +1,6 @@
 """Which failed requests to an object store, and reads of a failing disk or file server, are retried, and for how long."""
 
+import itertools
 import random
 import re
 import threading
@@ -66,8 +67,13 @@ class Retry:
         """Make all threads that would retry, now or later, raise Interrupted instead: this process is about to end."""
         self._given_up.set()
 
-    def _pause(self, seconds: float) -> None:
-        if self._given_up.wait(max(seconds, 0)):
+    def _pause(self, failures: int, left: float) -> None:
+        """Count a retry, and wait before it, at most for the seconds that are left."""
+        self.add(1)
+        # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
+        # depends on this random number.
+        pause = min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1)
+        if self._given_up.wait(max(min(pause, left), 0)):
             raise Interrupted
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
@@ -91,20 +97,18 @@ class Retry:
             if not is_outage(error):
                 raise
         with waiting(path, self.seconds, self.setting) as wait:
-            pause = _FIRST_PAUSE
-            while True:
-                self.add(1)
-                self._pause(min(pause * random.uniform(0.5, 1), wait.left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+            for failures in itertools.count():
+                self._pause(failures, wait.left)
                 try:
                     return action()
                 except OSError as error:
                     if not is_outage(error) or wait.left <= 0:
                         raise
+        raise AssertionError
 
     def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
-        deadline, pause = 0.0, _FIRST_PAUSE
-        while True:
+        deadline = 0.0
+        for failures in itertools.count():
             try:
                 return action()
             except (FileNotFoundError, StorageError):
@@ -125,8 +129,5 @@ class Retry:
                         f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is set, the proxy "
                         "(https_proxy, no_proxy); the same command continues."
                     ) from None
-            self.add(1)
-            # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
-            # depends on this random number.
-            self._pause(min(pause * random.uniform(0.5, 1), deadline - now))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._pause(failures, deadline - now)
+        raise AssertionError
