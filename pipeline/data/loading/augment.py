@@ -54,22 +54,10 @@ def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoc
     return choose(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
 
 
-def decoding_factor(region: Region, view: tuple[int, int], config: AugmentConfig) -> int:
-    """By what a JPEG may be reduced while its region is decoded: 1, or with `augment.scaled_decoding` 2, 4 or 8.
-
-    The region is at least so many times as large as the view, (height, width), or as what the view is cropped from.
-    """
-    if not config.scaled_decoding:
-        return 1
-    frame = _before_crop(view, config) if config.crop in ("resize_crop", "resize_small_crop") else view
-    times = min(side // least for side, least in zip(region[2:], frame, strict=True))
-    return next(factor for factor in (8, 4, 2, 1) if times >= factor or factor == 1)
-
-
 def write_train_view_of_region(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Write the augmented view into `out`, as `write_train_view`. image: the region that `train_region` returned, maybe reduced."""
+    """Write the augmented view into `out`, as `write_train_view`. image: the region that `train_region` returned."""
     view = out.shape[:2]
     draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
     method = _train_method(config)

@@ -135,7 +135,6 @@ _SPOILT = ("premature end", "bad huffman code")
 def decode(
     data: bytes,
     choose: Callable[[int, int], Region] | None = None,
-    factor: Callable[[], int] = lambda: 1,
     pixels: Pixels = RGB8,
 ) -> np.ndarray:
     """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
@@ -146,7 +145,6 @@ def decode(
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
-    factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce the region of a JPEG (`jpeg_region.reduced`); other formats are not reduced.
     """
     ext = _format(data)
     is_jpeg = ext == "jpg"
@@ -156,9 +154,9 @@ def decode(
         def stored(height: int, width: int) -> Region:
             return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
 
-        part = jpeg_region.decode(data, stored, factor) if choose else None
+        part = jpeg_region.decode(data, stored) if choose else None
         if part is None:
-            part = _decode_jpeg(data, stored, factor)
+            part = _decode_jpeg(data, stored)
         if part is not None:
             return upright(part, orientation)
     values = _whole(data, ext) if pixels.is_rgb8 else stored_image(data).values(pixels)
@@ -389,22 +387,18 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     return height, width
 
 
-def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region], factor: Callable[[], int]) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
     """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not support this kind."""
     size = _jpeg_size(data)
     if size is None:
         return None
-    region, by = choose(*size), factor()
-    least = [-(-side // by) for side in size]
+    top, left, height, width = choose(*size)
     try:
-        pixels = simplejpeg.decode_jpeg(
-            data, colorspace="RGB", min_height=least[0], min_width=least[1], min_factor=by, strict=True
-        )
+        pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
             raise DecodeError(_reason(error)) from None
         return None
-    top, left, height, width = jpeg_region.reduced(region, by)
     return pixels[top : top + height, left : left + width]
 
 
