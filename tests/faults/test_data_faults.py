@@ -54,7 +54,7 @@ def check(data: AnyPath, **settings: object) -> dict:
 
 
 def listed(dataset: Dataset) -> list[tuple[str, int]]:
-    lists = read_lists(dataset)
+    lists = read_lists(open_dataset(dataset.path))
     rows = lists["damaged"].to_pylist() if "damaged" in lists else []
     return [(row["split"], row["row"]) for row in rows]
 
@@ -160,7 +160,7 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
         "label range": 1,
     }
     # Of a key, a width or a member's name no training depends; of the other bytes and labels it does.
-    assert listed(open_dataset(copy.path)) == [("train", row) for row in (3, 5, 9, 11, 15, 21, 149)]
+    assert listed(copy) == [("train", row) for row in (3, 5, 9, 11, 15, 21, 149)]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -377,7 +377,7 @@ def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
 
     monkeypatch.setattr(ShardReader, "_open", count)
     monkeypatch.setattr(os, "pread", fail)
-    monkeypatch.setattr(Retry, "_pause", lambda retry, seconds: None)
+    monkeypatch.setattr(Retry, "_pause", lambda *_: None)
     assert reader.read(0) == expected
     assert (len(opened), retry.retries) == (2, 2)
 

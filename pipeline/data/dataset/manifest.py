@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.base.errors import UserError, raise_outage
+from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
@@ -156,18 +156,12 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         raise UserError(
             f"{path}: no such data set.{did_you_mean(path)} Shard it first: python launch/shard.py source=... out={path}"
         )
-    try:
+    remedy = (
+        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was interrupted, run its "
+        "command again."
+    )
+    with reading(path / INFO, remedy):
         text = read_bytes(path / INFO)
-    except UserError:  # The bucket cannot be used, or it is no regular file.
-        raise
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"{path} is no finished data set (it has no {INFO}). If it holds the images, shard them: python launch/shard.py "
-            f"source={path} out=... . If sharding was interrupted, run its command again."
-        ) from None
-    except OSError as error:
-        raise_outage(error, path / INFO)
-        raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
 
 

@@ -27,7 +27,7 @@ class SampleTable:
     """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for training."""
 
     file: pq.ParquetFile
-    row_groups: range
+    row_groups: Sequence[int]
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
@@ -56,13 +56,8 @@ class SampleTable:
         return GROUP.name in self.file.schema_arrow.names
 
     def groups(self) -> pa.ChunkedArray:
-        """The group of each row, by one dictionary of names; only if `has_groups`. Raises UserError for a row without one."""
-        found = pa.concat_tables(self.read([GROUP.name]))[GROUP.name]
-        if found.null_count:
-            raise UserError(
-                f"samples.parquet names no group for {counted(found.null_count, 'sample')}. Make it again by launch/shard.py."
-            )
-        return (found if pa.types.is_dictionary(found.type) else found.dictionary_encode()).unify_dictionaries()
+        """The group of each row, by one dictionary of names; only if `has_groups`."""
+        return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].unify_dictionaries()
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""

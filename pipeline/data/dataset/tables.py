@@ -172,13 +172,11 @@ class ManifestTables:
             if checksum_of(path, expected) != expected:
                 raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
 
-    def _row_groups(self, file: pq.ParquetFile, split: str) -> range:
+    def _row_groups(self, file: pq.ParquetFile, split: str) -> list[int]:
         """The row groups of a split: splits follow one another, and each begins a row group (see `write_dataset`)."""
         before = sum(list(self.info["samples"].values())[: self.splits.index(split)])
         ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-        first = int(np.searchsorted(ends, before, side="right"))
-        last = int(np.searchsorted(ends, before + self.info["samples"][split], side="left"))
-        return range(first, min(last + 1, file.num_row_groups))
+        return np.flatnonzero((ends > before) & (ends <= before + self.info["samples"][split])).tolist()
 
 
 def parse_info(text: bytes, where: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pipeline.data.images.stored import (
     described_channels,
     is_dicom,
     open_image,
+    reason,
     upright,
 )
 from pipeline.data.loading import jpeg_region
@@ -109,8 +110,6 @@ _MAGIC = {
 }
 # Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
-# How an unfinished download ends whose space was reserved before.
-_EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
 _JPEG, _EXIF, _PROFILE, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
 # Colour primaries (ISO 23091-2) of sRGB, and unspecified.
@@ -215,8 +214,6 @@ def stored_image(data: bytes) -> StoredImage:
 
 def left_out(found: StoredImage, pixels: Pixels | None) -> set[str]:
     """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
-    if found.ext == "jpg":  # Of most images, and sooner than below.
-        return {"profile"} if found.profile else set()
     of_rgb8 = pixels is not None and pixels.is_rgb8
     uses_pages = pixels is not None and not of_rgb8 and found.channels * found.pages == pixels.num_channels
     facts = {
@@ -327,8 +324,6 @@ def _check_boxes(data: bytes) -> None:
         stop = at + size if size else end
         if name in (b"ftyp", b"meta", b"mdat") and stop > end:
             raise DecodeError(f"cut off: {counted(end, 'byte')}, where its header names {stop:,}")
-        if name == b"mdat" and data.endswith(_EMPTY_BLOCK, at, stop):
-            raise DecodeError(f"cut off: it ends with {len(_EMPTY_BLOCK):,} zeros")
         if stop < at + 8:
             return  # Phones append what is not in boxes.
         at = stop
@@ -397,7 +392,7 @@ def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarra
         pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
-            raise DecodeError(_reason(error)) from None
+            raise DecodeError(reason(error)) from None
         return None
     return pixels[top : top + height, left : left + width]
 
@@ -416,7 +411,7 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     except DecodeError:
         raise
     except Exception as error:  # Pillow's plug-ins raise any type, including struct.error and SyntaxError.
-        raise DecodeError(_reason(error)) from None
+        raise DecodeError(reason(error)) from None
 
 
 def _opener(data: bytes) -> Callable[[io.BytesIO], Image.Image]:
@@ -538,9 +533,3 @@ def _stored_region(choose: Callable[[int, int], Region], height: int, width: int
     if orientation in UPSIDE_DOWN:
         top = height - top - part_height
     return (left, top, part_width, part_height) if is_transposed else (top, left, part_height, part_width)
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line, without memory addresses, which differ between runs."""
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    return re.sub(r" at 0x[0-9a-f]+", "", line)

@@ -8,6 +8,7 @@ wheel's Python module, whose licence is unknown, is not imported). Without the l
 import ctypes
 import threading
 from collections.abc import Callable
+from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from importlib import metadata
 
 import numpy as np
@@ -29,7 +30,7 @@ Library = tuple[ctypes.PyDLL, ctypes.CDLL]
 
 
 class _Box(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "width", "height")]
+    _fields_ = [(name, c_int) for name in ("x", "y", "width", "height")]
 
 
 def _open_library() -> Library | None:
@@ -38,16 +39,16 @@ def _open_library() -> Library | None:
         names = [file for file in metadata.files("turbojpeg") or () if file.name.startswith("libturbojpeg")]
         path = str(names[0].locate())
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
-        short.tj3Init.restype = ctypes.c_void_p
-        short.tj3Destroy.argtypes = [ctypes.c_void_p]
+        short.tj3Init.restype = c_void_p
+        short.tj3Destroy.argtypes = [c_void_p]
         short.tj3Destroy.restype = None
-        short.tj3DecompressHeader.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-        short.tj3Get.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        short.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-        short.tj3SetCroppingRegion.argtypes = [ctypes.c_void_p, _Box]
+        short.tj3DecompressHeader.argtypes = [c_void_p, c_char_p, c_size_t]
+        short.tj3Get.argtypes = [c_void_p, c_int]
+        short.tj3Set.argtypes = [c_void_p, c_int, c_int]
+        short.tj3SetCroppingRegion.argtypes = [c_void_p, _Box]
         long.tj3Decompress8.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),  # handle, file, its bytes
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # pixels, bytes per row (0: no gap), pixel format
+            *(c_void_p, c_char_p, c_size_t),  # handle, file, its bytes
+            *(c_void_p, c_int, c_int),  # pixels, bytes per row (0: no gap), pixel format
         ]
     except (metadata.PackageNotFoundError, IndexError, OSError, AttributeError):
         return None

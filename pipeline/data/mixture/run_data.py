@@ -115,7 +115,7 @@ def open_run_data(
         shares = [shares_of(phase.weights) for phase in mixture.phases]
     except ValueError as error:
         raise UserError(f"data.weight and data.mix: {error}.") from None
-    for entry, part, number in zip(mixture.sets, splits, range(len(splits)), strict=True):
+    for number, (entry, part) in enumerate(zip(mixture.sets, splits, strict=True)):
         most = max(float(share.share(number)) for share in shares)
         if most * global_batch > len(part):
             raise UserError(

@@ -47,8 +47,6 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     absolute = str(path.absolute() if isinstance(path, Path) else path)
     name = hashlib.sha256(absolute.encode("utf-8", "replace")).hexdigest()
     record = cache_home() / "proven" / f"{name[:32]}.json"
-    if json_record.read_or_none(record, _CachedChecksum) == _CachedChecksum(absolute, _state(path), expected):
-        return expected
     with contextlib.ExitStack() as stack:
         # The ranks of a node start together; one of them reads the file.
         can_write = False

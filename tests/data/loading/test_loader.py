@@ -182,12 +182,6 @@ def test_bad_samples_are_those_of_the_batches_read_so_far(dataset: Dataset) -> N
             assert set(loader.bad) == seen
 
 
-def test_a_small_split_may_have_one_bad_sample(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    spoil(split, 7)
-    load(split, max_bad_share=0.001)
-
-
 def test_mistakes_of_ours_are_not_swallowed(dataset: Dataset) -> None:
     def broken(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         raise TypeError("ours")
