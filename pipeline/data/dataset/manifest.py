@@ -108,7 +108,6 @@ class Dataset(ManifestTables):
             name=name,
             shard_paths=paths,
             shard_sizes=kept,
-            shard_starts=np.concatenate([[0], np.cumsum(kept)]),
             shard_bytes=num_bytes,
             shard_sha256=sha256,
             storage=self.storage,

@@ -45,8 +45,8 @@ class ManifestIndex:
 
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
     sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
-    number of labels of a sample. note: a line to print when the split is opened, else empty. max_label: the
-    largest label, -1 without labels. hashes: (n,) V16, XXH3-128 of each image's bytes; empty for images without a manifest.
+    number of labels of a sample. note: a line to print when the split is opened, else empty. hashes: (n,) V16, XXH3-128
+    of each image's bytes; empty for images without a manifest.
     """
 
     offsets: np.ndarray
@@ -55,7 +55,6 @@ class ManifestIndex:
     labels: np.ndarray
     max_labels: int
     note: str = ""
-    max_label: int = -1
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
 
     def __len__(self) -> int:
@@ -140,7 +139,7 @@ def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
         return None
     except UserError as error:
         raise _DamagedError(str(error)) from None
-    return ManifestIndex(**columns, max_labels=info.max_labels, max_label=info.max_label)
+    return ManifestIndex(**columns, max_labels=info.max_labels)
 
 
 def _map_column(file: Path, info: IndexInfo, remember: bool) -> np.ndarray:

@@ -75,7 +75,7 @@ class SampleTable:
 class Split:
     """The samples of one split that are not excluded: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
 
-    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
+    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each.
     shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
     index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
     excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
@@ -85,7 +85,6 @@ class Split:
     name: str
     shard_paths: list[str]
     shard_sizes: np.ndarray
-    shard_starts: np.ndarray
     shard_bytes: np.ndarray
     shard_sha256: pa.ChunkedArray
     storage: Storage
@@ -98,6 +97,11 @@ class Split:
 
     def __len__(self) -> int:
         return int(self.shard_starts[-1])
+
+    @cached_property
+    def shard_starts(self) -> np.ndarray:
+        """(S + 1,) int64, the first row of each shard, and the number of all."""
+        return np.concatenate([[0], np.cumsum(self.shard_sizes)])
 
     def part_of(self, row: int) -> tuple["Split", int]:
         """(the split of a mixture that has this row, its row there); itself if it is none."""
@@ -243,19 +247,16 @@ class Split:
         """A split of these rows alone, int64, ascending. excluded_by does not count the others."""
         kept = np.bincount(self.shard_of(rows), minlength=len(self.shard_paths))
         excluded_rows = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
-        starts = np.concatenate([[0], np.cumsum(kept)])
-        return replace(self, shard_sizes=kept, shard_starts=starts, excluded_rows=excluded_rows)
+        return replace(self, shard_sizes=kept, excluded_rows=excluded_rows)
 
     def relabelled(self, label_map: np.ndarray) -> "Split":
         """The same samples with label_map[label], int32, in place of each label, which copies the labels."""
-        return replace(
-            self, index=replace(self.index, labels=label_map[self.index.labels], max_label=int(label_map.max()))
-        )
+        return replace(self, index=replace(self.index, labels=label_map[self.index.labels]))
 
     def without_labels(self) -> "Split":
         """The same samples, of which none has a label."""
         nothing = np.broadcast_to(np.int64(0), len(self.index) + 1)
-        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
+        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0)
         return replace(self, index=index)
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:

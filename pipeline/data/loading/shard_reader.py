@@ -33,8 +33,6 @@ _SECONDS_WITHOUT_CACHE = 30.0
 # Prefetching of shards into the cache: fraction of the rank's share of the cache, concurrent downloads, and the largest
 # number of rows to look ahead.
 _SHARE_AHEAD, _DOWNLOADS_AHEAD, _MAX_ROWS_AHEAD = 0.5, 2, 2**17
-# Requests examined per batch that is yielded, so that the first batch does not wait for the whole look-ahead.
-_REQUESTS_AT_ONCE = 8
 
 
 class ShardReader:
@@ -98,9 +96,7 @@ class ShardReader:
         uses: Counter[int] = Counter()
         num_bytes = num_rows = 0
         while True:
-            for _ in range(_REQUESTS_AT_ONCE):
-                if waiting and (num_bytes >= limit or num_rows >= _MAX_ROWS_AHEAD):
-                    break
+            while not waiting or (num_bytes < limit and num_rows < _MAX_ROWS_AHEAD):
                 request = next(coming, None)
                 if request is None:
                     break

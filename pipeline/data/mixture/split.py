@@ -146,7 +146,6 @@ def mix(
     pixels: of a model that reads all.
     """
     main = splits[0]
-    sizes = np.concatenate([split.shard_sizes for split in splits])
     rows = np.concatenate([[0], np.cumsum([len(split) for split in splits])])
     inherited = {name: getattr(main, name) for name in Split.__dataclass_fields__}
     return MixedSplit(
@@ -154,8 +153,7 @@ def mix(
         | {
             "pixels": pixels,
             "shard_paths": [path for split in splits for path in split.shard_paths],
-            "shard_sizes": sizes,
-            "shard_starts": np.concatenate([[0], np.cumsum(sizes)]),
+            "shard_sizes": np.concatenate([split.shard_sizes for split in splits]),
             "shard_bytes": np.concatenate([split.shard_bytes for split in splits]),
             "shard_sha256": pa.chunked_array(
                 [chunk for split in splits for chunk in split.shard_sha256.chunks], pa.string()
