@@ -103,7 +103,7 @@ class Dataset(ManifestTables):
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
         paths = _shard_paths(self.path, names)
-        _check_shards(paths, num_bytes, kept > 0, kept == samples, self.storage.retry)
+        _check_shards(paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry)
         return Split(
             name=name,
             shard_paths=paths,
@@ -271,9 +271,9 @@ def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
 
 
 def _check_shards(
-    paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_complete: np.ndarray, retry: Retry
+    paths: list[str], num_bytes: np.ndarray, used: np.ndarray, is_complete: np.ndarray, retry: Retry
 ) -> None:
-    """Raise UserError for a shard that is missing or has another size.
+    """Raise UserError for a shard that is missing or has another size. used: numbers of those of which samples are used.
 
     A shard whose samples are all excluded may be missing. A local one of which some are excluded may be cut; in a bucket
     it must not, since its readers compare its size or checksum.
@@ -283,16 +283,13 @@ def _check_shards(
     for folder in {to_path(path, retry).parent for path in paths if "://" in path}:
         assert isinstance(folder, BucketPath)
         sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
-    for path, expected, used, complete in zip(
-        paths, num_bytes.tolist(), is_used.tolist(), is_complete.tolist(), strict=True
-    ):
-        if not used:
-            continue
+    for number in used.tolist():
+        path, expected = paths[number], num_bytes[number]
         try:
             size = sizes.get(path) if "://" in path else os.stat(path).st_size
         except FileNotFoundError:
             size = None
         if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
-        if size != expected and (complete or "://" in path):
+        if size != expected and (is_complete[number] or "://" in path):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")

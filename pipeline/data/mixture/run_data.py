@@ -123,10 +123,6 @@ def open_run_data(
                 f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
                 "use a smaller batch."
             )
-    if labels == "partly" and not own.classes and any(other.classes for other in datasets):
-        raise UserError(
-            f"data.path = {own.path} has no labels: name the set that has them in data.path, and this one in data.mix."
-        )
     # Of the other sets, the images are all that is read.
     joined = [
         number
