@@ -15,7 +15,6 @@ from pipeline import objectives
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.balance import describe_balance
-from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
@@ -37,7 +36,7 @@ COPY_RATE, SAVE_RATE = 10e9, 1e9
 class Data:
     """Size of the data: of all sets of a mixture. shards, bytes: 0 if it does not exist yet. epoch_samples: see `RunData`. balance: see `Plan`.
 
-    label_notes: as the function of that name.
+    notes: of `RunData`.
     """
 
     samples: int
@@ -47,7 +46,7 @@ class Data:
     bytes: int
     source: str
     balance: str = ""
-    label_notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     pixels: Pixels = RGB8
 
 
@@ -188,7 +187,6 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     if isinstance(split, MixedSplit):
         source = f"manifests; {split.describe()}"
     num_bytes = int(split.shard_bytes.sum())
-    notes = label_notes(found, config.train.loss)
     data = Data(
         len(split),
         found.epoch_samples,
@@ -197,7 +195,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
         num_bytes,
         source,
         balance,
-        notes,
+        found.notes(),
         split.pixels,
     )
     return config, data, found.dataset.classes

@@ -122,15 +122,6 @@ class Split:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
 
-    @property
-    def num_unlabelled(self) -> int:
-        """Number of samples without a label. Looks at each sample, unless all have one."""
-        index = self.index
-        if index.max_labels == 1 and len(index.labels) == len(index):
-            return 0
-        has_none = np.diff(index.label_starts) == 0
-        return int(has_none.sum() - has_none[self.excluded_rows].sum())
-
     def refuse_without_score(self, where: object, reads_labels: bool) -> None:
         """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those. where: its data set."""
         missing = (
@@ -169,11 +160,11 @@ class Split:
         number = f"{len(self.excluded_rows):,}"
         return f"{number} samples ({digest[:8]})"  # Compared with the text in a checkpoint, so "1 samples" stays.
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """Lines to print about how this split was opened; often none. labels: whether to say how many samples have none."""
+    def notes(self) -> list[str]:
+        """Lines to print about how this split was opened; often none."""
         lines = [self.index.note] if self.index.note else []
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
-        if labels and self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
+        if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if any(self.excluded_by.values()):  # Most lists are of another split.
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())

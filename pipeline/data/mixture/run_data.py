@@ -61,9 +61,9 @@ class RunData:
         found = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
         return {name: runs for name, runs in found.items() if runs}
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
-        lines = [*self.split.notes(labels), *(self.evaluation.notes() if self.evaluation else [])]
+    def notes(self) -> list[str]:
+        """Lines to print about the splits."""
+        lines = [*self.split.notes(), *(self.evaluation.notes() if self.evaluation else [])]
         return list(dict.fromkeys(lines))  # Those of a data set are notes of both.
 
 
@@ -283,7 +283,7 @@ def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_lab
 
 def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
     """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads them."""
-    if labels in ("learned", "partly") and own.classes and 0 < len(split) == split.num_unlabelled:
+    if labels in ("learned", "partly") and own.classes and len(split) and not split.max_labels:
         raise UserError(
             f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels "
             f"(data.train_split, data.path), or use an objective that needs none (train.loss={NEED_NO_LABELS})."

@@ -48,10 +48,6 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    @property
-    def num_unlabelled(self) -> int:
-        return sum(part.num_unlabelled for part in self.sets)
-
     def labels_of(self, row: int) -> np.ndarray:
         # Not through `part_of`: a loader calls this for each sample.
         number = bisect_right(self.first_rows, row) - 1
@@ -126,8 +122,7 @@ class MixedSplit(Split):
         sets = zip(self.set_names, self.shares, self.sets, strict=True)
         return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """As of `Split`. Of each part it is always said how many samples have no label."""
+    def notes(self) -> list[str]:
         names = self.set_names
         of_sets = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
         return [self.describe(), *of_sets, *self.lines]

@@ -22,7 +22,6 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import Views, read_by, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -371,24 +370,11 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
         assert RunProbeConfig(data=entry.path).prefix == "web"
 
 
-def labelled(data: RunData, labels: list[list[int]]) -> RunData:
-    """The data with these labels in place of the first part's."""
-    values = np.array([label for of_one in labels for label in of_one], np.int32)
-    starts = np.concatenate([[0], np.cumsum([len(of_one) for of_one in labels])])
-    index = replace(data.own.split("train").index, labels=values, label_starts=starts, max_labels=max(map(len, labels)))
-    return replace(data, split=replace(data.split.parts[0], index=index))
-
-
-def test_a_run_says_of_how_many_samples_it_learns(sets: Path) -> None:
+def test_a_run_says_how_many_samples_have_no_label(sets: Path) -> None:
     data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
-    assert label_notes(data, "softmax") == []
-    some = labelled(data, [[2], [], [2]] * 30)
-    for loss, counts in (("softmax", "30 of 90"), ("pseudo_labels", "60 of 90")):
-        (note,) = label_notes(some, loss)
-        assert counts in note
-    assert label_notes(some, "sigmoid") == label_notes(some, "dino") == []
-    alpha = {"alpha": 3}
-    of_one = {name: (of, replace(split, left_out=alpha)) for name, (of, split) in data.evaluated.items()}
-    of_both = replace(data, split=replace(data.split, left_out=alpha), evaluated=of_one)
-    assert of_one
-    assert ["alpha" in note for note in of_both.notes()].count(True) == 1
+    assert data.notes() == []
+    split = data.split.parts[0]
+    starts = np.minimum(np.arange(91), 60)
+    index = replace(split.index, labels=np.zeros(60, np.int32), label_starts=starts)
+    (note,) = replace(data, split=replace(split, index=index)).notes()
+    assert "30 of 90" in note
