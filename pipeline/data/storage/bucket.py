@@ -50,22 +50,17 @@ def locate(folder: AnyPath, name: str) -> AnyPath:
 
 def file_size(path: AnyPath) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
-    return path.size() if isinstance(path, BucketPath) else path.stat().st_size
+    return path.stat().st_size
 
 
 def changed_at(path: AnyPath) -> int:
     """Time of a file's last change, in ns. Raises FileNotFoundError."""
-    return path.changed_at() if isinstance(path, BucketPath) else path.stat().st_mtime_ns
+    return path.stat().st_mtime_ns
 
 
 def version(path: AnyPath) -> str:
     """Changes when the file does: time of its last change in ns, or the store's own version. Raises FileNotFoundError."""
     return path.version() if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
-
-
-def open_file(path: AnyPath) -> BinaryIO:
-    """A file or an object to read its bytes. Raises FileNotFoundError."""
-    return path.open() if isinstance(path, BucketPath) else open(path, "rb")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipeline.base.words import counted
 from pipeline.data.storage.retry import Retry, StorageError
@@ -39,6 +39,13 @@ _PART_ATTEMPTS = 5
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
 # How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
 _ESCAPED = re.compile("%((?:25)*)3F")
+
+
+class ObjectStat(NamedTuple):
+    """As `os.stat_result`: bytes of an object, and time of its last change in ns."""
+
+    st_size: int
+    st_mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,11 @@ class BucketPath:
     def is_file(self) -> bool:
         return self._kind() == "File"
 
-    def size(self) -> int:
-        """Bytes of an object."""
-        return self._info_of_file().size
-
-    def changed_at(self) -> int:
-        """Time of the object's last change, in ns."""
-        return self._info_of_file().mtime_ns or 0
+    def stat(self) -> ObjectStat:
+        info = self._info()
+        if info.type.name != "File":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return ObjectStat(info.size, info.mtime_ns or 0)
 
     def version(self) -> str:
         """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
@@ -220,12 +225,6 @@ class BucketPath:
             bucket = self.request(lambda: self.connection().get_file_info(self.bucket))
             if bucket.type.name == "NotFound":
                 raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
-        return info
-
-    def _info_of_file(self) -> "fs.FileInfo":
-        info = self._info()
-        if info.type.name != "File":
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return info
 
     def _kind(self) -> str:
