@@ -321,8 +321,6 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
             file=sys.stderr,
         )
         return None
-    if note := exclusion.lost_copies(dataset, LIST):
-        print(note)
     return path
 
 

@@ -241,9 +241,10 @@ def _check_rows(
             except DecodeError as error:
                 findings.add("undecodable", str(error), row, key)
                 continue
-            if header[:3] != tuple(properties):
+            shown = header.ext, header.width, header.height
+            if shown != tuple(properties):
                 said = "{} {} x {}"
-                findings.add("properties", f"{said.format(*header)}, not {said.format(*properties)}", row, key)
+                findings.add("properties", f"{said.format(*shown)}, not {said.format(*properties)}", row, key)
     return decoded, unread
 
 

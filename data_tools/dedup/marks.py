@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from data_tools.dedup.compared import FOLDER, ComparedSplit
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, excluded_rows, lost_copies, write_list
+from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, excluded_rows, write_list
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
@@ -51,7 +51,7 @@ def _write_marks(searched: ComparedSplit, name: str, marks: pa.Table, sheet: Any
     if len(of_others):
         splits = ", ".join(of_others["split"].unique().to_pylist())
         done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
-    return "\n".join(filter(None, [done, lost_copies(searched.dataset, name)]))
+    return done
 
 
 def _usable(data: Dataset, name: str, marks: pa.Table) -> pa.Table:

@@ -330,7 +330,7 @@ def _image(data: bytes, page: int, job: ShardingJob) -> _Image:
         return _decoded(found, job, is_filled)
     decodes = config.inspect == "decode"
     header = inspect(data, decodes and not config.resize_short, job.pixels)
-    ext, width, height = header[:3]
+    ext, width, height = header.ext, header.width, header.height
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(width, height):
         data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)

@@ -14,7 +14,6 @@ from pipeline import objectives
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.balance import describe_balance
-from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
@@ -129,7 +128,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
     balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
-    notes = [*([balance] if balance else []), *label_notes(found, config.train.loss)]
+    notes = [*([balance] if balance else []), *found.notes()]
     source = f"manifest of {config.data.path}"
     if isinstance(split, MixedSplit):
         source = f"manifests; {split.describe()}"

@@ -202,7 +202,6 @@ def _names_in(folder: Path) -> tuple[str, ...]:
 def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     """Build the split. Consecutive images of the same file form a shard. note: see `ManifestIndex`."""
     firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
-    starts = np.array([*firsts, len(images)])
     labels = np.array([image.label for image in images], np.int32)
     # Arrow holds UTF-8 only.
     names = [as_bytes(image.key).decode() for image in images]
@@ -220,8 +219,7 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     return Split(
         name="images",
         shard_paths=[str(images[first].path) for first in firsts],
-        shard_sizes=np.diff(starts),
-        shard_starts=starts,
+        shard_sizes=np.diff([*firsts, len(images)]),
         shard_bytes=np.array([images[first].path.stat().st_size for first in firsts]),
         shard_sha256=pa.chunked_array([[""] * len(firsts)]),
         storage=Storage(),

@@ -125,7 +125,7 @@ def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for
     try:
         for number, (row, key, label, stands) in enumerate(described, 1):
             data = reader.read(row)
-            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False)[0]}"
+            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False).ext}"
             (folder / path).write_bytes(data)
             group = {} if groups is None else {"group": str(groups[row])}
             table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands), **group})

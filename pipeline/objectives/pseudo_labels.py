@@ -38,7 +38,6 @@ _CROP_AND_FLIP = (
     "flip_vertical",
     "turns",
     "resize_filter",
-    "scaled_decoding",
     "eval_resize",
     "eval_crop",
 )

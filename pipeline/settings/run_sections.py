@@ -241,11 +241,6 @@ class AugmentConfig:
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
         ignores_section=True,
     )
-    scaled_decoding: bool = setting(
-        False,
-        "Decode a JPEG at 1/2, 1/4 or 1/8 of its size for training where its crop is at least 2, 4 or 8 times as large as the view; "
-        "resize_filter does the rest. Takes a fifth to a quarter off the time of photographs of 12 megapixels; at 224 px, nothing off those of 110 KB.",
-    )
     color_jitter: float = share(
         0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
     )

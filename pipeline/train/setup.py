@@ -19,7 +19,6 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
-from pipeline.data.mixture.label_use import data_notes
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.evaluate import architecture
@@ -87,7 +86,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     console.say(f"{config.name}: {plan.describe()}")
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
-    data_lines = data_notes(data, config.train.loss) if ranks.is_main else []  # Others say nothing.
+    data_lines = data.notes() if ranks.is_main else []  # Others say nothing.
     for line in plan.notes(config) + objectives.without_effect(config) + data_lines:
         console.say(line)
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config), stop.meet)

@@ -337,7 +337,7 @@ def test_a_checkpoint_is_read_again_while_the_file_server_fails(
         return opened(file, *arguments, **named)
 
     monkeypatch.setattr(Path, "open", fail)
-    monkeypatch.setattr(Retry, "_pause", lambda retry, seconds: None)
+    monkeypatch.setattr(Retry, "_pause", lambda *_: None)
     assert verify(path) is None
     assert set(failures.values()) == {0}
     failures["checksums.json"] = 1

@@ -293,9 +293,7 @@ def test_a_missing_shard_is_no_bad_image(data: Dataset, weights: Path, tmp_path:
         return opened(path, flags, *mode, **more)
 
     monkeypatch.setattr(os, "open", open_)
-    with pytest.raises(
-        UserError, match=r"val-000000.tar cannot be read: Permission denied. Restore the file or its perm"
-    ):
+    with pytest.raises(UserError, match=r"val-000000.tar cannot be read: Permission denied"):
         report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from faulty_s3 import S3, answer, bucket_path, put
 from raw_images import jpeg
+from tiny import train_view
 
 from data_tools.check import verify
 from data_tools.sharding import shard
@@ -28,7 +29,6 @@ from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import train_view
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.content import content_hash
@@ -54,7 +54,7 @@ def check(data: AnyPath, **settings: object) -> dict:
 
 
 def listed(dataset: Dataset) -> list[tuple[str, int]]:
-    lists = read_lists(dataset)
+    lists = read_lists(open_dataset(dataset.path))
     rows = lists["damaged"].to_pylist() if "damaged" in lists else []
     return [(row["split"], row["row"]) for row in rows]
 
@@ -350,7 +350,7 @@ def test_a_shard_that_goes_while_a_run_trains(fault: Callable[[Path], None], rea
 def test_a_shard_that_cannot_be_read_is_no_bad_image(fault: Callable[[Path], None], reason: str, copy: Dataset) -> None:
     with loader(copy, max_bad_share=1.0) as patient:
         fault(copy.path / SHARD)
-        said = rf"{SHARD} cannot be read: {reason}. Restore the file or its permissions"
+        said = rf"{SHARD} cannot be read: {reason}"
         with pytest.raises(StorageError, match=said):
             read_all(patient)
         assert not patient.bad
@@ -377,7 +377,7 @@ def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
 
     monkeypatch.setattr(ShardReader, "_open", count)
     monkeypatch.setattr(os, "pread", fail)
-    monkeypatch.setattr(Retry, "_pause", lambda retry, seconds: None)
+    monkeypatch.setattr(Retry, "_pause", lambda *_: None)
     assert reader.read(0) == expected
     assert (len(opened), retry.retries) == (2, 2)
 
@@ -390,9 +390,7 @@ def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
     assert retry.retries == 3
     retry.seconds = 0
     failures.extend([errno.EIO] * 9)
-    with pytest.raises(
-        StorageError, match=r"cannot be read: failed. Its disk or file server has failed for .*continues"
-    ):
+    with pytest.raises(StorageError, match=r"cannot be read: failed"):
         reader.read(0)
 
 

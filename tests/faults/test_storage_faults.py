@@ -186,9 +186,7 @@ def test_a_shard_that_is_deleted_under_us_is_no_bad_sample(with_cache: bool, s3:
     split = remote(with_cache).split("train")
     bucket_path(f"{s3[1]}/tiny/train-000001.tar").unlink()
     with Loader(split, eval_view(AugmentConfig(), 16), 2, 2, max_bad_share=1.0) as loader:
-        with pytest.raises(
-            StorageError, match=r"tiny/train-000001.tar cannot be read: no such object. Restore the file"
-        ):
+        with pytest.raises(StorageError, match=r"tiny/train-000001.tar cannot be read"):
             list(loader.batches([(np.arange(150), np.zeros(150, int))]))
         assert not loader.bad
 

@@ -12,9 +12,16 @@ from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
+from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.storage.content import content_hash
+from pipeline.settings.run import AugmentConfig
 
 NUM_CLASSES = 4
+
+
+def train_view(config: AugmentConfig, seed: int, image_size: int) -> ViewWriter:
+    """`train_views` for one view of 8-bit RGB."""
+    return train_views((Views(1, image_size, config),), seed)
 
 
 def make_dataset(

@@ -21,7 +21,6 @@ from pipeline.settings.run import AugmentConfig
 
 SETTINGS = {
     "decode, crop, flip": AugmentConfig(),
-    "+ scaled_decoding": AugmentConfig(scaled_decoding=True),
     "+ color_jitter 0.4": AugmentConfig(color_jitter=0.4),
     "+ color_jitter 0.4, saturation 0.2, hue 0.1": AugmentConfig(color_jitter=0.4, saturation=0.2, hue=0.1),
     "+ three_augment 1.0": AugmentConfig(three_augment=1.0),

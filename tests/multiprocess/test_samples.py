@@ -15,6 +15,7 @@ import yaml
 from forked import Forge
 from PIL import Image
 from ranks import settings
+from tiny import train_view
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -23,7 +24,6 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.loading.views import train_view
 from pipeline.lifecycle import samples
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks

@@ -13,6 +13,7 @@ import torch
 from forked import Forge, train
 from polling import until
 from ranks import STEPS, metrics, settings
+from tiny import train_view
 
 from pipeline import model as models
 from pipeline import objectives
@@ -24,7 +25,6 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.loading.views import train_view
 from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader

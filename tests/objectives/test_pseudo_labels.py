@@ -203,7 +203,7 @@ def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
 
 def test_without_any_label_it_is_refused(bare: Path, dataset: Path, tmp_path: Path) -> None:
     mix = f"data.mix=[{{path: {dataset}, weight: 1}}]"
-    with pytest.raises(UserError, match=r"bare has no labels: name the set that has them in data\.path, and this one"):
+    with pytest.raises(UserError, match="bare has no labels"):
         prepare(schema.load(RunConfig, None, given(bare, mix, "train.global_batch=8")))
     unlabelled = shutil.copytree(bare, tmp_path / "unlabelled")
     rows = pq.read_table(bare / SAMPLES_FILE).select(ROWS.names)
@@ -234,7 +234,6 @@ def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(
     for name in ("supervised_loss", "unsupervised_loss", "confident", "pseudo_classes"):
         assert set(metrics(whole, name)) == {1, 2, 3, 4}
     assert any(metrics(whole, "confident").values())
-    assert "24 of 84 samples have a label" in (whole / "log.txt").read_text()
     cut = Path(shutil.copytree(whole, tmp_path / "cut"))
     shutil.rmtree(cut / "checkpoints/step-00000004")
     forge.start(2, [*given(dataset, *more), "name=cut"]).finish()

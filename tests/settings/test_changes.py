@@ -79,7 +79,6 @@ LATER = {
     "data.weight",
     "data.balance",
     "augment.padding",
-    "augment.scaled_decoding",
     "train.freeze",
     "train.lora_rank",
     "train.lora_layers",

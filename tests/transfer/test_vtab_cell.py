@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import NUM_CLASSES, make_dataset
+from tiny import NUM_CLASSES, make_dataset, train_view
 from tiny_vtab import job_of
 
 from pipeline import model as models
@@ -17,7 +17,7 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import remembering_train_view, train_view
+from pipeline.data.loading.views import remembering_train_view
 from pipeline.evaluate.probes import fewshot
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig

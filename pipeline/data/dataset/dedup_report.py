@@ -11,13 +11,13 @@ DEDUP_REPORT = "dedup/report.json"
 
 @dataclass(frozen=True)
 class SearchedData:
-    """The split that was searched for copies. name: as FOLDER:SPLIT; empty in reports of other writers."""
+    """The split that was searched for copies. name: as FOLDER:SPLIT."""
 
     fingerprint: str
-    name: str = ""
+    name: str
 
     def is_split(self, split: str) -> bool:
-        return not self.name or self.name.rpartition(":")[2] == split
+        return self.name.rpartition(":")[2] == split
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class DedupReport:
 
     def in_words(self) -> str:
         """As "pets:test 12; cifar10:test 3": each test set, and the number of its copies."""
-        found = "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
-        return found if self.marked else f"{found} (not marked: dry_run)"
+        copies = "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
+        return copies if self.marked else f"{copies} (not marked: dry_run)"
 
 
 def read_dedup_report(dataset: AnyPath) -> DedupReport:

@@ -18,11 +18,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.base.errors import UserError, raise_outage
+from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
@@ -47,7 +46,7 @@ from pipeline.data.dataset.tables import (
     parse_info,
     reading,
 )
-from pipeline.data.storage.atomic import read_bytes, replacing
+from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import cache_home
@@ -95,15 +94,6 @@ class Dataset(ManifestTables):
         names, samples, num_bytes, sha256 = self.shards_of(name)
         starts = np.concatenate([[0], np.cumsum(samples)])
         index = self.index(name)
-        if not len(index) == starts[-1] == self.info["samples"][name]:
-            raise UserError(
-                f"{self.path}: split {name!r} has {counted(len(index), 'row')} in {SAMPLES_FILE}, {starts[-1]} in "
-                f"{SHARDS_FILE} and {self.info['samples'][name]} in {INFO}. {REMEDY}"
-            )
-        if index.max_label >= self.num_classes:
-            raise UserError(
-                f"{self.path / INFO} has {counted(self.num_classes, 'class')}, but split {name!r} has label {index.max_label}. {REMEDY}"
-            )
         excluded, excluded_by = excluded_rows(self, name, exclude)
         if limit != WHOLE:
             beyond = rows_beyond_limit(len(index), excluded, limit, seed)
@@ -113,12 +103,11 @@ class Dataset(ManifestTables):
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
         paths = _shard_paths(self.path, names)
-        _check_shards(paths, num_bytes, kept > 0, kept == samples, self.storage.retry)
+        _check_shards(paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry)
         return Split(
             name=name,
             shard_paths=paths,
             shard_sizes=kept,
-            shard_starts=np.concatenate([[0], np.cumsum(kept)]),
             shard_bytes=num_bytes,
             shard_sha256=sha256,
             storage=self.storage,
@@ -150,8 +139,7 @@ class Dataset(ManifestTables):
 
     def index_name(self, split: str) -> str:
         """The name of the folder with the index of a split."""
-        digest = self.info["files"].get(SAMPLES_FILE) or file_sha256(self.path / SAMPLES_FILE)
-        return f"{split}-{digest[:16]}"
+        return f"{split}-{self.info['files'][SAMPLES_FILE][:16]}"
 
     def index_places(self) -> list[Path]:
         """Folders where an index may be, in the order of preference."""
@@ -167,18 +155,12 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         raise UserError(
             f"{path}: no such data set.{did_you_mean(path)} Shard it first: python launch/shard.py source=... out={path}"
         )
-    try:
+    remedy = (
+        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was interrupted, run its "
+        "command again."
+    )
+    with reading(path / INFO, remedy):
         text = read_bytes(path / INFO)
-    except UserError:  # The bucket cannot be used, or it is no regular file.
-        raise
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"{path} is no finished data set (it has no {INFO}). If it holds the images, shard them: python launch/shard.py "
-            f"source={path} out=... . If sharding was interrupted, run its command again."
-        ) from None
-    except OSError as error:
-        raise_outage(error, path / INFO)
-        raise UserError(f"{path / INFO} cannot be read ({error.strerror or error}).") from None
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
 
 
@@ -210,12 +192,12 @@ def write_dataset(
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
     GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
-    classes, where they have others. pixels: what the values of images mean. left_out: see `ManifestTables.left_out`. Raises UserError for a label out of range; then an old manifest stays as it was.
+    classes, where they have others. pixels: what the values of images mean. left_out: see `ManifestTables.left_out`.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
     with replacing(path / SAMPLES_FILE) as file:
-        _write_samples(file, shards, tables, len(classes))
+        _write_samples(file, shards, tables)
     with replacing(path / SHARDS_FILE) as file:
         pq.write_table(pa.Table.from_pylist([asdict(shard) for shard in shards], SHARDS), file)
     info = {
@@ -235,13 +217,11 @@ def write_dataset(
         info["left_out"] = dict(left_out)
     if class_names is not None:
         info["class_names"] = list(class_names)
-    info[CHECKSUM] = info_checksum(info)
     dataset = Dataset(path, info)
     if isinstance(path, Path):
         for split in splits:
             dataset.index(split)  # Now, so that the first run need not wait for it.
-    with replacing(path / INFO) as file:
-        file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
+    _write_info(dataset)
     return dataset
 
 
@@ -249,27 +229,27 @@ def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
     """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed data set."""
     info = {**dataset.info, "fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels)}
     info["pixels"] = pixels.to_dict()
-    info[CHECKSUM] = info_checksum(info)
-    with replacing(dataset.path / INFO) as file:
-        file.write((json.dumps(info, indent=1, ensure_ascii=False) + "\n").encode())
-    return Dataset(dataset.path, info, dataset.storage)
+    changed = Dataset(dataset.path, info, dataset.storage)
+    _write_info(changed)
+    return changed
 
 
-def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table], num_classes: int) -> None:
+def _write_info(dataset: Dataset) -> None:
+    dataset.info[CHECKSUM] = info_checksum(dataset.info)
+    write_files(dataset.path, {INFO: json.dumps(dataset.info, indent=1, ensure_ascii=False) + "\n"})
+
+
+def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.Table]) -> None:
     """Write samples.parquet. Each split begins a row group."""
     tables = iter(tables)
     first = list(itertools.islice(tables, 1))
     schema = SAMPLES.append(GROUP) if first and GROUP.name in first[0].column_names else SAMPLES
-    with pq.ParquetWriter(
-        file, schema, compression="zstd", use_dictionary=["split", "ext", "shard", GROUP.name]
-    ) as writer:
+    dictionaries = ["split", "ext", "shard", GROUP.name]
+    with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionaries) as writer:
         waiting: list[pa.Table] = []
         num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, itertools.chain(first, tables), strict=True)):
-            assert len(rows) == shard.samples, (
-                f"{shard.name}: {counted(len(rows), 'row')} for {counted(shard.samples, 'sample')}"
-            )
-            _check_labels(rows, shard.name, num_classes)
+            assert len(rows) == shard.samples, shard
             zeros = pa.array(np.zeros(len(rows), np.int32))
             split = pa.DictionaryArray.from_arrays(zeros, pa.array([shard.split], pa.string()))
             numbers = pa.array(np.full(len(rows), number, np.int32))
@@ -283,19 +263,6 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
                 waiting, num_waiting = [], 0
 
 
-def _check_labels(rows: pa.Table, shard_name: str, num_classes: int) -> None:
-    labels = rows.column("labels").combine_chunks()
-    values = pc.list_flatten(labels).to_numpy()
-    if len(values) and not 0 <= values.min() <= values.max() < num_classes:
-        wrong = np.flatnonzero((values < 0) | (values >= num_classes))
-        row = pc.list_parent_indices(labels)[int(wrong[0])].as_py()
-        raise UserError(
-            f"{shard_name}: {rows.column('key')[row].as_py()} has label {values[wrong[0]]}, but there are {num_classes} "
-            f"classes (0 to {num_classes - 1}); {len(wrong)} of the shard's labels are out of range. Correct the labels or "
-            "the list of classes in the source, and shard again."
-        )
-
-
 def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
     if isinstance(folder, BucketPath):
         return [str(locate(folder, name)) for name in names]
@@ -304,38 +271,25 @@ def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
 
 
 def _check_shards(
-    paths: list[str], num_bytes: np.ndarray, is_used: np.ndarray, is_complete: np.ndarray, retry: Retry
+    paths: list[str], num_bytes: np.ndarray, used: np.ndarray, is_complete: np.ndarray, retry: Retry
 ) -> None:
-    """Raise UserError for a shard that is missing or has another size.
+    """Raise UserError for a shard that is missing or has another size. used: numbers of those of which samples are used.
 
     A shard whose samples are all excluded may be missing. A local one of which some are excluded may be cut; in a bucket
     it must not, since its readers compare its size or checksum.
     """
-    sizes = _object_sizes(paths, retry)
-    for path, expected, used, complete in zip(
-        paths, num_bytes.tolist(), is_used.tolist(), is_complete.tolist(), strict=True
-    ):
-        if not used:
-            continue
+    # From one listing of each folder: 4,000 single requests would take minutes.
+    sizes: dict[str, int] = {}
+    for folder in {to_path(path, retry).parent for path in paths if "://" in path}:
+        assert isinstance(folder, BucketPath)
+        sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
+    for number in used.tolist():
+        path, expected = paths[number], num_bytes[number]
         try:
             size = sizes.get(path) if "://" in path else os.stat(path).st_size
         except FileNotFoundError:
             size = None
         if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
-        if size != expected and (complete or "://" in path):
+        if size != expected and (is_complete[number] or "://" in path):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
-
-
-def _object_sizes(paths: list[str], retry: Retry) -> dict[str, int]:
-    """URL -> bytes of the shards in buckets, from one listing of each folder: 4,000 single requests would take minutes."""
-    folders = set()
-    for path in paths:
-        if "://" in path:
-            location, mark, options = path.partition("?")
-            folders.add(location.rpartition("/")[0] + mark + options)
-    found: dict[str, int] = {}
-    for folder in (to_path(location, retry) for location in folders):
-        assert isinstance(folder, BucketPath)
-        found |= {str(folder / name): size for name, size in folder.sizes().items()}
-    return found

@@ -5,7 +5,7 @@
         index.json                                       their lengths and checksums, and its own checksum (Info)
 
 The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums. It goes
-into a cache folder when the data set's folder cannot be written, and is kept in memory when that fails, too.
+into a cache folder when the data set's folder cannot be written.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,6 @@ INDEX_FOLDER = "index"
 COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
 _FORMAT, _INFO = "vit-index/2", "index.json"
 _PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128"]
-_NO_HASH = bytes(HASH_BYTES)
 
 # Reads these columns of a split's rows in samples.parquet, part by part.
 Read = Callable[[list[str]], Iterable[pa.Table]]
@@ -45,9 +45,8 @@ class ManifestIndex:
 
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
     sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
-    number of labels of a sample. note: a line to print when the split is opened, else empty. max_label: the
-    largest label, -1 without labels. hashes: (n,) V16, XXH3-128 of each image's bytes, zeros where the manifest has
-    none; empty when it has no hashes at all.
+    number of labels of a sample. note: a line to print when the split is opened, else empty. hashes: (n,) V16, XXH3-128
+    of each image's bytes; empty for images without a manifest.
     """
 
     offsets: np.ndarray
@@ -56,16 +55,14 @@ class ManifestIndex:
     labels: np.ndarray
     max_labels: int
     note: str = ""
-    max_label: int = -1
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
 
     def __len__(self) -> int:
         return len(self.offsets)
 
     def hash_of(self, row: int) -> bytes | None:
-        """XXH3-128 of the bytes of an image; None if the manifest has none."""
-        digest = self.hashes[row].tobytes() if len(self.hashes) else _NO_HASH
-        return None if digest == _NO_HASH else digest
+        """XXH3-128 of the bytes of an image; None if there are no hashes."""
+        return self.hashes[row].tobytes() if len(self.hashes) else None
 
 
 @dataclass(frozen=True)
@@ -81,43 +78,33 @@ class IndexInfo:
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
-    """Map the index `name` from the first of these folders that has it or can store it; else keep it in memory."""
+    """Map the index `name` from the first of these folders that has it or can store it. Raises UserError if none can."""
     reasons = []
     for place in places:
-        folder = place / name
         try:
-            index = _map_valid(folder)
-            return _build_once(folder, read) if index is None else index
+            index = _map_valid(place / name)
+            return _build_once(place / name, read) if index is None else index
         except OSError as error:  # Read-only, full, or without locks: try the next folder.
             reasons.append(f"{place}: {error.strerror or error}")
-    parts: dict[str, list[np.ndarray]] = {column: [np.empty(0, dtype)] for column, dtype in COLUMNS.items()}
-    max_labels, max_label = _derive(read, lambda column, values: parts[column].append(values))
-    note = f"the index of {name} is in this process's memory, because it cannot be stored ({'; '.join(reasons)})"
-    columns: dict[str, Any] = {column: np.concatenate(values) for column, values in parts.items()}
-    return ManifestIndex(**columns, max_labels=max_labels, max_label=max_label, note=note)
+    raise UserError(
+        f"the index of {name} cannot be stored ({'; '.join(reasons)}). Set XDG_CACHE_HOME to a folder that can be written."
+    )
 
 
 def damage(place: Path, name: str, read: Read) -> str | None:
     """What is wrong with the index `name` in this folder; None when it is correct or missing. Reads everything.
 
-    Its files are compared with their checksums, and those with the columns derived from samples.parquet. An index of an
-    earlier format is ignored, since it is never used.
+    Its files are compared with their checksums, and these with those of an index made anew.
     """
     try:
         if _map(place / name, remember=False) is None:
             return None
-        info = json_record.read(place / name / _INFO, IndexInfo)
     except (_DamagedError, OSError) as error:
         return str(error)
-    digests = {column: xxhash.xxh3_128() for column in COLUMNS}
-    try:
-        largest = _derive(read, lambda column, values: digests[column].update(_bytes(values)))
-    except ValueError as error:
-        return f"no index can be made of samples.parquet: {error}"
-    derived = {column: digest.hexdigest() for column, digest in digests.items()}
-    if (derived, *largest) != (info.xxh128, info.max_labels, info.max_label):
-        return "it does not match samples.parquet"
-    return None
+    with tempfile.TemporaryDirectory() as made:
+        _write(Path(made), read)
+        is_same = (Path(made) / _INFO).read_bytes() == (place / name / _INFO).read_bytes()
+    return None if is_same else "it does not match samples.parquet"
 
 
 class _DamagedError(ValueError):
@@ -139,23 +126,20 @@ def _map_valid(folder: Path) -> ManifestIndex | None:
 
 
 def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
-    """The index in this folder; None when it is missing or of another format. Raises _DamagedError.
+    """The index in this folder; None when it is missing. Raises _DamagedError.
 
     remember: skip files that were verified before and have not been written since.
     """
     try:
-        content = json_record.read(folder / _INFO, dict[str, Any])
-        if content.get("format") != _FORMAT:
-            return None
-        info = json_record.convert(content, IndexInfo, str(folder / _INFO))
-        if info.check != _check(dataclasses.asdict(info)):
+        info = json_record.read(folder / _INFO, IndexInfo)
+        if info.format != _FORMAT or info.check != _check(dataclasses.asdict(info)):
             raise _DamagedError(f"{_INFO} does not match its checksum")
         columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
     except FileNotFoundError:
         return None
     except UserError as error:
         raise _DamagedError(str(error)) from None
-    return ManifestIndex(**columns, max_labels=info.max_labels, max_label=info.max_label)
+    return ManifestIndex(**columns, max_labels=info.max_labels)
 
 
 def _map_column(file: Path, info: IndexInfo, remember: bool) -> np.ndarray:
@@ -193,15 +177,29 @@ def _build_once(folder: Path, read: Read) -> ManifestIndex:
 def _write(folder: Path, read: Read) -> None:
     lengths = dict.fromkeys(COLUMNS, 0)
     digests = {column: xxhash.xxh3_128() for column in COLUMNS}
+    num_labels = max_labels = 0
+    max_label = -1
     with contextlib.ExitStack() as stack:
         files = {column: stack.enter_context(open(folder / column, "wb")) for column in COLUMNS}
 
         def append(column: str, values: np.ndarray) -> None:
+            values = np.ascontiguousarray(values, COLUMNS[column])
             values.tofile(files[column])
-            digests[column].update(_bytes(values))
+            digests[column].update(values.view(np.uint8).data)
             lengths[column] += len(values)
 
-        max_labels, max_label = _derive(read, append)
+        append("label_starts", np.zeros(1))
+        for table in read(_PARQUET_COLUMNS):
+            labels = pc.list_flatten(table["labels"]).to_numpy()
+            counts = pc.list_value_length(table["labels"]).to_numpy()
+            append("offsets", table["offset"].to_numpy())
+            append("sizes", table["size"].to_numpy())
+            append("labels", labels)
+            append("label_starts", num_labels + np.cumsum(counts, dtype=np.int64))
+            append("hashes", hash_column(table["xxh128"]))
+            num_labels += len(labels)
+            max_labels = max(max_labels, int(counts.max(initial=0)))
+            max_label = max(max_label, int(labels.max(initial=-1)))
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -210,49 +208,8 @@ def _write(folder: Path, read: Read) -> None:
     (folder / _INFO).write_text(json.dumps({**info, "check": _check(info)}))
 
 
-def _bytes(values: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(values).view(np.uint8).data
-
-
-def _derive(read: Read, append: Callable[[str, np.ndarray], None]) -> tuple[int, int]:
-    """Call append(column, values) for every column of the index, part by part; returns (max_labels, max_label).
-
-    Raises ValueError for a missing or negative number.
-    """
-    append("label_starts", np.zeros(1, COLUMNS["label_starts"]))
-    num_labels = max_labels = 0
-    max_label = -1
-    for table in read(_PARQUET_COLUMNS):
-        _refuse_impossible(table)
-        counts = pc.list_value_length(table["labels"]).to_numpy().astype(np.int64)
-        ends = num_labels + np.cumsum(counts)
-        num_labels, max_labels = int(ends[-1]) if len(ends) else num_labels, max(max_labels, int(counts.max(initial=0)))
-        values = {"offsets": table["offset"], "sizes": table["size"], "labels": pc.list_flatten(table["labels"])}
-        for column, part in values.items():
-            append(column, part.to_numpy().astype(COLUMNS[column], copy=False))
-        max_label = max(max_label, values["labels"].to_numpy().max(initial=-1))
-        append("label_starts", ends.astype(COLUMNS["label_starts"], copy=False))
-        append("hashes", hash_column(table["xxh128"]))
-    return max_labels, int(max_label)
-
-
-def _refuse_impossible(table: pa.Table) -> None:
-    """Raise ValueError for a number that is missing or negative: -1 as a label would train as "no label", which is []."""
-    labels = pc.list_flatten(table["labels"])
-    for name, column in (
-        ("offset", table["offset"]),
-        ("size", table["size"]),
-        ("labels", table["labels"]),
-        ("labels", labels),
-    ):
-        if column.null_count:
-            raise ValueError(f"column {name} has a null")
-        if pa.types.is_integer(column.type) and len(column) and (least := pc.min(column).as_py()) < 0:
-            raise ValueError(f"column {name} has {least}")
-
-
 def hash_column(column: pa.ChunkedArray) -> np.ndarray:
-    """(n,) V16 of the manifest's column xxh128, with zeros for null."""
-    column = column.fill_null(_NO_HASH).combine_chunks()
+    """(n,) V16 of the manifest's column xxh128."""
+    column = column.combine_chunks()
     data = np.frombuffer(column.buffers()[1], COLUMNS["hashes"])
     return data[column.offset : column.offset + len(column)]

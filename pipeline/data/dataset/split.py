@@ -27,7 +27,7 @@ class SampleTable:
     """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for training."""
 
     file: pq.ParquetFile
-    row_groups: range
+    row_groups: Sequence[int]
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
@@ -56,13 +56,8 @@ class SampleTable:
         return GROUP.name in self.file.schema_arrow.names
 
     def groups(self) -> pa.ChunkedArray:
-        """The group of each row, by one dictionary of names; only if `has_groups`. Raises UserError for a row without one."""
-        found = pa.concat_tables(self.read([GROUP.name]))[GROUP.name]
-        if found.null_count:
-            raise UserError(
-                f"samples.parquet names no group for {counted(found.null_count, 'sample')}. Make it again by launch/shard.py."
-            )
-        return (found if pa.types.is_dictionary(found.type) else found.dictionary_encode()).unify_dictionaries()
+        """The group of each row, by one dictionary of names; only if `has_groups`."""
+        return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].unify_dictionaries()
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""
@@ -80,7 +75,7 @@ class SampleTable:
 class Split:
     """The samples of one split that are not excluded: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
 
-    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each. shard_starts: (S + 1,) int64, cumulative.
+    shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each.
     shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
     index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
     excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
@@ -90,7 +85,6 @@ class Split:
     name: str
     shard_paths: list[str]
     shard_sizes: np.ndarray
-    shard_starts: np.ndarray
     shard_bytes: np.ndarray
     shard_sha256: pa.ChunkedArray
     storage: Storage
@@ -103,6 +97,11 @@ class Split:
 
     def __len__(self) -> int:
         return int(self.shard_starts[-1])
+
+    @cached_property
+    def shard_starts(self) -> np.ndarray:
+        """(S + 1,) int64, the first row of each shard, and the number of all."""
+        return np.concatenate([[0], np.cumsum(self.shard_sizes)])
 
     def part_of(self, row: int) -> tuple["Split", int]:
         """(the split of a mixture that has this row, its row there); itself if it is none."""
@@ -122,15 +121,6 @@ class Split:
     def max_labels(self) -> int:
         """The largest number of labels of one sample, excluded or not."""
         return self.index.max_labels
-
-    @property
-    def num_unlabelled(self) -> int:
-        """Number of samples without a label. Looks at each sample, unless all have one."""
-        index = self.index
-        if index.max_labels == 1 and len(index.labels) == len(index):
-            return 0
-        has_none = np.diff(index.label_starts) == 0
-        return int(has_none.sum() - has_none[self.excluded_rows].sum())
 
     def refuse_without_score(self, where: object, reads_labels: bool) -> None:
         """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those. where: its data set."""
@@ -170,11 +160,11 @@ class Split:
         number = f"{len(self.excluded_rows):,}"
         return f"{number} samples ({digest[:8]})"  # Compared with the text in a checkpoint, so "1 samples" stays.
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """Lines to print about how this split was opened; often none. labels: whether to say how many samples have none."""
+    def notes(self) -> list[str]:
+        """Lines to print about how this split was opened; often none."""
         lines = [self.index.note] if self.index.note else []
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
-        if labels and self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
+        if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
         if any(self.excluded_by.values()):  # Most lists are of another split.
             lists = ", ".join(f"{name} {count:,}" for name, count in self.excluded_by.items())
@@ -248,19 +238,16 @@ class Split:
         """A split of these rows alone, int64, ascending. excluded_by does not count the others."""
         kept = np.bincount(self.shard_of(rows), minlength=len(self.shard_paths))
         excluded_rows = np.setdiff1d(np.arange(len(self.index)), self.manifest_rows(rows), assume_unique=True)
-        starts = np.concatenate([[0], np.cumsum(kept)])
-        return replace(self, shard_sizes=kept, shard_starts=starts, excluded_rows=excluded_rows)
+        return replace(self, shard_sizes=kept, excluded_rows=excluded_rows)
 
     def relabelled(self, label_map: np.ndarray) -> "Split":
         """The same samples with label_map[label], int32, in place of each label, which copies the labels."""
-        return replace(
-            self, index=replace(self.index, labels=label_map[self.index.labels], max_label=int(label_map.max()))
-        )
+        return replace(self, index=replace(self.index, labels=label_map[self.index.labels]))
 
     def without_labels(self) -> "Split":
         """The same samples, of which none has a label."""
         nothing = np.broadcast_to(np.int64(0), len(self.index) + 1)
-        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0, max_label=-1)
+        index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0)
         return replace(self, index=index)
 
     def shard_of(self, rows: np.ndarray) -> np.ndarray:

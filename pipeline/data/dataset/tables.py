@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import on_one_line
 from pipeline.data.dataset.split import SampleTable
 from pipeline.data.storage.bucket import AnyPath, locate
 from pipeline.data.storage.cache import Storage
@@ -70,29 +70,6 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class _ManifestInfo:
-    """The fields of dataset.json that are used here, with their types. Older data sets lack those with a default.
-
-    files: SHA-256 (hex) of the two tables. pixels: what the values of images mean, if they are not 8-bit RGB. left_out: of all splits, if there are any. checksum: of all other
-    fields (`info_checksum`).
-    """
-
-    format: str
-    fingerprint: str
-    samples: dict[str, int]
-    shards: dict[str, int]
-    classes: list[str]
-    files: dict[str, str] = field(default_factory=dict)
-    num_classes: int | None = None
-    class_names: list[str] | None = None
-    source: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    pixels: Pixels | None = None
-    left_out: dict[str, int] = field(default_factory=dict)
-    checksum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,8 +155,6 @@ class ManifestTables:
         table = self._read_shards()
         with reading(self.path / SHARDS_FILE):
             table = table.slice(sum(counts[:place]), counts[place]).cast(SHARDS)
-        if table["split"].unique().to_pylist() not in ([split], []):
-            raise UserError(f"{self.path / SHARDS_FILE} is not the one that {INFO} was written with. {REMEDY}")
         # Not to_numpy(), which imports pandas: half of the start-up.
         samples, num_bytes = (np.from_dlpack(table[column].combine_chunks()) for column in ("samples", "bytes"))
         return table["name"].to_pylist(), samples, num_bytes, table["sha256"]
@@ -191,55 +166,32 @@ class ManifestTables:
             return open_parquet(self.path / SHARDS_FILE).read(columns=SHARDS.names).select(SHARDS.names)
 
     def _verify(self, name: str) -> None:
-        """Compare the checksum of a table with dataset.json, if that has one. Raises UserError."""
-        expected, path = self.info["files"].get(name), self.path / name
+        """Compare the checksum of a table with dataset.json. Raises UserError."""
+        expected, path = self.info["files"][name], self.path / name
         with reading(path):
-            if expected is not None and checksum_of(path, expected) != expected:
+            if checksum_of(path, expected) != expected:
                 raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
 
-    def _row_groups(self, file: pq.ParquetFile, split: str) -> range:
+    def _row_groups(self, file: pq.ParquetFile, split: str) -> list[int]:
         """The row groups of a split: splits follow one another, and each begins a row group (see `write_dataset`)."""
         before = sum(list(self.info["samples"].values())[: self.splits.index(split)])
         ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-        first = int(np.searchsorted(ends, before, side="right"))
-        last = int(np.searchsorted(ends, before + self.info["samples"][split], side="left"))
-        return range(first, min(last + 1, file.num_row_groups))
+        return np.flatnonzero((ends > before) & (ends <= before + self.info["samples"][split])).tolist()
 
 
 def parse_info(text: bytes, where: str) -> dict[str, Any]:
-    """The content of dataset.json, checked. Raises UserError."""
-    remedy = f"Copy {INFO} again, or remove the folder and shard again."
-    try:
-        info = json_record.parse(text, Any, where)
-    except UserError as error:
-        raise UserError(f"{error} {remedy}") from None
-    if not isinstance(info, dict) or info.get("format") != FORMAT:
-        found = info.get("format") if isinstance(info, dict) else info
+    """The content of dataset.json. Raises UserError."""
+    info = json_record.parse(text, dict[str, Any], where)
+    if info.get("format") != FORMAT:
         raise UserError(
-            f"{where} has format {json_record.quoted(found)}, but this code reads {FORMAT!r}. Make the data set again, or use the "
-            "version of this code that made it."
+            f"{where} has format {json_record.quoted(info.get('format'))}, but this code reads {FORMAT!r}. Make the data set again."
         )
-    record = json_record.convert(info, _ManifestInfo, where)
-    if record.checksum not in (None, info_checksum(info)):
+    if info.get(CHECKSUM) not in (None, info_checksum(info)):
         raise UserError(
-            f"{where} is damaged: its content does not match its checksum. {remedy} If it was changed on purpose, remove "
-            f"its field {CHECKSUM!r}."
+            f"{where} is damaged: its content does not match its checksum. Copy it again, or remove the folder and shard again. If it was "
+            f"changed on purpose, remove its field {CHECKSUM!r}."
         )
-    twice = [name for name, count in Counter(record.classes).items() if count > 1]
-    if twice:
-        raise UserError(f"{where}: classes has {json_record.quoted(twice[0])} more than once. {remedy}")
-    for name, number in (("num_classes", record.num_classes), ("class_names", record.class_names)):
-        count = len(number) if isinstance(number, list) else number
-        if count not in (None, len(record.classes)):
-            raise UserError(
-                f"{where}: classes has {counted(len(record.classes), 'name')}, but {name} says {count}. {remedy}"
-            )
-    counts = [*record.samples.values(), *record.shards.values()]
-    if list(record.samples) != list(record.shards) or min(counts, default=0) < 0:
-        raise UserError(f"{where}: samples = {record.samples} and shards = {record.shards} do not fit. {remedy}")
-    # As in a new data set, except for fields whose absence says that it is an old one.
-    given = {key: value for key, value in info.items() if value is not None}
-    return {**given, "files": record.files, "source": record.source, "settings": record.settings}
+    return info
 
 
 def info_checksum(info: dict[str, Any]) -> str:

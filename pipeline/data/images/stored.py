@@ -4,6 +4,7 @@ Values are never scaled. Alpha is left out, as the only values; a page is one of
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -246,5 +247,5 @@ def without_alpha(values: np.ndarray, alpha: Sequence[int]) -> np.ndarray:
 
 
 def reason(error: Exception) -> str:
-    """The error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """The error in one line, without memory addresses, which differ between runs."""
+    return re.sub(r" at 0x[0-9a-f]+", "", " ".join(f"{type(error).__name__}: {error}".split()))[:200]

@@ -54,22 +54,10 @@ def train_region(height: int, width: int, config: AugmentConfig, seed: int, epoc
     return choose(height, width, config, random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample))
 
 
-def decoding_factor(region: Region, view: tuple[int, int], config: AugmentConfig) -> int:
-    """By what a JPEG may be reduced while its region is decoded: 1, or with `augment.scaled_decoding` 2, 4 or 8.
-
-    The region is at least so many times as large as the view, (height, width), or as what the view is cropped from.
-    """
-    if not config.scaled_decoding:
-        return 1
-    frame = _before_crop(view, config) if config.crop in ("resize_crop", "resize_small_crop") else view
-    times = min(side // least for side, least in zip(region[2:], frame, strict=True))
-    return next(factor for factor in (8, 4, 2, 1) if times >= factor or factor == 1)
-
-
 def write_train_view_of_region(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Write the augmented view into `out`, as `write_train_view`. image: the region that `train_region` returned, maybe reduced."""
+    """Write the augmented view into `out`, as `write_train_view`. image: the region that `train_region` returned."""
     view = out.shape[:2]
     draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
     method = _train_method(config)
@@ -240,25 +228,22 @@ def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarra
     """
     if method not in _TORCH:
         if method == cv2.INTER_AREA and image.shape[2] > _AREA_CHANNELS:
-            found = np.empty((*size[::-1], image.shape[2]), image.dtype) if out is None else out
-            for first in range(0, image.shape[2], _AREA_CHANNELS):
-                some = np.ascontiguousarray(image[..., first : first + _AREA_CHANNELS])
-                resized_some = cv2.resize(some, size, interpolation=method).reshape(*size[::-1], -1)
-                found[..., first : first + _AREA_CHANNELS] = resized_some
-            return found
-        found = cv2.resize(image, size, dst=out, interpolation=method)
-        return found if found.ndim == 3 else found[..., None]
+            firsts = range(0, image.shape[2], _AREA_CHANNELS)
+            parts = [np.ascontiguousarray(image[..., first : first + _AREA_CHANNELS]) for first in firsts]
+            resized = [cv2.resize(part, size, interpolation=method).reshape(*size[::-1], -1) for part in parts]
+            return np.concatenate(resized, axis=2, out=out)
+        return cv2.resize(image, size, dst=out, interpolation=method).reshape(*size[::-1], -1)
     # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
     # takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     if image.dtype != np.uint8:  # Its kernel of floats is quicker plane by plane.
         channels_first = channels_first.to(torch.float32, memory_format=torch.contiguous_format)
-    resized = torch.nn.functional.interpolate(channels_first, size[::-1], mode=_TORCH[method], antialias=True)
+    filtered = torch.nn.functional.interpolate(channels_first, size[::-1], mode=_TORCH[method], antialias=True)
     if image.dtype == np.float32:
-        resized.clamp_(0, 1)  # A bicubic filter exceeds the range.
+        filtered.clamp_(0, 1)  # A bicubic filter exceeds the range.
     elif image.dtype != np.uint8:
-        resized.round_().clamp_(*FULL_RANGE[image.dtype.name])
-    pixels = resized[0].permute(1, 2, 0).numpy()
+        filtered.round_().clamp_(*FULL_RANGE[image.dtype.name])
+    pixels = filtered[0].permute(1, 2, 0).numpy()
     if out is None:
         return pixels.astype(image.dtype, copy=False)
     out[:] = pixels

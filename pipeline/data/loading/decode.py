@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import simplejpeg
@@ -30,6 +30,7 @@ from pipeline.data.images.stored import (
     described_channels,
     is_dicom,
     open_image,
+    reason,
     upright,
 )
 from pipeline.data.loading import jpeg_region
@@ -109,8 +110,6 @@ _MAGIC = {
 }
 # Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
-# How an unfinished download ends whose space was reserved before.
-_EMPTY_BLOCK = bytes(4096)
 _EXIF_ORIENTATION = 0x0112
 _JPEG, _EXIF, _PROFILE, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
 # Colour primaries (ISO 23091-2) of sRGB, and unspecified.
@@ -132,30 +131,9 @@ _COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 _SPOILT = ("premature end", "bad huffman code")
 
 
-class Header(NamedTuple):
-    """What an image file holds.
-
-    ext: by content. width, height: as stored, before EXIF rotation (HEIC: after its own). channels: of a page, without alpha; 3 of a JPEG.
-    alpha: whether there is alpha. pages: images of this size, such as the frames of an animation. type, profile, lacking: as of `StoredImage`;
-    the type is that of the file, also where fewer bits are read.
-    """
-
-    ext: str
-    width: int
-    height: int
-    channels: int = 3
-    alpha: bool = False
-    pages: int = 1
-    type: str = "uint8"
-    profile: bool = False
-    lacking: tuple[int, ...] = ()
-
-
 def decode(
     data: bytes,
     choose: Callable[[int, int], Region] | None = None,
-    factor: Callable[[], int] = lambda: 1,
-    by_region: bool = True,
     pixels: Pixels = RGB8,
 ) -> np.ndarray:
     """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
@@ -166,8 +144,6 @@ def decode(
 
     choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
     the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
-    factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce the region of a JPEG (`jpeg_region.reduced`); other formats are not reduced.
-    by_region: False always decodes the whole image.
     """
     ext = _format(data)
     is_jpeg = ext == "jpg"
@@ -177,41 +153,37 @@ def decode(
         def stored(height: int, width: int) -> Region:
             return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
 
-        part = jpeg_region.decode(data, stored, factor) if choose and by_region else None
+        part = jpeg_region.decode(data, stored) if choose else None
         if part is None:
-            part = _decode_jpeg(data, stored, factor)
+            part = _decode_jpeg(data, stored)
         if part is not None:
             return upright(part, orientation)
-    values = _whole(data, ext, pixels) if pixels.is_rgb8 else stored_image(data).values(pixels)
+    values = _whole(data, ext) if pixels.is_rgb8 else stored_image(data).values(pixels)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
     return values[top : top + height, left : left + width]
 
 
-def _whole(data: bytes, ext: str, pixels: Pixels = RGB8, stored: StoredImage | None = None) -> np.ndarray:
-    """uint8 (H, W, 3), upright, of any 8-bit image. stored: what `_stored` returned, if it was called before. Raises DecodeError for others."""
+def _whole(data: bytes, ext: str) -> np.ndarray:
+    """uint8 (H, W, 3), upright, of any 8-bit image. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _tiff_to_rgb))
-    stored = stored or _stored(data, ext)
-    if stored is None or (stored.ext in _ALSO_PILLOWS and _is_8_bit(stored)):
-        try:
+    stored = _stored(data, ext)
+    if stored is None:
+        return upright(*with_pillow(data, _to_rgb))
+    is_8_bit = stored.type in ("uint8", "bool") and stored.channels in (1, 3)
+    if is_8_bit and stored.ext in _ALSO_PILLOWS:
+        with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _to_rgb))
-        except DecodeError:
-            if stored is None:
-                raise
     if stored.lacking:
-        return stored.values(pixels)
-    if not _is_8_bit(stored):
+        return stored.values(RGB8)
+    if not is_8_bit:
         raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
     values, _ = stored.page(0)
     values = values * np.uint8(255) if stored.type == "bool" else values
     return np.repeat(values, 3, axis=2) if stored.channels == 1 else values
-
-
-def _is_8_bit(stored: StoredImage) -> bool:
-    return stored.type in ("uint8", "bool") and stored.channels in (1, 3)
 
 
 def _stored(data: bytes, ext: str) -> StoredImage | None:
@@ -232,20 +204,16 @@ def stored_image(data: bytes) -> StoredImage:
     if stored := _stored(data, ext):
         return stored
     found, orientation = with_pillow(data, lambda image: (_header(image, data, ext), _orientation(image)))
-    sides = (found.width, found.height) if orientation >= 5 else (found.height, found.width)
+    height, width = (found.width, found.height) if orientation >= 5 else (found.height, found.width)
 
     def read(number: int) -> Page:
         return decode(data)[..., : found.channels], None
 
-    return StoredImage(
-        ext, *sides, found.channels, "uint8", read, found.pages, alpha=found.alpha, profile=found.profile
-    )
+    return replace(found, height=height, width=width, read=read)
 
 
-def left_out(found: Header | StoredImage, pixels: Pixels | None) -> set[str]:
+def left_out(found: StoredImage, pixels: Pixels | None) -> set[str]:
     """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
-    if found.ext == "jpg":  # Of most images, and sooner than below.
-        return {"profile"} if found.profile else set()
     of_rgb8 = pixels is not None and pixels.is_rgb8
     uses_pages = pixels is not None and not of_rgb8 and found.channels * found.pages == pixels.num_channels
     facts = {
@@ -281,21 +249,29 @@ def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
     return bits, at >= 0 and int.from_bytes(data[at + 8 : at + 10], "big") not in _SRGB_PRIMARIES
 
 
-def _header(
-    image: Image.Image, data: bytes, ext: str, to_rgb: Callable[[Image.Image], tuple[np.ndarray, int]] | None = None
-) -> Header:
-    """Of a photograph that Pillow has opened. to_rgb: decodes it as well."""
+def _header(image: Image.Image, data: bytes, ext: str) -> StoredImage:
+    """Of a photograph that Pillow has opened. Its sides are those before EXIF rotation."""
     channels = 1 if image.mode in ("1", "L", "LA") else 3
-    alpha = image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info
     pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     in_boxes = ext in ("heic", "avif")
-    profile = image.info.get("icc_profile")
-    bits, is_other = _bits_and_colours_of_boxes(data) if in_boxes else (8, has_other_colours(profile))
-    kind = "uint8" if bits <= 8 else "uint16"
-    found = Header(ext, image.width, image.height, channels, alpha, pages, kind, is_other)
-    if to_rgb:
-        to_rgb(image)
-    return found
+    bits, profile = (
+        _bits_and_colours_of_boxes(data) if in_boxes else (8, has_other_colours(image.info.get("icc_profile")))
+    )
+    return StoredImage(
+        ext,
+        image.height,
+        image.width,
+        channels,
+        "uint8" if bits <= 8 else "uint16",
+        _unread,
+        pages,
+        alpha=image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info,
+        profile=profile,
+    )
+
+
+def _unread(number: int) -> Page:
+    raise AssertionError("only the header was read")
 
 
 def exif_orientation(data: bytes) -> int:
@@ -303,31 +279,18 @@ def exif_orientation(data: bytes) -> int:
     return with_pillow(data, _orientation) if data.startswith(_JPEG) and _may_have_exif(data) else 1
 
 
-def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> Header:
-    """The header of an image of any kind. Raises DecodeError.
+def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage:
+    """The header of an image of any kind. Of photographs, its sides are those before EXIF rotation (HEIC: after its own). Raises DecodeError.
 
-    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see `check_end`. Files of
-    most formats are opened once for both.
+    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see `check_end`.
     """
-    ext = _format(data)
-    as_rgb8 = decode_all and pixels.is_rgb8
-    if ext == "jpg" and (size := _jpeg_size(data)):
-        if decode_all:
-            decode(data, pixels=pixels)
-        return Header(ext, size[1], size[0], profile=has_other_colours(_jpeg_profile(data)))
-    if as_rgb8 and ext == "tiff":  # As in `_whole`.
-        with contextlib.suppress(DecodeError):
-            found = with_pillow(data, lambda image: _header(image, data, ext, _tiff_to_rgb))
-            if found.pages == 1:  # Of others, tifffile knows which belong together.
-                return found
-    if stored := _stored(data, ext):
-        if decode_all:
-            _ = _whole(data, ext, pixels, stored) if as_rgb8 else stored.values(pixels)
-        return Header(ext, stored.width, stored.height, *(getattr(stored, name) for name in Header._fields[3:]))
-    found = with_pillow(data, lambda image: _header(image, data, ext, _to_rgb if as_rgb8 else None))
-    if decode_all and not as_rgb8:
+    if decode_all:
         decode(data, pixels=pixels)
-    return found
+    ext = _format(data)
+    if ext == "jpg" and (size := _jpeg_size(data)):
+        profile = has_other_colours(_jpeg_profile(data))
+        return StoredImage(ext, *size, channels=3, type="uint8", read=_unread, profile=profile)
+    return _stored(data, ext) or with_pillow(data, lambda image: _header(image, data, ext))
 
 
 def check_end(data: bytes, ext: str) -> None:
@@ -361,8 +324,6 @@ def _check_boxes(data: bytes) -> None:
         stop = at + size if size else end
         if name in (b"ftyp", b"meta", b"mdat") and stop > end:
             raise DecodeError(f"cut off: {counted(end, 'byte')}, where its header names {stop:,}")
-        if name == b"mdat" and data.endswith(_EMPTY_BLOCK, at, stop):
-            raise DecodeError(f"cut off: it ends with {len(_EMPTY_BLOCK):,} zeros")
         if stop < at + 8:
             return  # Phones append what is not in boxes.
         at = stop
@@ -421,22 +382,18 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     return height, width
 
 
-def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region], factor: Callable[[], int]) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
     """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not support this kind."""
     size = _jpeg_size(data)
     if size is None:
         return None
-    region, by = choose(*size), factor()
-    least = [-(-side // by) for side in size]
+    top, left, height, width = choose(*size)
     try:
-        pixels = simplejpeg.decode_jpeg(
-            data, colorspace="RGB", min_height=least[0], min_width=least[1], min_factor=by, strict=True
-        )
+        pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
     except ValueError as error:
         if any(words in str(error).lower() for words in _SPOILT):
-            raise DecodeError(_reason(error)) from None
+            raise DecodeError(reason(error)) from None
         return None
-    top, left, height, width = jpeg_region.reduced(region, by)
     return pixels[top : top + height, left : left + width]
 
 
@@ -454,7 +411,7 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     except DecodeError:
         raise
     except Exception as error:  # Pillow's plug-ins raise any type, including struct.error and SyntaxError.
-        raise DecodeError(_reason(error)) from None
+        raise DecodeError(reason(error)) from None
 
 
 def _opener(data: bytes) -> Callable[[io.BytesIO], Image.Image]:
@@ -576,9 +533,3 @@ def _stored_region(choose: Callable[[int, int], Region], height: int, width: int
     if orientation in UPSIDE_DOWN:
         top = height - top - part_height
     return (left, top, part_width, part_height) if is_transposed else (top, left, part_height, part_width)
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line, without memory addresses, which differ between runs."""
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    return re.sub(r" at 0x[0-9a-f]+", "", line)

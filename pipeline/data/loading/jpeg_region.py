@@ -1,5 +1,4 @@
-"""Decodes a region of a JPEG: pixels above and beside it are not computed, and bytes below it are not read. It can be reduced
-to 1/2, 1/4 or 1/8 meanwhile, which takes a fraction of the arithmetic.
+"""Decodes a region of a JPEG: pixels above and beside it are not computed, and bytes below it are not read.
 
 This needs libjpeg-turbo 3. It is called through ctypes in the shared library of the `turbojpeg` wheel (the extra `fast`; the
 wheel's Python module, whose licence is unknown, is not imported). Without the library, and for unsupported kinds of JPEG,
@@ -9,6 +8,7 @@ wheel's Python module, whose licence is unknown, is not imported). Without the l
 import ctypes
 import threading
 from collections.abc import Callable
+from ctypes import c_char_p, c_int, c_size_t, c_void_p
 from importlib import metadata
 
 import numpy as np
@@ -30,11 +30,7 @@ Library = tuple[ctypes.PyDLL, ctypes.CDLL]
 
 
 class _Box(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "width", "height")]
-
-
-class _Fraction(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("numerator", "denominator")]
+    _fields_ = [(name, c_int) for name in ("x", "y", "width", "height")]
 
 
 def _open_library() -> Library | None:
@@ -43,17 +39,16 @@ def _open_library() -> Library | None:
         names = [file for file in metadata.files("turbojpeg") or () if file.name.startswith("libturbojpeg")]
         path = str(names[0].locate())
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
-        short.tj3Init.restype = ctypes.c_void_p
-        short.tj3Destroy.argtypes = [ctypes.c_void_p]
+        short.tj3Init.restype = c_void_p
+        short.tj3Destroy.argtypes = [c_void_p]
         short.tj3Destroy.restype = None
-        short.tj3DecompressHeader.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
-        short.tj3Get.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        short.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-        short.tj3SetScalingFactor.argtypes = [ctypes.c_void_p, _Fraction]
-        short.tj3SetCroppingRegion.argtypes = [ctypes.c_void_p, _Box]
+        short.tj3DecompressHeader.argtypes = [c_void_p, c_char_p, c_size_t]
+        short.tj3Get.argtypes = [c_void_p, c_int]
+        short.tj3Set.argtypes = [c_void_p, c_int, c_int]
+        short.tj3SetCroppingRegion.argtypes = [c_void_p, _Box]
         long.tj3Decompress8.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t),  # handle, file, its bytes
-            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int),  # pixels, bytes per row (0: no gap), pixel format
+            *(c_void_p, c_char_p, c_size_t),  # handle, file, its bytes
+            *(c_void_p, c_int, c_int),  # pixels, bytes per row (0: no gap), pixel format
         ]
     except (metadata.PackageNotFoundError, IndexError, OSError, AttributeError):
         return None
@@ -83,27 +78,10 @@ class _Handle:
 _handles = threading.local()
 
 
-def is_available() -> bool:
-    """Whether the library is installed."""
-    return _LIBRARY is not None
-
-
-def reduced(region: Region, factor: int) -> Region:
-    """A region in the image reduced by `factor`; its edges are rounded, at most by half a pixel of that."""
-    top, left, height, width = region
-    half = factor // 2
-    first_row, first_column, end_row, end_column = (
-        (edge + half) // factor for edge in (top, left, top + height, left + width)
-    )
-    return first_row, first_column, end_row - first_row, end_column - first_column
-
-
-def decode(
-    data: bytes, choose: Callable[[int, int], Region], factor: Callable[[], int] = lambda: 1
-) -> np.ndarray | None:
+def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
     """Decode a region to uint8 (height, width, 3) RGB, a view of a slightly larger array. Returns None if not possible.
 
-    choose: (height, width) of the image as stored -> the region to decode. factor: asked after `choose`, by what (1, 2, 4 or 8) to reduce it.
+    choose: (height, width) of the image as stored -> the region to decode.
     Not possible: without the library; progressive, arithmetic, lossless and CMYK JPEG; unusual subsampling; a file that does
     not end with the end-of-image marker (truncated, or followed by other bytes); a libjpeg error or warning before the
     region's last row. Damage below the region is not detected.
@@ -117,15 +95,12 @@ def decode(
     if short.tj3DecompressHeader(handle.pointer, data, len(data)) or not _is_plain(handle):
         return None
     image_height, image_width = handle.get(_HEIGHT), handle.get(_WIDTH)
-    region, by = choose(image_height, image_width), factor()
-    top, left, height, width = reduced(region, by)
+    top, left, height, width = choose(image_height, image_width)
     # The library's region starts at a block border. Chroma is upsampled from its neighbours on both sides, which are missing
     # at the region's edges, so decode one more column on the left and two (one of chroma) on the right.
-    block = _BLOCK_WIDTHS[handle.get(_SUBSAMPLING)] // by
+    block = _BLOCK_WIDTHS[handle.get(_SUBSAMPLING)]
     first = max(left - 1, 0) // block * block
-    last = min(left + width + 2, -(-image_width // by))
-    if short.tj3SetScalingFactor(handle.pointer, _Fraction(1, by)):
-        return None
+    last = min(left + width + 2, image_width)
     if short.tj3SetCroppingRegion(handle.pointer, _Box(first, top, last - first, height)):
         return None
     pixels = np.empty((height, last - first, 3), np.uint8)

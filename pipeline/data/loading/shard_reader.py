@@ -1,7 +1,6 @@
 """Reads samples by offset from the shards of a split: local files, or objects of a bucket, cached or by range requests."""
 
 import contextlib
-import errno
 import os
 import queue
 import threading
@@ -15,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.base.errors import is_outage
-from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
@@ -35,8 +33,6 @@ _SECONDS_WITHOUT_CACHE = 30.0
 # Prefetching of shards into the cache: fraction of the rank's share of the cache, concurrent downloads, and the largest
 # number of rows to look ahead.
 _SHARE_AHEAD, _DOWNLOADS_AHEAD, _MAX_ROWS_AHEAD = 0.5, 2, 2**17
-# Requests examined per batch that is yielded, so that the first batch does not wait for the whole look-ahead.
-_REQUESTS_AT_ONCE = 8
 
 
 class ShardReader:
@@ -68,16 +64,9 @@ class ShardReader:
         except OSError as error:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
-            path, reason = self.split.shard_paths[shard], error.strerror or error
-            way_out = "Restore the file or its permissions"
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                way_out = "Raise the limit: ulimit -n"
-            elif is_outage(error):
-                limit = duration(self.split.storage.retry.seconds)
-                way_out = (
-                    f"Its disk or file server has failed for {limit} (data.retry_minutes); the same command continues"
-                )
-            raise StorageError(f"{path} cannot be read: {reason}. {way_out}.") from None
+            raise StorageError(
+                f"{self.split.shard_paths[shard]} cannot be read: {error.strerror or error}. When that is mended, the same command continues."
+            ) from None
         expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
             raise OSError(f"its bytes in {name} are not those of the manifest (xxh128)")
@@ -107,9 +96,7 @@ class ShardReader:
         uses: Counter[int] = Counter()
         num_bytes = num_rows = 0
         while True:
-            for _ in range(_REQUESTS_AT_ONCE):
-                if waiting and (num_bytes >= limit or num_rows >= _MAX_ROWS_AHEAD):
-                    break
+            while not waiting or (num_bytes < limit and num_rows < _MAX_ROWS_AHEAD):
                 request = next(coming, None)
                 if request is None:
                     break

@@ -65,18 +65,15 @@ def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
     return model, lambda row: found[bisect_right(firsts, row)]
 
 
-def train_views(
-    views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None, by_region: bool = True
-) -> ViewWriter:
+def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None) -> ViewWriter:
     """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such views cannot have.
 
-    by_region: decode only the part of a JPEG that the views show, where possible. The pixels are the same. It is reduced
-    while it is decoded as far as all views allow (`augment.scaled_decoding`).
+    Of a JPEG only the part that the views show is decoded, where possible; the pixels are the same.
     """
     for group in views:
         group.augment.check_views(ImageSize.parse(group.size), pixels)
-    settings = [group.augment for group in views for _ in range(group.count)]
-    drawn = [(config, view_seed(seed, number)) for number, config in enumerate(settings)]
+    configs = [group.augment for group in views for _ in range(group.count)]
+    drawn = [(config, view_seed(seed, number)) for number, config in enumerate(configs)]
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         regions: list[Region] = []
@@ -85,30 +82,21 @@ def train_views(
             regions[:] = [augment.train_region(height, width, config, seed, epoch, row) for config, seed in drawn]
             return bounding_box(regions)
 
-        def factor() -> int:
-            return min(
-                augment.decoding_factor(region, out.shape[:2], config)
-                for region, out, config in zip(regions, outs, settings, strict=True)
-            )
-
         own = read_as(row) if read_as else pixels
-        image = model_values(decode(data, choose, factor, by_region, own), own, pixels)
-        box = bounding_box(regions)
-        for out, region, (config, seed) in zip(outs, regions, drawn, strict=True):
-            augment.write_train_view_of_region(part_of(image, region, box), out, config, seed, epoch, row, pixels)
+        image = model_values(decode(data, choose, own), own, pixels)
+        first_row, first_column, _, _ = bounding_box(regions)
+        for out, (top, left, height, width), (config, seed) in zip(outs, regions, drawn, strict=True):
+            top, left = top - first_row, left - first_column
+            part = image[top : top + height, left : left + width]
+            augment.write_train_view_of_region(part, out, config, seed, epoch, row, pixels)
 
     return ViewWriter(tuple((group.count, *ImageSize.parse(group.size)) for group in views), write, pixels)
-
-
-def train_view(config: AugmentConfig, seed: int, image_size: ImageSize | int, by_region: bool = True) -> ViewWriter:
-    """`train_views` for one view of 8-bit RGB."""
-    return train_views((Views(1, image_size, config),), seed, by_region=by_region)
 
 
 def remembering_train_view(
     config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]
 ) -> ViewWriter:
-    """`train_view` of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
+    """`train_views` of one view of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
 
     kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
     """
@@ -159,15 +147,3 @@ def bounding_box(regions: Sequence[Region]) -> Region:
     top, left = min(region[0] for region in regions), min(region[1] for region in regions)
     bottom, right = max(region[0] + region[2] for region in regions), max(region[1] + region[3] for region in regions)
     return top, left, bottom - top, right - left
-
-
-def part_of(image: np.ndarray, region: Region, box: Region) -> np.ndarray:
-    """The part that shows `region`, of an image (H, W, C) that shows `box`, maybe reduced: then its edges are rounded."""
-    if region == box:
-        return image
-    rows, columns = (
-        slice(*((2 * (edge - box[axis]) * side + box[axis + 2]) // (2 * box[axis + 2]) for edge in edges))
-        for axis, side in enumerate(image.shape[:2])
-        for edges in [(region[axis], region[axis] + region[axis + 2])]
-    )
-    return image[rows, columns]

@@ -1,14 +1,14 @@
 """What data.path and data.mix say: the sets of a run, and the phases of their weights."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
 from pipeline.settings.run_sections import DataConfig, MixedSet
 
-# How the same images can be learned twice.
-WAY_OUT = ", or give one of them labels: false (train.loss=pseudo_labels)."
+# What a later entry of a set may leave out, but not change.
+_DETAILS = ("exclude", "limit", "class_map", "eval_split")
+_DEFAULT = MixedSet(path="", weight=1)
 
 
 class Phase(NamedTuple):
@@ -35,7 +35,7 @@ def mixture_of(data: DataConfig) -> Mixture:
         without_labels = replace(entry, labels=False)
         if entry.from_step and entry.name not in sets and without_labels.name in sets:
             entry = without_labels  # A later weight of a set that is there without its labels alone.
-        _add(entry, f"data.mix[{number}]", sets, weights, entry.name == main.name)
+        _add(entry, f"data.mix[{number}]", sets, weights)
     phases, now = [], dict.fromkeys(sets, 0.0)
     for start in sorted({start for start, _ in weights}):
         now |= {name: weight for (at, name), weight in weights.items() if at == start}
@@ -50,29 +50,19 @@ def _add(
     where: str,
     sets: dict[tuple[str, str, bool], MixedSet],
     weights: dict[tuple[int, tuple[str, str, bool]], float],
-    is_main: bool,
 ) -> None:
     """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
     if (entry.from_step, entry.name) in weights:
-        own = "data.path itself, whose weight is data.weight" if is_main else "there twice"
-        at = f" from step {entry.from_step}" if entry.from_step else ""
-        way_out = WAY_OUT if is_main and not entry.from_step else "."
-        raise UserError(f"{where}: {entry.path}, split {entry.split!r}, is {own}{at}. Leave one of them out{way_out}")
+        raise UserError(
+            f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that of data.path is "
+            "data.weight). Leave one of them out, or give one of them labels: false (train.loss=pseudo_labels)."
+        )
     if not entry.weight and not entry.from_step:
         raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
     weights[entry.from_step, entry.name] = entry.weight
-    known, default = _details(sets.setdefault(entry.name, entry)), _details(MixedSet(path="", weight=1))
-    for name, value in _details(entry).items():
-        if value not in (known[name], default[name]):
+    known = sets.setdefault(entry.name, entry)
+    for name in _DETAILS:
+        if getattr(entry, name) not in (getattr(known, name), getattr(_DEFAULT, name)):
             raise UserError(
-                f"{where}.{name} = {value} differs from {known[name]} of the same set before: a later entry changes its weight alone."
+                f"{where}.{name} differs from that of the same set before: a later entry changes its weight alone."
             )
-
-
-def _details(entry: MixedSet) -> Mapping[str, object]:
-    return {
-        "exclude": entry.exclude,
-        "limit": entry.limit,
-        "class_map": entry.class_map,
-        "eval_split": entry.eval_split,
-    }

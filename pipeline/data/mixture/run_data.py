@@ -1,5 +1,6 @@
 """Opens the data of a run, and what is held out of it: one data set, or those of a mixture with their labels brought together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.order import first_share
-from pipeline.data.mixture.phases import WAY_OUT, mixture_of
+from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
@@ -60,9 +61,9 @@ class RunData:
         found = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
         return {name: runs for name, runs in found.items() if runs}
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """Lines to print about the splits. labels: whether to say how many samples of a training split have none, as `label_notes` may."""
-        lines = [*self.split.notes(labels), *(self.evaluation.notes() if self.evaluation else [])]
+    def notes(self) -> list[str]:
+        """Lines to print about the splits."""
+        lines = [*self.split.notes(), *(self.evaluation.notes() if self.evaluation else [])]
         return list(dict.fromkeys(lines))  # Those of a data set are notes of both.
 
 
@@ -103,16 +104,18 @@ def open_run_data(
             part = _without(part, evaluation)
         datasets.append(other)
         splits.append(part)
-    _refuse_same(mixture.sets, datasets)
     pixels = Pixels.of_all([each.pixels for each in datasets])
     range_notes = _notes_of_ranges(mixture.sets, datasets, pixels)
     for entry in mixture.sets[1:]:
-        _refuse_needless(entry, labels)
+        if not entry.labels and (labels != "partly" or entry.class_map or entry.evaluated):
+            raise UserError(
+                f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for class_map and eval_split."
+            )
     try:
         shares = [shares_of(phase.weights) for phase in mixture.phases]
     except ValueError as error:
         raise UserError(f"data.weight and data.mix: {error}.") from None
-    for entry, part, number in zip(mixture.sets, splits, range(len(splits)), strict=True):
+    for number, (entry, part) in enumerate(zip(mixture.sets, splits, strict=True)):
         most = max(float(share.share(number)) for share in shares)
         if most * global_batch > len(part):
             raise UserError(
@@ -120,10 +123,6 @@ def open_run_data(
                 f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
                 "use a smaller batch."
             )
-    if labels == "partly" and not own.classes and any(other.classes for other in datasets):
-        raise UserError(
-            f"data.path = {own.path} has no labels: name the set that has them in data.path, and this one in data.mix."
-        )
     # Of the other sets, the images are all that is read.
     joined = [
         number
@@ -204,12 +203,10 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     else:
         is_dev = _in_groups(groups, count, seed)
         if not is_dev.any():
-            sizes = np.bincount(groups)[np.unique(groups)]
-            least = int(sizes.min())
-            why = "all samples are of one group."
-            if len(sizes) > 1:
-                why = f"the smallest has {counted(least, 'sample')}. Use a share near {least / len(split):.2g}, or hold out groups when sharding."
-            raise UserError(f"{what} {counted(count, 'sample')}, but groups are held out whole, and {why}")
+            least = counted(int(np.unique(groups, return_counts=True)[1].min()), "sample")
+            raise UserError(
+                f"{what} {counted(count, 'sample')}, but groups are held out whole, and the smallest has {least}."
+            )
     return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
 
 
@@ -284,41 +281,13 @@ def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_lab
         split.refuse_without_score(dataset.path, reads_labels)
 
 
-def _refuse_needless(entry: MixedSet, labels: Labels) -> None:
-    """Raise UserError for a set whose labels are not to be read, where that means nothing or contradicts another of its keys."""
-    if entry.labels:
-        return
-    if labels != "partly":
-        raise UserError(
-            f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, which learns from images with and without labels. "
-            "Leave it out."
-        )
-    if entry.class_map or entry.evaluated:
-        key = "class_map" if entry.class_map else "eval_split"
-        raise UserError(
-            f"data.mix, {entry.path}: {key} reads its labels, and labels = false. Leave one of the two out."
-        )
-
-
 def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
     """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads them."""
-    if labels in ("learned", "partly") and own.classes and 0 < len(split) == split.num_unlabelled:
+    if labels in ("learned", "partly") and own.classes and len(split) and not split.max_labels:
         raise UserError(
             f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels "
             f"(data.train_split, data.path), or use an objective that needs none (train.loss={NEED_NO_LABELS})."
         )
-
-
-def _refuse_same(sets: Sequence[MixedSet], datasets: Sequence[Dataset]) -> None:
-    """Raise UserError for the same images twice, under whatever path."""
-    seen: dict[tuple[str, str, bool], MixedSet] = {}
-    for entry, dataset in zip(sets, datasets, strict=True):
-        other = seen.setdefault((dataset.fingerprint, entry.split, entry.labels and bool(dataset.classes)), entry)
-        if other is not entry:
-            raise UserError(
-                f"data.mix: {entry.path} and {other.path} are the same data set ({dataset.fingerprint}), both with split "
-                f"{entry.split!r}. Leave one of them out, and give the other the weight of both{WAY_OUT}"
-            )
 
 
 def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixels: Pixels) -> list[str]:
@@ -363,39 +332,29 @@ def _bring_together(
                 f"data.mix: {many.path} has several labels a sample and {one.path} has one: what is not named means something else in "
                 "each. Mix sets of one form, or use an objective that learns without labels, such as train.loss=dino."
             )
-    classes: dict[str, str] = {}
-    label_maps = [_labels_in(classes, entry, dataset) for entry, dataset in zip(sets, datasets, strict=True)]
+    shown: dict[str, str] = {}  # Of each class, its readable name.
+    renamed = []  # For each set, the names of its classes in the mixture.
+    for entry, dataset in zip(sets, datasets, strict=True):
+        if unknown := [name for name in entry.class_map if name not in dataset.classes]:
+            raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, which is no class of it.")
+        renamed.append([entry.class_map.get(own, own) for own in dataset.classes])
+        for name, own, readable in zip(renamed[-1], dataset.classes, dataset.class_names, strict=True):
+            shown.setdefault(name, name if own in entry.class_map else readable)
+    places = {name: place for place, name in enumerate(shown)}
+    maps = [np.array([places[name] for name in names], np.int32) for names in renamed]
+    label_maps = [None if np.array_equal(label_map, np.arange(len(label_map))) else label_map for label_map in maps]
+    having = Counter(name for names in renamed for name in {*names})
+    notes = []
+    for entry, names in zip(sets, renamed, strict=True):
+        alone = [name for name in names if having[name] == 1]
+        if alone and len(sets) > 1:
+            notes.append(
+                f"of {counted(len(shown), 'class')} of the mixture, only {entry.path} has {len(alone):,}, such as {alone[0]!r}"
+            )
     info = {
         **datasets[0].info,
-        "classes": list(classes),
-        "num_classes": len(classes),
-        "class_names": list(classes.values()),
+        "classes": list(shown),
+        "num_classes": len(shown),
+        "class_names": list(shown.values()),
     }
-    notes = []
-    having = np.zeros(len(classes), np.int64)
-    numbers = [
-        np.arange(datasets[i].num_classes) if found is None else np.unique(found) for i, found in enumerate(label_maps)
-    ]
-    for found in numbers:
-        having[found] += 1
-    for entry, found in zip(sets, numbers, strict=True):
-        alone = [list(classes)[number] for number in found if having[number] == 1]
-        if alone and len(sets) > 1:
-            some = f"{alone[0]!r}" + f" and {len(alone) - 1:,} more" * (len(alone) > 1)
-            notes.append(f"of {counted(len(classes), 'class')} of the mixture, only {entry.path} has {some}")
     return replace(datasets[0], info=info), label_maps, notes
-
-
-def _labels_in(classes: dict[str, str], entry: MixedSet, dataset: Dataset) -> np.ndarray | None:
-    """The number in `classes` of each class of a set, int32; None if it is its own. classes: name -> readable name; grows.
-
-    Raises UserError for an unknown class in the class_map.
-    """
-    if unknown := [name for name in entry.class_map if name not in dataset.classes]:
-        raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, which is no class of it.")
-    for own, shown in zip(dataset.classes, dataset.class_names, strict=True):
-        name = entry.class_map.get(own, own)
-        classes.setdefault(name, name if own in entry.class_map else shown)
-    places = {name: place for place, name in enumerate(classes)}
-    label_map = np.array([places[entry.class_map.get(own, own)] for own in dataset.classes], np.int32)
-    return None if np.array_equal(label_map, np.arange(len(label_map))) else label_map

@@ -1,9 +1,9 @@
 """The training splits of several data sets as one split, whose rows are numbered through them."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -48,10 +48,6 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
-    @property
-    def num_unlabelled(self) -> int:
-        return sum(part.num_unlabelled for part in self.sets)
-
     def labels_of(self, row: int) -> np.ndarray:
         # Not through `part_of`: a loader calls this for each sample.
         number = bisect_right(self.first_rows, row) - 1
@@ -68,20 +64,19 @@ class MixedSplit(Split):
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
         """Rows in the manifest of each sample's own data set."""
-        rows = np.asarray(rows)
-        numbers, found = self.set_of(rows), np.empty_like(rows)
-        for number, part in enumerate(self.sets):
-            mine = numbers == number
-            found[mine] = part.manifest_rows(rows[mine] - self.first_rows[number])
-        return found
+        return self._of_parts(np.asarray(rows), Split.manifest_rows, np.int64)
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        rows = np.asarray(rows, np.int64)
-        numbers, found = self.set_of(rows), np.empty(len(rows), object)
+        return self._of_parts(np.asarray(rows, np.int64), Split.keys, object).tolist()
+
+    def _of_parts(self, rows: np.ndarray, ask: Callable[[Split, np.ndarray], Any], dtype: type) -> np.ndarray:
+        """Answers for these rows, each by its part, of which rows are asked."""
+        numbers = self.set_of(rows)
+        answers: np.ndarray = np.empty(rows.shape, dtype)
         for number, part in enumerate(self.sets):
             mine = numbers == number
-            found[mine] = part.keys(rows[mine] - self.first_rows[number])
-        return found.tolist()
+            answers[mine] = ask(part, rows[mine] - self.first_rows[number])
+        return answers
 
     def rows_of(self, key: str) -> list[int]:
         """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
@@ -127,8 +122,7 @@ class MixedSplit(Split):
         sets = zip(self.set_names, self.shares, self.sets, strict=True)
         return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
 
-    def notes(self, labels: bool = True) -> list[str]:
-        """As of `Split`. Of each part it is always said how many samples have no label."""
+    def notes(self) -> list[str]:
         names = self.set_names
         of_sets = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
         return [self.describe(), *of_sets, *self.lines]
@@ -147,7 +141,6 @@ def mix(
     pixels: of a model that reads all.
     """
     main = splits[0]
-    sizes = np.concatenate([split.shard_sizes for split in splits])
     rows = np.concatenate([[0], np.cumsum([len(split) for split in splits])])
     inherited = {name: getattr(main, name) for name in Split.__dataclass_fields__}
     return MixedSplit(
@@ -155,8 +148,7 @@ def mix(
         | {
             "pixels": pixels,
             "shard_paths": [path for split in splits for path in split.shard_paths],
-            "shard_sizes": sizes,
-            "shard_starts": np.concatenate([[0], np.cumsum(sizes)]),
+            "shard_sizes": np.concatenate([split.shard_sizes for split in splits]),
             "shard_bytes": np.concatenate([split.shard_bytes for split in splits]),
             "shard_sha256": pa.chunked_array(
                 [chunk for split in splits for chunk in split.shard_sha256.chunks], pa.string()

@@ -20,7 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipeline.base.words import counted
 from pipeline.data.storage.retry import Retry, StorageError
@@ -37,10 +37,15 @@ _CONNECT_SECONDS = 5.0
 _PART_ATTEMPTS = 5
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
-_NO_MACHINE = "AWS_EC2_METADATA_DISABLED"
-_connecting = threading.Lock()
 # How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
 _ESCAPED = re.compile("%((?:25)*)3F")
+
+
+class ObjectStat(NamedTuple):
+    """As `os.stat_result`: bytes of an object, and time of its last change in ns."""
+
+    st_size: int
+    st_mtime_ns: int
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,11 @@ class BucketPath:
     def is_file(self) -> bool:
         return self._kind() == "File"
 
-    def size(self) -> int:
-        """Bytes of an object."""
-        return self._info_of_file().size
-
-    def changed_at(self) -> int:
-        """Time of the object's last change, in ns."""
-        return self._info_of_file().mtime_ns or 0
+    def stat(self) -> ObjectStat:
+        info = self._info()
+        if info.type.name != "File":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return ObjectStat(info.size, info.mtime_ns or 0)
 
     def version(self) -> str:
         """The store's identifier of this version of the object: S3's ETag, GCS's generation."""
@@ -222,12 +225,6 @@ class BucketPath:
             bucket = self.request(lambda: self.connection().get_file_info(self.bucket))
             if bucket.type.name == "NotFound":
                 raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
-        return info
-
-    def _info_of_file(self) -> "fs.FileInfo":
-        info = self._info()
-        if info.type.name != "File":
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return info
 
     def _kind(self) -> str:
@@ -388,38 +385,19 @@ def _connect(
     )
     region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     region = region or ("us-east-1" if endpoint else fs.resolve_s3_region(bucket))
-    with _credentials_of_the_machine(not endpoint or "amazonaws.com" in endpoint):
-        return fs.S3FileSystem(
-            anonymous=anonymous,
-            region=region,
-            endpoint_override=endpoint,
-            scheme=transport,
-            proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
-            request_timeout=stall_seconds,
-            connect_timeout=_CONNECT_SECONDS,
-            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
-            # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
-            background_writes=True,
-            allow_delayed_open=False,
-        )
-
-
-@contextlib.contextmanager
-def _credentials_of_the_machine(wanted: bool) -> Iterator[None]:
-    """What is connected within looks for the credentials of the machine's cloud, or does not.
-
-    Without others, AWS's library asks the metadata service of the cloud, at another endpoint as well, where its credentials do not
-    fit: where no service answers, that takes 14 s at the start and 2 s for each request.
-    """
-    with _connecting:  # One at a time, because the library takes this from the environment of the process.
-        if wanted or _NO_MACHINE in os.environ:
-            yield
-            return
-        os.environ[_NO_MACHINE] = "true"
-        try:
-            yield
-        finally:
-            del os.environ[_NO_MACHINE]
+    return fs.S3FileSystem(
+        anonymous=anonymous,
+        region=region,
+        endpoint_override=endpoint,
+        scheme=transport,
+        proxy_options=_proxy(endpoint or "https://s3.amazonaws.com"),
+        request_timeout=stall_seconds,
+        connect_timeout=_CONNECT_SECONDS,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
+        # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
+        background_writes=True,
+        allow_delayed_open=False,
+    )
 
 
 def _proxy(endpoint: str) -> str | None:
@@ -430,12 +408,4 @@ def _proxy(endpoint: str) -> str | None:
     proxy = urllib.request.getproxies().get(url.scheme)
     if not proxy or urllib.request.proxy_bypass(url.hostname or ""):
         return None
-    kind, mark, _ = proxy.partition("://")
-    if not mark:
-        return f"http://{proxy}"  # As curl and AWS's tools take it; pyarrow refuses it.
-    if kind not in ("http", "https"):
-        raise StorageError(
-            f"{url.scheme}_proxy is a {kind}:// proxy, and S3 is reached through http:// and https:// ones only. Set one of these, or "
-            f"no_proxy={url.hostname}."
-        )
-    return proxy
+    return proxy if "://" in proxy else f"http://{proxy}"  # As curl and AWS's tools take it; pyarrow refuses it.

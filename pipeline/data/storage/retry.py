@@ -1,5 +1,6 @@
 """Which failed requests to an object store, and reads of a failing disk or file server, are retried, and for how long."""
 
+import itertools
 import random
 import re
 import threading
@@ -66,8 +67,12 @@ class Retry:
         """Make all threads that would retry, now or later, raise Interrupted instead: this process is about to end."""
         self._given_up.set()
 
-    def _pause(self, seconds: float) -> None:
-        if self._given_up.wait(max(seconds, 0)):
+    def _pause(self, failures: int, left: float) -> None:
+        """Wait before another attempt, at most for the seconds that are left."""
+        # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
+        # depends on this random number.
+        pause = min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1)
+        if self._given_up.wait(max(min(pause, left), 0)):
             raise Interrupted
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
@@ -91,20 +96,19 @@ class Retry:
             if not is_outage(error):
                 raise
         with waiting(path, self.seconds, self.setting) as wait:
-            pause = _FIRST_PAUSE
-            while True:
+            for failures in itertools.count():
                 self.add(1)
-                self._pause(min(pause * random.uniform(0.5, 1), wait.left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                self._pause(failures, wait.left)
                 try:
                     return action()
                 except OSError as error:
                     if not is_outage(error) or wait.left <= 0:
                         raise
+        raise AssertionError
 
     def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
-        deadline, pause = 0.0, _FIRST_PAUSE
-        while True:
+        deadline = 0.0
+        for failures in itertools.count():
             try:
                 return action()
             except (FileNotFoundError, StorageError):
@@ -126,7 +130,5 @@ class Retry:
                         "(https_proxy, no_proxy); the same command continues."
                     ) from None
             self.add(1)
-            # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
-            # depends on this random number.
-            self._pause(min(pause * random.uniform(0.5, 1), deadline - now))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._pause(failures, deadline - now)
+        raise AssertionError

@@ -92,8 +92,6 @@ class ProtocolConfig:
             raise UserError(
                 f"protocol.small_resize_to = {self.small_resize_to} is smaller than protocol.small_image_size = {self.small_image_size}."
             )
-        if self.augment.scaled_decoding:
-            raise UserError("protocol.augment.scaled_decoding has no effect: each image is decoded once, whole.")
         self.schedule.check("protocol.schedule.")
         self.check_pairs("protocol.batch", self.batch)
 

@@ -3,7 +3,6 @@
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
 
 from pipeline.base import random_numbers
 from pipeline.data.loading import augment
@@ -77,13 +76,6 @@ def test_crops_fill_their_range() -> None:
     assert abs(square.mean() - (67 + 300) / 2) < 5
 
 
-def test_crops_reach_every_edge() -> None:
-    top, left, h, w = crops(10, 10, 500).T
-    smaller = (h < 10) & (w < 10)
-    for touches in (top == 0, left == 0, top + h == 10, left + w == 10):
-        assert touches[smaller].any()
-
-
 def test_no_valid_crop_is_the_whole_image() -> None:
     # The whole of a 4:1 image has an aspect far from 1.
     assert crops(100, 400, 20, area_min=1.0, aspect_min=1.0, aspect_max=1.0).tolist() == [[0, 0, 100, 400]] * 20
@@ -113,28 +105,6 @@ def test_inception_view_is_its_crop_resized(image: np.ndarray) -> None:
         top, left, h, w = inception_crop(120, 160, AugmentConfig(), random_numbers.draws(0, 3, 0, sample))
         expected = cv2.resize(image[top : top + h, left : left + w], (32, 32), interpolation=cv2.INTER_LINEAR)
         assert np.array_equal(view(image, flip=False, sample=sample), expected)
-
-
-def decibels(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of uint8 images."""
-    error = np.square(a.astype(np.float64) - b).mean()
-    return float(10 * np.log10(255**2 / error)) if error else np.inf
-
-
-def test_linear_is_not_antialiased(image: np.ndarray) -> None:
-    sharp = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
-    reference = np.asarray(Image.fromarray(sharp).resize((32, 32), Image.Resampling.BILINEAR))
-    assert decibels(view(sharp, crop="none", flip=False), reference) < 30
-    # No resize when the view has the size of the image.
-    square = image[:32, :32].copy()
-    assert np.array_equal(view(square, crop="none", flip=False, resize_filter="antialias"), square)
-
-
-def test_antialias_in_the_other_views(image: np.ndarray) -> None:
-    resized = np.asarray(Image.fromarray(image).resize((85, 64), Image.Resampling.BILINEAR))
-    assert decibels(evaluated(image, 56, resize_filter="antialias"), resized[4:60, 14:70]) > 50
-    resized = np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BILINEAR))
-    assert decibels(evaluated(image, 40, eval_crop="resize", resize_filter="antialias"), resized) > 50
 
 
 def test_bilinear_everywhere_is_the_same_in_training_and_evaluation() -> None:
@@ -259,11 +229,3 @@ def test_a_long_image_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> No
     evaluated(np.zeros((65500, 1, 3), np.uint8), 224)
     assert sizes
     assert max(width * height for width, height in sizes) < 2_000_000
-
-
-def test_the_middle_of_a_long_image_is_its_middle() -> None:
-    long = np.zeros((3, 3001, 3), np.uint8)
-    long[:, 1499:1502] = 200
-    found = evaluated(long, 32)
-    assert np.array_equal(found, found[:, ::-1])
-    assert found[16, 16, 0] > 150

@@ -5,7 +5,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import imagecodecs
 import numpy as np
@@ -16,7 +15,7 @@ from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.data.images.stored import LEFT_OUT
-from pipeline.data.loading.decode import DecodeError, Header, check_end, decode, exif_orientation, inspect
+from pipeline.data.loading.decode import DecodeError, check_end, decode, exif_orientation, inspect
 from pipeline.data.loading.decode import left_out as of_header
 
 Encode = Callable[..., bytes]
@@ -98,41 +97,38 @@ def test_more_than_eight_bits_are_refused_and_no_value_is_scaled(encode: Encode)
         check(decode(data, pixels=Pixels.full_range(("x-ray",), "uint16")), deep[..., None])
 
 
-def test_a_file_is_opened_once_for_its_header_and_pixels(encode: Encode, noise: np.ndarray, monkeypatch) -> None:
+def test_headers(encode: Encode, noise: np.ndarray) -> None:
     rgba, file = np.dstack([noise, noise[..., 0]]), io.BytesIO()
     tifffile.imwrite(file, np.zeros((12, 20, 5), np.uint16), photometric="minisblack", planarconfig="contig")
     twice = encode(Image.fromarray(noise), "GIF", save_all=True, append_images=[Image.fromarray(255 - noise)])
     deep, bands = (Pixels.full_range(tuple(names), "uint16") for names in ("abc", "abcde"))
     files = [
-        (encode(rgba, "PNG"), RGB8, Header("png", 20, 12, 3, True)),
-        (twice, RGB8, Header("gif", 20, 12, 3, False, 2)),
-        (encode(noise[..., 0], "TIFF", tiffinfo={0x0112: 6}), RGB8, Header("tiff", 12, 20, 1)),
-        (encode(rgba, "TIFF"), RGB8, Header("tiff", 20, 12, 3, True)),
-        (encode(Image.fromarray(rgba, "CMYK"), "TIFF"), RGB8, Header("tiff", 20, 12)),
-        (file.getvalue(), bands, Header("tiff", 20, 12, 5, type="uint16")),
-        (imagecodecs.jpegxl_encode(noise), RGB8, Header("jxl", 20, 12)),
-        (imagecodecs.jpegxl_encode(rgba.astype("u2")), deep, Header("jxl", 20, 12, 3, True, type="uint16")),
+        (encode(rgba, "PNG"), RGB8, ("png", 20, 12, 3, True, 1, "uint8")),
+        (twice, RGB8, ("gif", 20, 12, 3, False, 2, "uint8")),
+        (encode(noise[..., 0], "TIFF", tiffinfo={0x0112: 6}), RGB8, ("tiff", 12, 20, 1, False, 1, "uint8")),
+        (encode(rgba, "TIFF"), RGB8, ("tiff", 20, 12, 3, True, 1, "uint8")),
+        (encode(Image.fromarray(rgba, "CMYK"), "TIFF"), RGB8, ("tiff", 20, 12, 3, False, 1, "uint8")),
+        (file.getvalue(), bands, ("tiff", 20, 12, 5, False, 1, "uint16")),
+        (imagecodecs.jpegxl_encode(noise), RGB8, ("jxl", 20, 12, 3, False, 1, "uint8")),
+        (imagecodecs.jpegxl_encode(rgba.astype("u2")), deep, ("jxl", 20, 12, 3, True, 1, "uint16")),
     ]
-    opened = []
-
-    def count(original: Callable, *args: object, **kwargs: object) -> object:
-        opened.append(original)
-        return original(*args, **kwargs)
-
-    for module, name in ((Image, "open"), (tifffile, "TiffFile"), (imagecodecs, "jpegxl_decode")):
-        monkeypatch.setattr(module, name, partial(count, getattr(module, name)))
     for data, pixels, expected in files:
-        opened.clear()
-        assert inspect(data, decode_all=True, pixels=pixels) == expected
-        assert len(opened) == 1, (expected, opened)
-        assert inspect(data, decode_all=False) == expected
+        for decode_all in (True, False):
+            found = inspect(data, decode_all=decode_all, pixels=pixels)
+            fields = (found.ext, found.width, found.height, found.channels, found.alpha, found.pages, found.type)
+            assert fields == expected
+
+
+def sides(data: bytes, decode_all: bool = True) -> tuple[str, int, int]:
+    found = inspect(data, decode_all)
+    return found.ext, found.width, found.height
 
 
 def test_a_pgm_is_scaled_by_the_white_of_its_header() -> None:
     eight = np.repeat(np.uint8([[0, 51, 255]])[..., None], 3, axis=2)
     file = b"P2 3 1 5 0 1 5"
     check(decode(file), eight)
-    assert inspect(file, decode_all=True)[:3] == ("pgm", 3, 1)
+    assert sides(file, decode_all=True) == ("pgm", 3, 1)
     check(decode(b"P1 3 1 1 0 1"), np.repeat(np.uint8([[0, 255, 0]])[..., None], 3, axis=2))
 
 
@@ -164,11 +160,6 @@ def test_first_frame_of_an_animation(encode: Encode) -> None:
     check(decode(HEIC["two"]), 255 - CORNERS, within=3)  # The second one is marked as the primary one.
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "BMP"])
-def test_one_pixel(format: str, encode: Encode) -> None:
-    check(decode(encode(np.full((1, 1, 3), 200, np.uint8), format)), np.full((1, 1, 3), 200, np.uint8), within=2)
-
-
 @pytest.mark.parametrize("orientation", list(UPRIGHT))
 def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))
@@ -185,7 +176,7 @@ def test_pictures_are_turned_upright(orientation: int, encode: Encode) -> None:
     # Pillow writes it as EXIF, and as irot and imir.
     data = encode(CORNERS, "AVIF", exif=exif(orientation), **BEST_AVIF)
     check(decode(data), UPRIGHT[orientation](CORNERS), within=6)
-    assert inspect(data, decode_all=False)[:3] == ("avif", 32, 16)
+    assert sides(data, decode_all=False) == ("avif", 32, 16)
 
 
 def test_only_irot_and_imir_turn_an_avif(encode: Encode) -> None:
@@ -199,7 +190,7 @@ def test_heic() -> None:
     assert b"irot" in HEIC["turned"]
     assert b"Exif" in HEIC["turned"]
     check(decode(HEIC["turned"]), upright, within=3)  # Once, although irot and EXIF say so.
-    assert inspect(HEIC["turned"], decode_all=True)[:3] == ("heic", 16, 32)
+    assert sides(HEIC["turned"], decode_all=True) == ("heic", 16, 32)
     assert exif_orientation(HEIC["turned"]) == 1
     check(decode(HEIC["turned"], lambda height, width: (20, 3, 9, 8)), upright[20:29, 3:11], within=3)
     check(decode(HEIC["ten bits"]), CORNERS, within=3)
@@ -251,18 +242,13 @@ def test_a_file_cut_anywhere_is_refused(name: str, share: float, encode: Encode)
         decode(data[: int(len(data) * share)])
     if name == "pgm":
         return
-    ext = inspect(data, decode_all=False)[0]
+    ext = inspect(data, decode_all=False).ext
     for whole in (data, data + bytes(100), data + b"SEFH" + b"\xff" * 99, data + data):
         check_end(whole, ext)
         if ext != "jp2" or whole is data:  # OpenJPEG refuses bytes after its last box.
             decode(whole)
     with pytest.raises(DecodeError, match="cut off"):
         check_end(data[: int(len(data) * share)], ext)
-    if ext != "jp2":
-        size = int.from_bytes(data[(at := data.index(b"mdat") - 4) :][:4], "big")
-        longer = data[:at] + (size + 5000).to_bytes(4, "big") + data[at + 4 :] + bytes(5000)
-        with pytest.raises(DecodeError, match="cut off: it ends with 4,096 zeros"):
-            decode(longer)
 
 
 def test_the_size_in_a_heic_is_bounded_before_it_is_decoded() -> None:
@@ -284,11 +270,6 @@ def test_exif_is_found_wherever_it_stands(encode: Encode) -> None:
         check(decode(file), UPRIGHT[3](CORNERS), within=6)
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_orientations_that_do_not_exist_change_nothing(orientation: int, encode: Encode) -> None:
-    check(decode(encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(orientation))), CORNERS, within=6)
-
-
 def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
     whole = encode(CORNERS, "JPEG", quality=95, subsampling=0)
     size = struct.pack(">H", len(b"Exif\0\0junk") + 2)
@@ -299,22 +280,10 @@ def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
     )  # Pillow reads EXIF when it opens those without a resolution.
     assert density != whole
     files = [not_tiff, not_tiff[:2] + density[2:20] + not_tiff[2:16] + density[20:]]
-    # The number as BYTE, ASCII and UNDEFINED instead of SHORT.
-    short = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(6))
-    for kind in (1, 2, 7):
-        entry = struct.pack("<HH", 0x0112, 3) if b"II*\0" in short else struct.pack(">HH", 0x0112, 3)
-        assert entry in short
-        files.append(short.replace(entry, entry[:2] + struct.pack("<H" if b"II*\0" in short else ">H", kind)))
     for file in files:
         check(decode(file), CORNERS, within=6)
         check(decode(file, lambda height, width: (0, 0, height, width)), CORNERS, within=6)
-        assert inspect(file, decode_all=True)[0] == "jpg"
-
-
-def test_exif_behind_long_segments_is_found(encode: Encode) -> None:
-    data = encode(CORNERS, "JPEG", quality=95, subsampling=0, exif=exif(3))
-    long = b"\xff\xe2" + struct.pack(">H", 65000) + b"x" * 64998
-    check(decode(data[:2] + long + long + data[2:]), UPRIGHT[3](CORNERS), within=6)
+        assert inspect(file, decode_all=True).ext == "jpg"
 
 
 def broken(encode: Encode) -> dict[str, bytes]:
@@ -385,19 +354,13 @@ def brands(main: bytes, *others: bytes) -> bytes:
 def test_a_phone_s_heic_is_read_whatever_its_main_brand(encode: Encode) -> None:
     assert HEIC["tiles"].startswith(brands(b"heic", b"mif1", b"heic"))
     for names in ((b"heix", b"mif1", b"heix"), (b"mif1", b"miaf", b"heic"), (b"mif1", b"miaf", b"mif1")):
-        assert inspect(brands(*names) + HEIC["tiles"][24:], decode_all=True)[:3] == ("heic", 100, 96)
+        assert sides(brands(*names) + HEIC["tiles"][24:], decode_all=True) == ("heic", 100, 96)
     avif = encode(CORNERS, "AVIF")
     assert avif[8:12] == b"avif"
     first = int.from_bytes(avif[:4], "big")
     renamed = avif[:8] + b"mif1" + avif[12:16] + b"avif" + avif[20:]
     assert first > 20
-    assert inspect(renamed, decode_all=True)[:3] == ("avif", 32, 16)
-
-
-def test_what_is_not_read_is_named_as_such(encode: Encode) -> None:
-    for file in (brands(b"qt  "), brands(b"mp42", b"isom")):  # Videos of phones.
-        with pytest.raises(DecodeError, match="no image: begins with"):
-            decode(file)
+    assert sides(renamed, decode_all=True) == ("avif", 32, 16)
 
 
 def test_a_damaged_tiff_is_an_error_and_no_line_without_its_name(capfd: pytest.CaptureFixture[str]) -> None:

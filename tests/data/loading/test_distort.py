@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from pipeline.base import random_numbers
 from pipeline.data.loading.augment import write_train_view
-from pipeline.data.loading.distort import color_jitter, distort, erased_box
+from pipeline.data.loading.distort import distort, erased_box
 from pipeline.data.loading.randaugment import grey
 from pipeline.settings.run import AugmentConfig
 
@@ -83,10 +83,6 @@ def test_contrast_of_randaugment_is_chosen_by_a_setting(image: np.ndarray) -> No
     assert 0 < differs < 20  # Contrast is one of 16 operations, and two are applied.
 
 
-def test_nothing_is_the_default(image: np.ndarray) -> None:
-    assert np.array_equal(distorted(image), image)
-
-
 def test_each_draws_for_itself(image: np.ndarray) -> None:
     for sample in range(20):
         one_by_one = image
@@ -102,12 +98,6 @@ def test_a_view_is_flipped_before_it_is_distorted(image: np.ndarray) -> None:
         write_train_view(image, plain, AugmentConfig(crop="none"), 0, 0, sample)
         write_train_view(image, found, AugmentConfig(crop="none", **ALL), 0, 0, sample)
         assert np.array_equal(found, distorted(plain, sample=sample, **ALL))
-
-
-def test_color_jitter_without_the_newer_fields_is_as_before(image: np.ndarray) -> None:
-    for sample in range(20):
-        draws = random_numbers.uniform(0, random_numbers.Purpose.COLOR_JITTER, 0, sample, np.arange(6))
-        assert np.array_equal(distorted(image, sample=sample, color_jitter=0.4), color_jitter(image, 0.4, draws))
 
 
 def test_three_augment_is_one_of_grey_solarise_and_blur(image: np.ndarray) -> None:

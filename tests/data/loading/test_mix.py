@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tiny import train_view
 
 from pipeline.architecture.pixels import RGB8
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing, mix_images, mix_pairs
 from pipeline.data.loading.order import SampleOrder
-from pipeline.data.loading.views import train_view
 from pipeline.objectives.classification import losses
 from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.run import AugmentConfig
@@ -36,13 +36,6 @@ def test_mixups_share_is_the_larger_of_a_beta(alpha: float) -> None:
     shares = [mixing.own for mixing in draws(mixup=alpha)]
     assert min(shares) >= 0.5
     assert stats.kstest(shares, lambda x: 2 * stats.beta.cdf(x, alpha, alpha) - 1).pvalue > 0.001
-
-
-@pytest.mark.parametrize("alpha", [1e-4, 0.01])
-def test_small_alphas_hardly_mix(alpha: float) -> None:
-    shares = np.array([mixing.own for mixing in draws(200, mixup=alpha)])
-    assert np.isfinite(shares).all()
-    assert (shares > 0.99).mean() > 0.9
 
 
 def test_cutmixs_box_has_the_share_that_it_says() -> None:

@@ -153,11 +153,6 @@ def test_warps(level: float, sign: int, image: np.ndarray) -> None:
         assert np.array_equal(found[clear], pixels[clear]), name
 
 
-def test_an_image_that_is_not_square_turns_about_its_centre() -> None:
-    image = np.arange(5 * 9 * 3, dtype=np.uint8).reshape(5, 9, 3)
-    assert np.array_equal(ra.rotate(image, 180), image[::-1, ::-1])
-
-
 def test_cutout(image: np.ndarray) -> None:
     for half, row, column in ((40, 112, 100), (40, 0, 223), (80, 50, 60), (0, 5, 5)):
         found = ra.cutout(image, half, row, column)

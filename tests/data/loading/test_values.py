@@ -1,8 +1,6 @@
 """Images of any channels and type through the loader, against independent computations in float64."""
 
 import io
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,18 +303,3 @@ def test_pictures_show_named_or_first_channels_by_the_range() -> None:
             found = to_rgb(image, pixels)
             assert found.dtype == np.uint8
             assert np.abs(found - expected).max() <= 0.5 + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("channels", "shown"),
-    [
-        ("ct", ["ct"]),
-        ("dapi actin", ["dapi"]),
-        ("b02 b03 b04 b08", ["b02", "b03", "b04"]),
-        ("nir blue green red", RGB8.channels),
-    ],
-)
-def test_a_caption_names_the_channels_that_a_picture_shows(channels: str, shown: Sequence[str]) -> None:
-    pixels = Pixels.full_range(tuple(channels.split()), "uint16")
-    assert re.findall(rf"\b({channels.replace(' ', '|')})\b", pixels.describe_shown()) == list(shown)
-    assert RGB8.describe_shown() == ""

@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import train_view
 
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading import augment, views
+from pipeline.data.loading import augment, jpeg_region, views
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
@@ -21,7 +21,6 @@ from pipeline.data.loading.views import (
     ViewWriter,
     eval_view,
     shown_view,
-    train_view,
     train_views,
     view_seed,
 )
@@ -103,52 +102,31 @@ def test_an_image_is_decoded_once(dataset: Dataset, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("crop", ["inception", "resize_small_crop"])
-def test_a_region_gives_the_views_of_the_whole_image(orientation: int, crop: str, encode: Encode) -> None:
+def test_a_region_gives_the_views_of_the_whole_image(
+    orientation: int, crop: str, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """resize_small_crop needs the whole image beside views that do not."""
     tags = Image.Exif()
     tags[0x0112] = orientation
     pixels = np.random.default_rng(orientation).integers(0, 256, (145, 177, 3), np.uint8)
     files = [encode(pixels, "JPEG", exif=tags, subsampling=2), encode(pixels, "JPEG", exif=tags, progressive=True)]
-    for filter, reduced in (("linear", False), ("antialias", False), ("linear", True)):
+    for filter in ("linear", "antialias"):
         groups = (
-            Views(2, 24, AugmentConfig(area_max=0.1, resize_filter=filter, scaled_decoding=reduced)),
-            Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter, scaled_decoding=reduced)),
+            Views(2, 24, AugmentConfig(area_max=0.1, resize_filter=filter)),
+            Views(1, (16, 20), AugmentConfig(crop=crop, area_max=0.2, resize_filter=filter)),
         )
         for data in files:
             for row in range(10):
                 found, expected = ([np.zeros((24, 24, 3), np.uint8) for _ in "12"] for _ in "ab")
-                for outs, by_region in ((found, True), (expected, False)):
+                for outs, library in ((found, jpeg_region._LIBRARY), (expected, None)):
                     outs.append(np.zeros((16, 20, 3), np.uint8))
-                    train_views(groups, SEED, by_region=by_region).write(data, outs, 1, row)
+                    with monkeypatch.context() as patch:
+                        patch.setattr(jpeg_region, "_LIBRARY", library)
+                        train_views(groups, SEED).write(data, outs, 1, row)
                 assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
-                if reduced:
-                    continue
                 alone = np.empty((24, 24, 3), np.uint8)
                 augment.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
                 assert np.array_equal(found[1], alone)
-
-
-def test_scaled_decoding(encode: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each image is reduced as far as all of its views allow, and they show what they show otherwise."""
-    smooth = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
-    data = encode(cv2.resize(smooth, (600, 400), interpolation=cv2.INTER_CUBIC), "JPEG", quality=98)
-    shapes = []
-
-    def noted(*given: Any) -> np.ndarray:
-        image = decode(*given)
-        shapes.append(image.shape[:2])
-        return image
-
-    monkeypatch.setattr(views, "decode", noted)
-    for sizes, factor in {(24,): 8, (50,): 8, (51,): 4, (24, 100): 4, (24, 101): 2, (200,): 2, (24, 201): 1}.items():
-        one = AugmentConfig(crop="none", flip=False, resize_filter="antialias")
-        found, expected = [[np.zeros((side, side, 3), np.uint8) for side in sizes] for _ in "12"]
-        for outs, config in ((found, replace(one, scaled_decoding=True)), (expected, one)):
-            train_views([Views(1, side, config) for side in sizes], SEED).write(data, outs, 0, 0)
-        assert shapes == [(400 // factor, 600 // factor), (400, 600)]
-        shapes.clear()
-        for a, b in zip(found, expected, strict=True):
-            assert np.abs(a.astype(int) - b).mean() < 2
 
 
 @pytest.mark.parametrize("crop", ["center", "resize_center", "resize"])

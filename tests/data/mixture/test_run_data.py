@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny import make_dataset
+from tiny import make_dataset, train_view
 
 from pipeline import objectives
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -20,9 +20,8 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import Views, read_by, train_view, train_views
+from pipeline.data.loading.views import Views, read_by, train_views
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.label_use import label_notes
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -208,10 +207,9 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1e-7}", "a weight is below 7.6e-06 of the sum"),
         (
             "{path: a, weight: 1}",
-            r"data.mix\[0\]: .*/a, split 'train', is data.path itself, whose weight is data.weight",
+            r"data.mix\[0\]: .*/a, split 'train'",
         ),
-        ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train', is there twice"),
-        ("{path: copy, weight: 1}", "copy and .*/a are the same data set"),
+        ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train'"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
         ("{path: none, weight: 1}", "data.mix, .*/none: .*no such data set"),
         ("{path: b, weight: 1, split: test}", "data.mix, .*/b: .* has no split 'test'"),
@@ -220,7 +218,7 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
-            r"data.mix\[1\].limit = 9 differs from 100%",
+            r"data.mix\[1\].limit",
         ),
         (
             "{path: b, weight: 0, from_step: 4}, {path: a, weight: 0, from_step: 4}",
@@ -372,28 +370,11 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
         assert RunProbeConfig(data=entry.path).prefix == "web"
 
 
-def labelled(data: RunData, labels: list[list[int]]) -> RunData:
-    """The data with these labels in place of the first part's."""
-    values = np.array([label for of_one in labels for label in of_one], np.int32)
-    starts = np.concatenate([[0], np.cumsum([len(of_one) for of_one in labels])])
-    index = replace(data.own.split("train").index, labels=values, label_starts=starts, max_labels=max(map(len, labels)))
-    return replace(data, split=replace(data.split.parts[0], index=index))
-
-
-def test_a_run_says_of_how_many_samples_and_classes_it_learns(sets: Path) -> None:
-    """A run on one of four classes was at 100 % without a word, as one whose images have no label."""
+def test_a_run_says_how_many_samples_have_no_label(sets: Path) -> None:
     data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
-    assert label_notes(data, "softmax") == []
-    one = labelled(data, [[2]] * 90)
-    single = "of 4 classes, all labels to train on are 'class2': there is nothing to learn"
-    bare = "train.loss = softmax learns nothing from 30 of 90 samples: no label"
-    assert label_notes(one, "softmax") == label_notes(one, "sigmoid") == [single]
-    assert label_notes(one, "dino") == label_notes(one, "distill_classes") == []
-    some = labelled(data, [[2], [], [2]] * 30)
-    assert label_notes(some, "softmax") == [bare, single]
-    assert label_notes(some, "sigmoid") == []  # It learns whether an image has the label.
-    alpha = {"alpha": 3}
-    of_one = {name: (of, replace(split, left_out=alpha)) for name, (of, split) in data.evaluated.items()}
-    of_both = replace(data, split=replace(data.split, left_out=alpha), evaluated=of_one)
-    assert of_one
-    assert ["alpha" in note for note in of_both.notes()].count(True) == 1
+    assert data.notes() == []
+    split = data.split.parts[0]
+    starts = np.minimum(np.arange(91), 60)
+    index = replace(split.index, labels=np.zeros(60, np.int32), label_starts=starts)
+    (note,) = replace(data, split=replace(split, index=index)).notes()
+    assert "30 of 90" in note

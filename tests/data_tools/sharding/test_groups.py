@@ -1,6 +1,5 @@
 """Images that belong together, such as those of a patient, are held out together."""
 
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from data_tools.sharding.classes import apply_rules
 from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
-from pipeline.data.dataset import groups
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.mixture import run_data
 from pipeline.settings.commands.data import IndexConfig
@@ -140,13 +138,6 @@ def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert listing.table["group"].to_pylist() == ["patient07"]
     assert "one group, 'patient', for all 60 images" in refused(photos, group_pattern="patient")
     assert "of 60 images in whole groups leaves" in refused(photos, group_pattern=PATTERN, val_share=0.0001)
-
-
-def test_a_pattern_that_tries_too_many_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_SECONDS", 0.5)
-    source = write_folder({f"cat/{'a' * 64}.jpg": jpeg(1)}, tmp_path / "raw")
-    assert "(a+)+" in refused(source, group_pattern="(a+)+b")
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:

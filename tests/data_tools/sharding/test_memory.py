@@ -44,8 +44,8 @@ with open(sys.argv[1], "rb") as file:
     data = file.read()
 before = peak()
 pixels = RGB8 if sys.argv[2] == "RGBA" else Pixels.full_range(("x",), "uint16")
-_, width, height, *_ = inspect(data, decode_all=True, pixels=pixels)
-print(peak() - before, width * height)
+found = inspect(data, decode_all=True, pixels=pixels)
+print(peak() - before, found.width * found.height)
 """
 
 
