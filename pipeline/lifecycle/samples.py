@@ -63,9 +63,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         rows, uses = order.slice(number, config.rank, config.ranks)
         table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
-            parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
-            part = parts[(config.step * len(parts) - 1) // steps]
-            _draw(part, split, rows, uses, Path(config.sheet))
+            _draw(of_run, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         when += f" (the newest checkpoint is of step {trained:,})" if state else ""
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""

@@ -32,7 +32,6 @@ from pipeline.model import Model
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
-    FLOPS_OF_PARTS,
     PREDICTED_SPEED,
     PROBED_IMAGES,
     TEACHER_TAG,
@@ -87,7 +86,6 @@ def run_facts(
         "accumulation": plan.accumulation,
         "num_parameters": models.num_parameters(model.config),
         "gflops_per_image": round(flops / 1e9, 3),
-        **_flops_of_parts(config, model.config),
         "exaflops_planned": round(exaflops, 6),
         "fingerprint": dataset.fingerprint,
         "samples": len(split),
@@ -142,13 +140,6 @@ def run_facts(
         objective=config.train.loss,
         metrics=measured,
     )
-
-
-def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
-    """The parameter of a run whose parts read images of different sizes."""
-    if not config.train.image_sizes:
-        return {}
-    return {FLOPS_OF_PARTS: " ".join(f"{objectives.training_flops(part, model) / 1e9:.6g}" for part in config.parts())}
 
 
 def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> list[DatasetFacts]:

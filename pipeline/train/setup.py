@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -206,9 +205,9 @@ def _begin_monitoring_on_all_ranks(
     dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
-    flops: list[int] = ranks.on_main(lambda: [objectives.training_flops(part, model) for part in config.parts()])
+    flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     console.say(
-        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
+        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     hosts = ranks.gather(socket.gethostname())

@@ -135,7 +135,7 @@ class TrainingRun:
         monitoring, console, step = self.monitoring, self.context.console, self.progress.step
         monitoring.spikes.add(step, loss)
         monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
-        monitoring.meter.step(self.context.plan.global_batch, self.training.feed.part(step - 1))
+        monitoring.meter.step(self.context.plan.global_batch)
         console.advance()
         self.saving.saver.check_writer()
 
