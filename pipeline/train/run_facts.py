@@ -232,10 +232,10 @@ def _description(
 def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> str:
     """Markdown for the end of the description: what was measured, and what a reviewer should know of it. Arguments: see `TrainingRun.close`."""
     plan, step, meter, counted_by_ranks = (
-        run.context.plan,
+        run.plan,
         run.progress.step,
-        run.monitoring.meter,
-        run.monitoring.counts,
+        run.meter,
+        run.counts,
     )
     planned, done = (facts.axes(count).get("exaflops", 0.0) for count in (plan.steps, step))
     rows = [
@@ -246,21 +246,21 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
     # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
     is_known = status != "FAILED"
-    unreadable = counted_by_ranks.unreadable if is_known else counted_by_ranks.unreadable | run.training.feed.loader.bad
+    unreadable = counted_by_ranks.unreadable if is_known else counted_by_ranks.unreadable | run.feed.loader.bad
     counts = {
-        "steps skipped": run.training.engine.skipped_steps,
-        "loss spikes": run.monitoring.spikes.num_spikes,
+        "steps skipped": run.engine.skipped_steps,
+        "loss spikes": run.spikes.num_spikes,
         "rollbacks": len(run.progress.skipped_batches),
         "unreadable images": len(unreadable),
         "storage retries": counted_by_ranks.storage_retries,
     }
     warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-    warnings += [run.monitoring.collapses.first.rstrip(".")] * bool(run.monitoring.collapses.first)
+    warnings += [run.collapses.first.rstrip(".")] * bool(run.collapses.first)
     until = "" if is_known else ", up to the last log line"
     warned = (
         f"Warnings: {', '.join(warnings)}{until}." if warnings else f"No step was skipped, no image unreadable{until}."
     )
-    lines = [f"**Result**: {outcome}{_last_scores(run.context.folder, run.context.config)}. {warned}", table]
+    lines = [f"**Result**: {outcome}{_last_scores(run.folder, run.config)}. {warned}", table]
     if meter.total_seconds:
         lines.append(
             f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
@@ -271,9 +271,9 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
 def caveats(run: "TrainingRun") -> str:
     """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often ""."""
     skipped, step, num_classes = (
-        run.training.engine.skipped_steps,
+        run.engine.skipped_steps,
         run.progress.step,
-        run.context.prepared.data.dataset.num_classes,
+        run.data.dataset.num_classes,
     )
     told = []
     if 2 * skipped > step:
@@ -281,7 +281,7 @@ def caveats(run: "TrainingRun") -> str:
             f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped: lower optimizer.lr, use a "
             "longer schedule.warmup or engine.precision=fp32"
         )
-    scores = json_record.read_or_none(run.context.folder / "scores.json", dict[str, Any]) or {}
+    scores = json_record.read_or_none(run.folder / "scores.json", dict[str, Any]) or {}
     count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
     if top1 is not None and count and scores.get("step") == step and of_samples(top1, count).low <= 1 / num_classes < 1:
         told.append(

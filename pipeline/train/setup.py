@@ -47,10 +47,9 @@ from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
-from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
-from pipeline.train.training_run import Monitoring, Progress, RunContext, Saving, Training, TrainingRun
+from pipeline.train.training_run import Progress, RunContext, RunCounts, TrainingRun
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
 
@@ -61,15 +60,11 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     context = replace(context, trained_on=start.trained_on)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
-        training = _build_training_on_all_ranks(context, start, undone)
-        monitoring = _begin_monitoring_on_all_ranks(context, start, training, undone)
-        saving = _prepare_saving(context, start)
-        undone.callback(saving.saver.close)
-        evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
+        engine, feed = _build_training_on_all_ranks(context, start, undone)
+        run = _begin_run_on_all_ranks(context, start, engine, feed, undone)
+        run.evaluators.extend(evaluators_of(run))
         undone.pop_all()
-    step = start.state.step
-    progress = Progress(step, step, step, list(start.state.left_out))
-    return TrainingRun(context, training, monitoring, saving, evaluators, progress)
+    return run
 
 
 # ---------------------------------------------------------------------- plan, run folder's lock, ranks
@@ -93,7 +88,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
-    return RunContext(config, prepared, ranks, stop, console, identity, stop.folder.before)
+    return RunContext(**vars(prepared), ranks=ranks, stop=stop, console=console, identity=identity)
 
 
 def _longest_wait_minutes(config: RunConfig) -> float:
@@ -122,7 +117,7 @@ class _StartingPoint:
 
 def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
-    dataset, pixels = context.prepared.data.dataset, context.prepared.data.split.pixels
+    dataset, pixels = context.data.dataset, context.data.split.pixels
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     of = "its GPU" if gpu_memory else "its share of the host"
@@ -139,9 +134,9 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         origin = ranks.on_main(partial(_find_weights, config, console))
         config = replace(config, init=replace(config.init, weights=origin.path))
     model, before = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
-    trained_on = list(dict.fromkeys([*before, *context.prepared.data.trained_on(config.name)]))
-    marked = context.prepared.data.not_held_out(trained_on)
-    if (probe := context.prepared.run_probe) and (runs := probe.trained_by(trained_on)):
+    trained_on = list(dict.fromkeys([*before, *context.data.trained_on(config.name)]))
+    marked = context.data.not_held_out(trained_on)
+    if (probe := context.run_probe) and (runs := probe.trained_by(trained_on)):
         marked["probe.split"] = runs
     for name, runs in marked.items():
         console.say(not_held_out(name, runs))
@@ -159,13 +154,15 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 
 
 # ---------------------------------------------------------------------- what trains
-def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Training:
+def _build_training_on_all_ranks(
+    context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack
+) -> tuple[Engine, Feed]:
     """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails."""
     config, plan, ranks = context.config, context.plan, context.ranks
     clock = StepClock(ranks.device)
 
     def begin_feed() -> Feed:
-        feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock, start.model.config.pixels)
+        feed = Feed(config, plan, context.data.split, ranks, context.stop, clock, start.model.config.pixels)
         undone.enter_context(feed.loader)
         return feed
 
@@ -183,7 +180,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
-        dry_run_on_all_ranks(engine, context.prepared)
+        dry_run_on_all_ranks(engine, context)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         if start.state.step:
@@ -193,16 +190,16 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
         context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
         context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
-    return Training(engine, feed, peak_rate(config.optimizer, plan.global_batch))
+    return engine, feed
 
 
 # ---------------------------------------------------------------------- what measures
-def _begin_monitoring_on_all_ranks(
-    context: RunContext, start: _StartingPoint, training: Training, undone: contextlib.ExitStack
-) -> Monitoring:
-    """Begin what measures the run. undone: ends its threads if set-up fails."""
+def _begin_run_on_all_ranks(
+    context: RunContext, start: _StartingPoint, engine: Engine, feed: Feed, undone: contextlib.ExitStack
+) -> TrainingRun:
+    """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
-    dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
+    dataset, state = context.data.dataset, start.state
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
@@ -227,7 +224,14 @@ def _begin_monitoring_on_all_ranks(
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
-    return Monitoring(
+    return TrainingRun(
+        **vars(context),
+        engine=engine,
+        feed=feed,
+        peak_lr=peak_rate(config.optimizer, context.plan.global_batch),
+        checkpoints=start.checkpoints,
+        damaged=start.damaged,
+        progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
         host_meter=HostMeter(ranks),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
@@ -236,25 +240,24 @@ def _begin_monitoring_on_all_ranks(
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=watchdog,
         tracker=tracker,
-        drawing=DrawingProcess(folder, context.prepared.draw) if draws and context.prepared.draw else None,
+        drawing=DrawingProcess(folder, context.draw) if draws and context.draw else None,
+        saver=_begin_saving(context, start, undone),
     )
 
 
 def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
-    data, model = context.prepared.data, start.model
+    data, model = context.data, start.model
     page, saved = PageFolder(folder), None
     with contextlib.suppress(UserError):  # There are none before the first start.
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    facts = run_facts(
-        start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe, context.trained_on
-    )
+    facts = run_facts(start.config, plan, model, data, ranks.device, origin, context.run_probe, context.trained_on)
     changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)
+    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.stop.folder.before, changed=told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -286,8 +289,7 @@ def write_settings(config: RunConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-# ---------------------------------------------------------------------- what saves
-def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
+def _begin_saving(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Saver:
     config = context.config
     if config.train.stop_after_minutes:
         context.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
@@ -299,4 +301,5 @@ def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
         context.console.say,
         60 * commit_minutes(config),
     )
-    return Saving(start.checkpoints, saver, start.damaged)
+    undone.callback(saver.close)
+    return saver

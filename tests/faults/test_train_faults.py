@@ -214,7 +214,7 @@ def train_until_a_disk_of_rank_1_fails(argument: tuple[int, list[str]]) -> None:
     record = TrainingRun.record_step
 
     def fails(run: TrainingRun, *of: Any) -> None:
-        if run.context.ranks.rank == 1 and run.progress.step == 3:
+        if run.ranks.rank == 1 and run.progress.step == 3:
             raise OSError(number, os.strerror(number), "/local/cache")
         record(run, *of)
 

@@ -61,7 +61,7 @@ HOLDERS = {
     "ShardingJob": ("config", ShardConfig),
     "Prepared": ("config", RunConfig),
     "RunContext": ("config", RunConfig),
-    "TrainingRun": ("context.config", RunConfig),
+    "TrainingRun": ("config", RunConfig),
 }
 TREES = [
     c
@@ -148,6 +148,11 @@ class Reads(ast.NodeVisitor):
         holder = HOLDERS.get(ast.unparse(node.annotation).strip("'")) if node.annotation else None
         if holder is not None:
             self.names[f"{node.arg}.{holder[0]}"] = holder[1]
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for holder in filter(None, (HOLDERS.get(ast.unparse(base)) for base in node.bases)):
+            self.names[f"self.{holder[0]}"] = holder[1]
+        self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outside = dict(self.names)

@@ -34,9 +34,8 @@ def load(*settings: str) -> RunConfig:
 
 
 def names(config: RunConfig) -> list[str]:
-    context: Any = type("Context", (), {"config": config})
-    nothing: Any = None
-    return [evaluator.name for evaluator in evaluators_of(context, nothing, nothing, nothing)]
+    run: Any = SimpleNamespace(config=config)
+    return [evaluator.name for evaluator in evaluators_of(run)]
 
 
 def test_the_table_is_what_metrics_are_declared_for() -> None:
@@ -114,10 +113,8 @@ def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, 
     tracker.finish("KILLED")
     again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
     plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)))
-    context: Any = SimpleNamespace(folder=folder, config=load(), plan=plan)
-    nothing: Any = None
-    evaluator = SplitEvaluator(context, nothing, monitoring=SimpleNamespace(tracker=again), saver=nothing)  # type: ignore[arg-type]
-    assert evaluator.is_missing(50) == (not done)
+    run: Any = SimpleNamespace(folder=folder, config=load(), plan=plan, tracker=again)
+    assert SplitEvaluator(run).is_missing(50) == (not done)
     again.finish("FINISHED")
 
 
@@ -138,11 +135,14 @@ def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: 
     for _ in range(2):  # Also where nothing was lost.
         again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
         plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from="scores")
-        context: Any = SimpleNamespace(folder=folder, config=load("checkpoint.best=val_top1"), plan=plan)
-        nothing: Any = None
-        monitoring: Any = SimpleNamespace(tracker=again)
-        saver: Any = SimpleNamespace(mark_best=mark_best)
-        evaluator = SplitEvaluator(context, nothing, monitoring, saver)
+        run: Any = SimpleNamespace(
+            folder=folder,
+            config=load("checkpoint.best=val_top1"),
+            plan=plan,
+            tracker=again,
+            saver=SimpleNamespace(mark_best=mark_best),
+        )
+        evaluator = SplitEvaluator(run)
         assert not evaluator.is_missing(50)
         evaluator.mark_best_again(50)
         again.finish("FINISHED")
@@ -151,19 +151,17 @@ def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: 
 
 def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None:
     """As of a split of which no image can be read."""
-    context: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         folder=tmp_path,
         config=load(),
         plan=SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from=""),
         console=SimpleNamespace(say=lambda line: None),
-    )
-    monitoring: Any = SimpleNamespace(
         collapses=SimpleNamespace(changed=lambda *found: []),
         tracker=SimpleNamespace(log=lambda step, metrics: None),
         drawing=None,
+        engine=SimpleNamespace(averaged=contextlib.nullcontext),
     )
-    engine: Any = SimpleNamespace(averaged=contextlib.nullcontext)
-    evaluator = SplitEvaluator(context, engine, monitoring, saver=engine)
+    evaluator = SplitEvaluator(run)
     scores = ClassificationScores(0.0, 0.0, math.nan, 37, 37)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SplitEvaluator, "measure_on_all_ranks", lambda self, step: Evaluation({}, scores.to_dict(), ""))

@@ -26,7 +26,7 @@ from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import run, setup, start
+from pipeline.train import setup, start
 from pipeline.train.zero import engine
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp
 def train_on_a_small_host(overrides: list[str]) -> None:
     """In a rank whose share of the host is a kilobyte."""
     setup.host_memory = lambda: 1000
-    run.run_training(schema.load(RunConfig, None, overrides))
+    start.run_training(schema.load(RunConfig, None, overrides))
 
 
 @pytest.mark.ranks
@@ -255,7 +255,7 @@ def train_without_temporary_files(overrides: list[str]) -> None:
     """In a rank: a run whose folder for temporary files is gone, which the start of its checkpoint writer finds."""
     tempfile.tempdir = "/nowhere"
     try:
-        run.run_training(schema.load(RunConfig, None, overrides))
+        start.run_training(schema.load(RunConfig, None, overrides))
     except OSError as error:
         until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
         raise SystemExit(3) from error
