@@ -27,7 +27,6 @@ from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup, start
-from pipeline.train.zero import engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,15 +42,6 @@ def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "mlflow compile"], done.stdout
-
-
-def test_no_values_are_written_out_while_deepspeed_starts() -> None:
-    """At stage 3 it writes out those of every parameter, for a message that it does not print."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    with engine._quiet():
-        shown = repr(parameter)
-    assert "0." not in shown
-    assert "0." in repr(parameter)
 
 
 def refused(command: str, *runs: list[str], **environment: str) -> list[str]:
