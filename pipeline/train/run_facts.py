@@ -29,7 +29,6 @@ from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
 from pipeline.model import Model
-from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     PREDICTED_SPEED,
@@ -101,7 +100,7 @@ def run_facts(
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
+    parent = origin.run_id if origin else None
     copies = _test_copies(dataset, split.name)
     tags = {
         "model": str(resolved["model.name"]),

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from pipeline.base.metric import Metric
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.store import Checkpoints, Counts, commit_minutes, step_name
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.checkpoint.store import Checkpoints, Counts, State, commit_minutes, read_state, step_name, step_of, verify
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
@@ -32,7 +34,6 @@ from pipeline.process import waits
 from pipeline.process.console import Console, progress_line
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
-from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.feed import Feed
 from pipeline.train.run_facts import result
@@ -171,7 +172,7 @@ class TrainingRun(RunContext):
             with waits.waiting(
                 "an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"
             ):
-                state = resume.go_back_on_all_ranks(self.checkpoints, engine, roll_back_before, self.ranks, console)
+                state = go_back_on_all_ranks(self.checkpoints, engine, roll_back_before, self.ranks, console)
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -325,3 +326,24 @@ class TrainingRun(RunContext):
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
         told = result(self, tracker.facts, status, outcome)
         tracker.finish(status, how != "finished", outcome, told, self.collapses.first)
+
+
+def go_back_on_all_ranks(
+    checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console
+) -> State | None:
+    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
+
+    No save may be in flight.
+    """
+    for path in ranks.on_main(checkpoints.candidates):
+        if step_of(path) >= spike:
+            continue
+        if not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
+            state = read_state(path)
+            # From here on, a killed run must not resume from a checkpoint after the spike.
+            ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
+            engine.load(ShardedTensors.open(path), state.engine)
+            console.say(f"back to {path}, continuing with the data after the spike")
+            return state
+    console.say("no checkpoint before the spike to roll back to: continuing")
+    return None

@@ -34,7 +34,7 @@ from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
-from pipeline.train.zero import internals, optimizer_state
+from pipeline.train.zero import internals
 from pipeline.train.zero.ema import Ema, Teacher
 from pipeline.train.zero.internals import OptimizerShard, deepspeed
 
@@ -203,7 +203,7 @@ class Engine:
             yield
         for buffer, value in buffers.items():
             buffer.copy_(value)
-        optimizer_state.zero_states(self.client)
+        _zero_states(self.client)
         self._count_on(counters)
         self.clock.read()
 
@@ -285,13 +285,13 @@ class Engine:
         return internals.shards(self.engine, self.ranks.rank)
 
     def _states(self, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
-        states = optimizer_state.states(self.client, shards)
+        states = _states(self.client, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> Counters:
         """Return the counters to save with the tensors; the same on every rank."""
         return Counters(
-            optimizer_state.optimizer_steps(self.client, self._shards()),
+            _optimizer_steps(self.client, self._shards()),
             int(self.engine.global_steps),
             self.skipped_steps,
             internals.loss_scale(self.engine),
@@ -306,7 +306,7 @@ class Engine:
         sharded.check(self.shapes)
         shards = self._shards()
         of_optimizer = [name for name in sharded.states if name != EMA]
-        optimizer_state.begin_states(self.client, shards, of_optimizer, counters.optimizer_steps)
+        _begin_states(self.client, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
             if name in sharded.states:
                 _fill(
@@ -315,7 +315,7 @@ class Engine:
                     [
                         (place.name, place.start, flat.narrow(0, place.offset, place.length))
                         for flat, shard in zip(flats, shards, strict=True)
-                        if not optimizer_state.lacks(self.client, shard, name)
+                        if not _lacks(self.client, shard, name)
                         for place in shard.places
                     ],
                 )
@@ -340,6 +340,67 @@ class Engine:
     @property
     def skipped_steps(self) -> int:
         return int(self.engine.skipped_steps)
+
+
+# ---------------------------------------------------------------------- the optimizer's state
+def _states(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
+    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far.
+
+    What a shard lacks is zeros without memory.
+    """
+    found = {WEIGHTS: [shard.weights for shard in shards]}
+    of_optimizer = optimizer.state
+    most = max(shards, key=lambda shard: len(of_optimizer.get(shard.key, {})))
+    for key, value in of_optimizer.get(most.key, {}).items():
+        if torch.is_tensor(value) and value.numel() == most.weights.numel() and key != "step":
+            found[key] = [
+                torch.zeros((), device=shard.weights.device).expand(shard.weights.numel())
+                if _lacks(optimizer, shard, key)
+                else of_optimizer[shard.key][key].view(-1)
+                for shard in shards
+            ]
+    return found
+
+
+def _lacks(optimizer: torch.optim.Optimizer, shard: OptimizerShard, state: str) -> bool:
+    """Whether the optimizer keeps no such state of a shard: Muon has no second moment."""
+    groups = optimizer.param_groups
+    return state in ("exp_avg_sq", "step") and any(
+        group.get("matrices") and any(p is shard.key for p in group["params"]) for group in groups
+    )
+
+
+def _begin_states(
+    optimizer: torch.optim.Optimizer, shards: list[OptimizerShard], names: list[str], steps: int | None
+) -> None:
+    """Create the states that an optimizer creates at its first step, to load into.
+
+    steps: optimizer steps done; None if the optimizer does not count them.
+    """
+    for shard in shards:
+        state = optimizer.state[shard.key]
+        for name in names:
+            if name != WEIGHTS and name not in state and not _lacks(optimizer, shard, name):
+                state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
+        if steps is not None and not _lacks(optimizer, shard, "step"):
+            # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            state["step"] = torch.tensor(float(steps), device=shard.key.device if fused else "cpu")
+
+
+def _zero_states(optimizer: torch.optim.Optimizer) -> None:
+    """Reset the optimizer's states to zero, in place: DeepSpeed's parameters hold views of them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.zero_()
+
+
+def _optimizer_steps(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> int | None:
+    """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
+    counted = {int(optimizer.state[s.key]["step"]) for s in shards if "step" in optimizer.state.get(s.key, {})}
+    assert len(counted) < 2, counted
+    return counted.pop() if counted else None
 
 
 def _fill(sharded: ShardedTensors, state: str, targets: Iterable[tuple[str, int, Tensor]]) -> None:
