@@ -16,7 +16,17 @@ OUTAGES = frozenset(
 
 # Error numbers of the system that come from a path the user chose.
 _WRONG_PATH = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EFBIG}
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EROFS,
+        errno.EFBIG,
+    }
 )
 
 

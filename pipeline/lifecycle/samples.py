@@ -226,8 +226,12 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     height = max(size[0] for size in sizes)
     strips = []
     for i in range(len(rows)):
-        parts = [cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA) for view, (h, w) in zip(views, sizes, strict=True)]
-        strips.append(np.concatenate([np.pad(part, ((0, height - len(part)), (0, 0), (0, 0))) for part in parts], axis=1))
+        parts = [
+            cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA) for view, (h, w) in zip(views, sizes, strict=True)
+        ]
+        strips.append(
+            np.concatenate([np.pad(part, ((0, height - len(part)), (0, 0), (0, 0))) for part in parts], axis=1)
+        )
     across = math.ceil(math.sqrt(len(rows) / len(views)))
     strips += [np.zeros_like(strips[0])] * (-len(strips) % across)
     sheet = np.concatenate([np.concatenate(strips[at : at + across], 1) for at in range(0, len(strips), across)])

@@ -13,7 +13,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import metric_of, score_of
+from pipeline.base.metric import score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
@@ -27,7 +27,7 @@ from pipeline.estimate.plan import Plan
 from pipeline.estimate.step_time import predicted_speed
 from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
-from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
+from pipeline.evaluate.probes.probe import RunProbe
 from pipeline.model import Model
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
@@ -259,7 +259,7 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     warned = (
         f"Warnings: {', '.join(warnings)}{until}." if warnings else f"No step was skipped, no image unreadable{until}."
     )
-    lines = [f"**Result**: {outcome}{_last_scores(run.folder, run.config)}. {warned}", table]
+    lines = [f"**Result**: {outcome}. {warned}", table]
     if meter.total_seconds:
         lines.append(
             f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
@@ -287,56 +287,6 @@ def caveats(run: "TrainingRun") -> str:
             f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
         )
     return "; ".join(told)
-
-
-def _last_scores(folder: Path, config: RunConfig) -> str:
-    """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
-    held_out, probed = (
-        json_record.read_or_none(folder / name, dict[str, Any]) for name in ("scores.json", "probe.json")
-    )
-    told = ""
-    if held_out is not None:
-        told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}{_trained(held_out)}"
-    if probed is not None:
-        metrics, count = probe_metrics(probed, config.probe.prefix), probed.get("num_samples", 0)
-        shown = [
-            f"{name} {metric.text(value)}{_interval(value, metrics.get(f'{name}_effective_images') or count) if metric.is_share else ''}"
-            for name, value in metrics.items()
-            if (metric := metric_of(name)).better
-        ]
-        told += f"; probe at step {probed.get('step')}: {', '.join(shown)}{_trained(probed)}" * bool(shown)
-    return told
-
-
-def _trained(scores: dict[str, Any]) -> str:
-    runs = scores.get(TRAINED_BY)
-    return f", which were trained on by {runs}: not held-out images" if runs else ""
-
-
-def scores_in_words(scores: dict[str, Any]) -> str:
-    """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
-    count, told = scores.get("num_samples", 0), []
-    for name, value in scores.items():
-        if (
-            name != "step"
-            and not name.startswith("num_")
-            and not name.endswith("_images")
-            and isinstance(value, int | float)
-        ):
-            metric, effective = metric_of(f"split_{name}"), scores.get(f"{name}_effective_images") or count
-            told.append(
-                f"{name} {metric.text(value)}{_interval(value, effective) if metric.unit == 'proportion' else ''}"
-            )
-    unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
-    return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable
-
-
-def _interval(accuracy: float, count: float) -> str:
-    """As " [70.10, 71.88]"; "" where the number of images is unknown, and of what is no accuracy."""
-    if not (count and 0 <= accuracy <= 1):
-        return ""
-    found = of_samples(accuracy, count)
-    return f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

@@ -21,7 +21,6 @@ from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
-    LATEST,
     Checkpoints,
     State,
     checkpoint_folder,
@@ -219,7 +218,7 @@ def find_checkpoint_on_all_ranks(
 ) -> tuple[AnyPath | None, set[str]]:
     """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
 
-    now: this run's `identity`. num_steps: its length. Corrects `latest` if it names another checkpoint.
+    now: this run's `identity`. num_steps: its length. `latest` names it from here on.
     Raises UserError if checkpoints exist but none can be continued.
     """
     damaged: set[str] = set()
@@ -230,8 +229,7 @@ def find_checkpoint_on_all_ranks(
         if not problems:
             for text in ranks.on_main(partial(_compare, path, now, num_steps)):
                 console.say(f"changed since the checkpoint: {text}")
-            if ranks.on_main(partial(checkpoints.repair_latest, path)):
-                console.say(f"{checkpoints.folder / LATEST} named another checkpoint, and now names {path.name}")
+            ranks.on_main(partial(checkpoints.point_at, path))  # A kill may have prevented it.
             return path, damaged
         console.say(f"{path} is damaged ({problems[0]}): not used.")
         damaged.add(path.name)

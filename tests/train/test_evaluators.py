@@ -22,7 +22,6 @@ from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
-from pipeline.train.run_facts import scores_in_words
 from pipeline.transfer.child_run import ScoresFile
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
@@ -169,11 +168,3 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         evaluator.evaluate_on_all_ranks(50)
     assert not evaluator.is_missing(50)
     assert json_record.read(tmp_path / "scores.json", ScoresFile) == ScoresFile(None, 37, 0.0, 0.0)
-
-
-def test_the_last_scores_are_told_with_their_intervals() -> None:
-    scores = {"step": 40, "top1": 0.18, "loss": 2.07404, "num_samples": 50, "num_unreadable": 0}
-    assert scores_in_words(scores) == "top1 18.00 % [9.77, 30.80], loss 2.0740 on 50 images"
-    assert scores_in_words(
-        {"step": 1, "loss": None, "color_accuracy": 0.25, "num_samples": 1000, "num_unreadable": 2}
-    ) == ("color_accuracy 25.00 % on 1,000 images, 2 of them unreadable")
