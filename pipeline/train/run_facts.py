@@ -29,6 +29,7 @@ from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import RunProbe
 from pipeline.model import Model
+from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     PREDICTED_SPEED,
@@ -259,7 +260,7 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     warned = (
         f"Warnings: {', '.join(warnings)}{until}." if warnings else f"No step was skipped, no image unreadable{until}."
     )
-    lines = [f"**Result**: {outcome}. {warned}", table]
+    lines = [f"**Result**: {'; '.join([outcome, *_last_scores(run.folder, facts)])}. {warned}", table]
     if meter.total_seconds:
         lines.append(
             f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
@@ -287,6 +288,23 @@ def caveats(run: "TrainingRun") -> str:
             f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
         )
     return "; ".join(told)
+
+
+def _last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
+    """The last value of each score of the held-out images and of the probe, of accuracies with the 95 % interval over images."""
+    last = {name: max(values.items()) for name, values in by_name(read_metrics(folder / METRICS_FILE)[0]).items()}
+    for name in [name for name in facts.metrics if name in last]:
+        metric, (step, value) = facts.metrics[name], last[name]
+        if metric.group not in ("eval", "probe") or not metric.better:
+            continue
+        own, of_split = f"{name}_effective_images", f"{name.rpartition('_')[0]}_num_samples"
+        probed = facts.parameters.get(PROBED_IMAGES, 0) if metric.group == "probe" else 0
+        count = next((last[key][1] for key in (own, of_split) if key in last), probed)
+        interval = ""
+        if metric.is_share and count and 0 <= value <= 1:
+            found = of_samples(value, count)
+            interval = f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
+        yield f"{name} {metric.text(value)}{interval} at step {step:,}"
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

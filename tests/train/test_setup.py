@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,8 @@ def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
     assert any("of 6 steps were skipped" in cell for cell in shown)
     assert records["sound"].outcome == "finished"
     assert read_status(tmp_path / "sound") == Status("finished", 30, 0, "")
+    told = json.loads((tmp_path / "sound/page/end.json").read_text())["tags"]["mlflow.note.content"]
+    assert re.search(r"; val_top1 [\d.]+ % \[[\d.]+, [\d.]+\] at step 30; ", told), "its interval over images"
 
 
 class Loader:
