@@ -3,6 +3,7 @@
 import argparse
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,32 +51,12 @@ def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str])
     for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.
         signal.signal(number, lambda number, frame: heard.append(number))
     command = [*python_arguments(command[0]), *command[1:]]
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    say = partial(print, flush=True)
     try:
-        inputs = _local_inputs(settings, command)
-        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes, inputs)
+        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes)
     except Stopped:
         say("stopped before the ranks ran: the same command starts them (exit code 75)")
         return RESUME
-
-
-def _local_inputs(settings: RunConfig, command: list[str]) -> dict[str, str]:
-    """The paths that the ranks read and that exist here, each with its name in the command. What is missing here the ranks say themselves."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config")
-    config = parser.parse_known_args(command)[0].config
-    read = [
-        ("init.weights = ", settings.init.weights),
-        ("objective.teacher = ", settings.objective.get("teacher")),
-        ("data.path = ", settings.data.path),
-        *(("data.mix: ", entry.path) for entry in settings.data.mix),
-        ("probe.data = ", settings.probe.data),
-        ("--config ", config),
-    ]
-    return {path: f"{name}{path}" for name, path in read if path and Path(str(path)).exists()}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from tiny import make_dataset
 
 from pipeline import ray_tasks
 from pipeline.process import waits
-from pipeline.process.start import without_collection
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
 ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks": {"forge"}}
@@ -137,8 +136,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Every collection of garbage would look at a million objects of what the tests' files import, for half a second."""
-    with without_collection():
+    gc.disable()
+    try:
         return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -170,7 +170,7 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
     log_every: steps between log lines. decoders: threads.
     The last log line precedes the evaluation at the end of the run.
     """
-    from pipeline.train.run import run_training  # Late, as in `pipeline_engine`.
+    from pipeline.train.start import run_training  # Late, as in `pipeline_engine`.
 
     with tempfile.TemporaryDirectory() as folder:
         run = settings(

@@ -14,21 +14,20 @@ OUTAGES = frozenset(
     {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT}
 )
 
-# Error numbers of the system that come from a path the user chose, with what the error says.
-_WRONG_PATH = {
-    errno.EACCES: "permission denied. Choose another folder, or change its rights",
-    errno.EPERM: "permission denied. Choose another folder, or change its rights",
-    errno.ESTALE: "its server has removed or replaced it meanwhile. Run the same command again",
-    errno.EISDIR: "this is a folder, and a file is needed. Choose another path",
-    errno.ENOTDIR: "a file is where a folder is needed. Choose another path",
-    errno.EEXIST: "it exists already. Choose another path",
-    errno.ENAMETOOLONG: "the name is too long. Choose a shorter one",
-    errno.ELOOP: "its links lead in a circle. Choose another path",
-    errno.EROFS: "the file system is read-only. Choose another folder, or make it writable",
-    errno.EFBIG: "the file is larger than the system allows (ulimit -f, or the file system)",
-    errno.EMFILE: "too many files are open. Raise the limit: ulimit -n",
-    errno.ENFILE: "too many files are open on this machine",
-}
+# Error numbers of the system that come from a path the user chose.
+_WRONG_PATH = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EROFS,
+        errno.EFBIG,
+    }
+)
 
 
 class UserError(ValueError):
@@ -108,14 +107,14 @@ def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
             "again when the folder is there."
         )
     if error.errno in _WRONG_PATH and error.filename:
-        return f"{error.filename}: {_WRONG_PATH[error.errno]}."
+        return f"{error.filename}: {error.strerror}. Choose another path, or change its rights."
     if is_outage(error) and error.filename:
         return (
             f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log, or choose another "
             "folder."
         )
-    if error.errno in (errno.EMFILE, errno.ENFILE):  # A pipe and a socket have no name.
-        return f"{_WRONG_PATH[error.errno]}."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many files are open. Raise the limit: ulimit -n."
     return None
 
 

@@ -188,17 +188,6 @@ class Checkpoints:
         with replacing(self.folder / LATEST) as file:
             file.write(newest.name.encode())
 
-    def repair_latest(self, newest: AnyPath) -> bool:
-        """Correct `latest` if a kill prevented its update. Returns whether it was wrong."""
-        try:
-            named = read_bytes(self.folder / LATEST)
-        except FileNotFoundError:
-            named = b""
-        if named.strip() == newest.name.encode():
-            return False
-        self.point_at(newest)
-        return True
-
     def committed_by(self, step: int, token: str) -> AnyPath | None:
         """Return the committed checkpoint of `step` if the save with this token wrote it, else None."""
         path = self.folder / step_name(step)
@@ -224,8 +213,6 @@ class Checkpoints:
             return json_record.parse(read_bytes(file), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
-        except UserError as error:
-            raise UserError(f"{error} It lists the checkpoints that are never removed: repair or delete it.") from None
 
     def keep_always(self, name: str) -> None:
         """Exempt this checkpoint from retention."""
@@ -388,15 +375,10 @@ def read_state(path: AnyPath) -> State:
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _CheckpointFormat, str(file)).format
-    if found > FORMAT:
+    if found != FORMAT:
         raise UserError(
-            f"{path} has format {found}, and this version reads up to {FORMAT}. Use the version of the "
-            "pipeline that wrote it, or a newer one."
-        )
-    if found < FORMAT:
-        raise UserError(
-            f"{path} has format {found}, of an earlier version, which this one cannot continue (it reads "
-            f"{FORMAT}). Start a run with init.weights={path}, or use the earlier version."
+            f"{path} has format {found}, and this version continues format {FORMAT}. Use the version of the pipeline that wrote it, or "
+            f"start a run with init.weights={path}."
         )
     state = json_record.parse(content, State, str(file))
     if NAME.fullmatch(path.name) and state.step != step_of(path):

@@ -83,11 +83,9 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Read DeepSpeed's hostfile, lines of `name slots=N`. Returns the slots of each host. Raises UserError."""
     try:
-        lines = path.read_bytes().decode().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: the hostfile cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: the hostfile cannot be read (it is no text in UTF-8).") from None
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the hostfile cannot be read ({error}).") from None
     hosts: dict[str, int] = {}
     for line in lines:
         text = line.split("#")[0].strip()
@@ -126,21 +124,12 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     return sorted(chosen)
 
 
-def ssh_options() -> list[str]:
-    """The options of ssh that pdsh takes from the environment. Raises UserError."""
-    text = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    try:
-        return shlex.split(text)
-    except ValueError:
-        raise UserError(f"PDSH_SSH_ARGS_APPEND = {text!r} in the environment has a quote that is not closed.") from None
-
-
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of its ranks are."""
     question = json.dumps({"paths": list(paths), "out": out})
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
-    options = ssh_options()
+    options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import did_you_mean, table_csv
-from pipeline.base.page import png
 from pipeline.base.words import aligned, counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, checksum, read_state
 from pipeline.data.dataset.manifest import Dataset
@@ -33,7 +32,6 @@ from pipeline.settings.run_sections import DataConfig
 
 _STATE = "state.json"
 _TILE = 96
-_DPI = 128  # A power of two: sizes in inches are exact.
 
 
 def run(config: SamplesConfig) -> list[dict[str, Any]]:
@@ -63,9 +61,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
         rows, uses = order.slice(number, config.rank, config.ranks)
         table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
-            parts = of_run.parts()  # With train.image_sizes, of which step is in the same as `Feed.part` says.
-            part = parts[(config.step * len(parts) - 1) // steps]
-            _draw(part, split, rows, uses, Path(config.sheet))
+            _draw(of_run, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
         when += f" (the newest checkpoint is of step {trained:,})" if state else ""
         share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
@@ -215,7 +211,6 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     The views of an image stand side by side, all in one scale.
     """
     import cv2  # Late: tables need neither OpenCV nor torch.
-    from matplotlib.figure import Figure
 
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.values import to_rgb
@@ -228,20 +223,19 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
     scale = min(1, _TILE / max(max(view.shape[1:3]) for view in views))
     sizes = [[round(scale * side) for side in view.shape[1:3]] for view in views]
-    height, width = max(size[0] for size in sizes), sum(size[1] for size in sizes)
-    across = math.ceil(math.sqrt(len(rows) / len(views)))
-    sheet = np.zeros((math.ceil(len(rows) / across), height, across, width, 3), np.uint8)
+    height = max(size[0] for size in sizes)
+    strips = []
     for i in range(len(rows)):
-        left = 0
-        for view, (h, w) in zip(views, sizes, strict=True):
-            resized = cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA)
-            sheet[i // across, :h, i % across, left : left + w] = resized
-            left += w
-    pixels = sheet.reshape(sheet.shape[0] * height, across * width, 3)
+        parts = [
+            cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA) for view, (h, w) in zip(views, sizes, strict=True)
+        ]
+        strips.append(
+            np.concatenate([np.pad(part, ((0, height - len(part)), (0, 0), (0, 0))) for part in parts], axis=1)
+        )
+    across = math.ceil(math.sqrt(len(rows) / len(views)))
+    strips += [np.zeros_like(strips[0])] * (-len(strips) % across)
+    sheet = np.concatenate([np.concatenate(strips[at : at + across], 1) for at in range(0, len(strips), across)])
     if caption := split.pixels.describe_shown():
-        below = Figure(figsize=(max(pixels.shape[1] / _DPI, 3), 1 / _DPI), dpi=_DPI)
-        text = cv2.imdecode(np.frombuffer(png(below, _DPI, caption), np.uint8), cv2.IMREAD_COLOR)
-        right = ((0, 0), (0, text.shape[1] - pixels.shape[1]), (0, 0))
-        pixels = np.concatenate([np.pad(pixels, right, constant_values=255), text])
+        print(caption, file=sys.stderr)
     with replacing(file) as out:
-        out.write(cv2.imencode(".png", pixels[:, :, ::-1])[1].tobytes())
+        out.write(cv2.imencode(".png", sheet[:, :, ::-1])[1].tobytes())

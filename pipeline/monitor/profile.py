@@ -4,7 +4,7 @@ import contextlib
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,10 @@ PARTS = ("data", "forward", "backward", "optimizer", "checkpoint")
 class Meter:
     """Rates between two log lines, without the time of evaluations and checkpoints.
 
-    flops_per_image: of training on an image, in each of the equal parts of the run.
+    flops_per_image: of training on an image.
     """
 
-    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: Sequence[float], peak: float) -> None:
+    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float) -> None:
         self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
         # Seconds of each rank's own work in the last reading: data and forward passes, before it waits for others.
@@ -151,13 +151,12 @@ class Meter:
 
     def restart(self) -> None:
         """Leave out what came before: the next reading begins here."""
-        self.images, self.flops, self.paused_seconds = 0, 0.0, 0.0
+        self.images, self.paused_seconds = 0, 0.0
         self.begin = time.perf_counter()
 
-    def step(self, images: int, part: int = 0) -> None:
-        """Count a step of `images` images over all ranks. part: number of the part of the run that it belongs to."""
+    def step(self, images: int) -> None:
+        """Count a step of `images` images over all ranks."""
         self.images += images
-        self.flops += images * self.flops_per_image[part]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,7 +185,7 @@ class Meter:
         total = seconds + parts.get("checkpoint", 0.0)
         reading = {
             "images_per_second": rate,
-            "mfu": self.flops / seconds / (self.ranks.world_size * self.peak),
+            "mfu": rate * self.flops_per_image / (self.ranks.world_size * self.peak),
             "data_wait": max(data for data, *_ in rank_parts) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }

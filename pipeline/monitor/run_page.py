@@ -31,8 +31,6 @@ SCORE = "score"
 TEACHER_TAG = "teacher"
 # Parameter of a training run with a probe that reads labels: the number of images that it is tested on.
 PROBED_IMAGES = "probed_images"
-# Parameter of a run with train.image_sizes: the GFLOPs of training on an image in each of its equal parts, with spaces between them.
-FLOPS_OF_PARTS = "gflops_of_parts"
 # Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
@@ -251,29 +249,7 @@ class RunFacts:
         images = step * self.images_per_step
         if not images:
             return {}
-        flops = flops_until(step, self.steps, self.flops_per_image, self.parameters)
-        return {"images_seen": images, "exaflops": self.images_per_step * flops / 1e18}
-
-
-def flops_until(step: int, steps: int, per_image: float, parameters: Mapping[str, Any]) -> float:
-    """FLOPs of training on one image of each of the first `step` steps of a run. per_image: mean of the run. steps: of the run."""
-    parts = _numbers_above_0(str(parameters.get(FLOPS_OF_PARTS, "")))
-    if not parts or len(parts) > steps:
-        return step * per_image
-    begins = [steps * number // len(parts) for number in range(len(parts))]  # As `Feed.part` divides a run.
-    ends = [*begins[1:], max(step, steps)]
-    done = [min(max(step - begin, 0), end - begin) for begin, end in zip(begins, ends, strict=True)]
-    mean = sum(parts) / len(parts)
-    return per_image * sum(count * flops for count, flops in zip(done, parts, strict=True)) / mean
-
-
-def _numbers_above_0(text: str) -> list[float]:
-    """The numbers in a parameter; none if it is damaged."""
-    try:
-        numbers = [float(word) for word in text.split()]
-    except ValueError:
-        return []
-    return numbers if all(0 < number < 1e30 for number in numbers) else []
+        return {"images_seen": images, "exaflops": self.images_per_step * (step * self.flops_per_image) / 1e18}
 
 
 def source_tags() -> dict[str, str]:

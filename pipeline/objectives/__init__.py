@@ -81,8 +81,7 @@ def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[s
 
 def check_pixels(config: RunConfig, pixels: Pixels) -> None:
     """Raise UserError for settings that do not fit images of these pixels, those of the data set."""
-    for part in config.parts():
-        kind(config.train.loss).check_pixels(part, pixels)
+    kind(config.train.loss).check_pixels(config, pixels)
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:

@@ -4,7 +4,7 @@ Shapes: B batch, K classes, M labels per sample.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
 from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
-from pipeline.settings.objective_checks import check_small_views
 from pipeline.settings.run import RunConfig
 
 # Number of classes that top-5 accuracy looks at.
@@ -40,7 +39,7 @@ class Classification(Objective):
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, config.train.loss, config.train.label_smoothing).sized(config)
+        return cls(backbone, config.train.loss, config.train.label_smoothing)
 
     def __init__(
         self,
@@ -51,14 +50,6 @@ class Classification(Objective):
     ) -> None:
         super().__init__(backbone)
         self.loss_kind, self.label_smoothing, self.read = kind, label_smoothing, read or self.normalised
-        self.any_size = False  # Whether images may have another size than the model's.
-
-    def sized(self, config: RunConfig) -> Self:
-        """The objective for images of the sizes of a run. Raises UserError for one that the backbone cannot read."""
-        for size in config.train.image_sizes:
-            check_small_views(self.backbone.config, size, "train.image_sizes", "")
-        self.any_size = bool(config.train.image_sizes)
-        return self
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         pixels = batch.images.to(device, non_blocking=True)
@@ -70,7 +61,7 @@ class Classification(Objective):
         return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
 
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = self.backbone(views[0], any_size=self.any_size)
+        logits = self.backbone(views[0])
         found = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
         return mean_of_valid(found, facts["valid"]), {}
 

@@ -107,7 +107,7 @@ class DistillClasses(TaughtObjective, Classification):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         teacher, temperature = cls.read_teacher(config, backbone.config), cls.settings(config).temperature
-        return cls(backbone, teacher, cls._kind(config), temperature).sized(config)
+        return cls(backbone, teacher, cls._kind(config), temperature)
 
     @classmethod
     def _kind(cls, config: RunConfig) -> str:
@@ -130,7 +130,7 @@ class DistillClasses(TaughtObjective, Classification):
     def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
             target = self.frozen_teacher(seen_by_teacher(views, facts)).float()
-        logits = self.backbone(views[0], any_size=self.any_size).float()
+        logits = self.backbone(views[0]).float()
         found = divergence(logits, target, self.loss_kind, self.temperature)
         agrees = (logits.detach().argmax(1) == target.argmax(1)).float()
         return mean_of_valid(found, facts["valid"]), {"agreement": mean_among_valid(agrees, facts["valid"])}

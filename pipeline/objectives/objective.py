@@ -100,7 +100,6 @@ class Objective(nn.Module):
             "augment.cutmix": config.augment.cutmix,
             "train.freeze": config.train.freeze != NOTHING,
             "init.attentive_pool": config.init.attentive_pool,
-            "train.image_sizes": config.train.image_sizes,
         }
         if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
@@ -194,18 +193,13 @@ class Objective(nn.Module):
     @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
-        parts = config.parts()
         if not cls.trains_backbone_alone or config.train.lora_rank:
-            return sum(
-                on_meta.training_flops(cls, part, replace(model, image_size=ImageSize.parse(part.model.image_size)))
-                for part in parts
-            ) // len(parts)
+            return on_meta.training_flops(cls, config, replace(model, image_size=config.model.image_size))
         return sum(
             group.count
             * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)), _trained(config, model))
-            for part in parts
-            for group in cls.views(part)
-        ) // len(parts)
+            for group in cls.views(config)
+        )
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class PseudoLabels(Classification):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         has_head = bool(config.init.weights) and not config.init.new_head
-        return cls(backbone, cls.settings(config), config.train.label_smoothing, has_head).sized(config)
+        return cls(backbone, cls.settings(config), config.train.label_smoothing, has_head)
 
     def __init__(
         self, backbone: Model, given: PseudoLabelsSettings, label_smoothing: float = 0.0, has_head: bool = True
@@ -121,7 +121,7 @@ class PseudoLabels(Classification):
         labels, valid = facts["labels"], facts["valid"]
         assert self.teacher is not None
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
-            probabilities = self.teacher["backbone"](views[1], any_size=self.any_size).float().softmax(1)
+            probabilities = self.teacher["backbone"](views[1]).float().softmax(1)
         surest, guess = probabilities.max(1)
         unlabelled = valid & (labels < 0).all(1)
         used = unlabelled & (surest >= self.given.threshold)
@@ -133,7 +133,7 @@ class PseudoLabels(Classification):
             both = known & partner(known)
             images = torch.where(both[:, None, None, None], views[2], images)
             own = torch.where(both, facts["own"], 1.0)
-        logits = self.backbone(images, any_size=self.any_size)
+        logits = self.backbone(images)
         found = losses(logits, learned, self.loss_kind, self.label_smoothing, own)
         shares = F.one_hot(guess, probabilities.shape[1]).float().T @ used.float() / used.sum().clamp(min=1)
         return mean_of_valid(found, valid), {

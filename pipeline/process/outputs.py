@@ -14,7 +14,6 @@ scheduler.
 
 import contextlib
 import dataclasses
-import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -63,13 +62,6 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None
 _paths: set[Path] = set()
-_REASONS = {
-    errno.EACCES: "permission denied",
-    errno.EPERM: "permission denied",
-    errno.EROFS: "the file system is read-only",
-    errno.ENOSPC: "no space is left",
-    errno.EDQUOT: "the disk quota is used up",
-}
 
 
 def try_outputs(config: Any, prefix: str = "") -> None:
@@ -119,7 +111,7 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
         problem = _problem(path, output) or _of_another_kind(path, output, holds)
     except OSError as error:
         raise_outage(error, path)  # The path is not to blame.
-        problem = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        problem = error.strerror or str(error)
     if problem:
         raise UserError(f"{name} = {path}: {problem}. Choose another path for the output.")
 
@@ -169,14 +161,8 @@ def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
     """As `_problem`, for a folder whose results would mix with those of another kind."""
     found = kind_of(path) if output == "folder" and holds else None
     if holds and found not in (None, holds):
-        return f"this folder holds {_with_article(found)}, not {_with_article(holds)}"
+        return f"this folder holds results of another kind ({found}, not {holds})"
     return ""
-
-
-def _with_article(kind: Holds) -> str:
-    if kind == "statistics":
-        return kind
-    return f"an {kind}" if kind[0] in "ae" else f"a {kind}"
 
 
 def _problem(path: Path, output: Output) -> str:

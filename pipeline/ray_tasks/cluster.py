@@ -3,10 +3,8 @@
 Ray reads its environment when it is imported, and the import takes a second, so functions import it.
 """
 
-import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CONNECT_SECONDS = 5.0
 # How long a node of this machine may take to start, in seconds; Ray's 30 are too few on a busy machine.
 _START_SECONDS = 120
-# A disk with fewer free bytes is full.
-_FULL_BYTES = 2**20
 # The variable, JSON, that tells the command of `ray job submit` about its job.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -155,14 +151,10 @@ def _prepare_environment() -> None:
 
 def _check_reachable(address: str) -> None:
     """Raise UserError when nobody listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
-    if address.startswith(("http://", "https://")):
-        raise _no_cluster(address, "that is the dashboard, for `ray job submit`: a head node's port is usually 6379")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
     if number is None:
         return  # "auto" or "local", which Ray resolves.
-    if not host:
-        raise _no_cluster(address, "it names no host")
     try:
         socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
@@ -174,15 +166,6 @@ def _no_cluster(address: str, reason: str) -> UserError:
         f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the address of "
         "its head node, or unset RAY_ADDRESS to use this machine alone."
     )
-
-
-def full_disk() -> str:
-    """Says that Ray's folder on this machine has no space left, without which its processes die; empty if it has."""
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(folder).free < _FULL_BYTES:
-            return f"no space is left in {folder}, where it writes its logs: free some, or set RAY_TMPDIR to another folder"
-    return ""
 
 
 def first_line(error: Exception) -> str:

@@ -1,35 +1,181 @@
-"""Runs the ranks of a training on a Ray cluster, each in an actor."""
+"""Runs the ranks of a training on a Ray cluster, each in an actor: whether they fit, what a launcher tells them, output and exit code."""
 
+import math
 import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.base.errors import CrashError, Stopped, UserError
 from pipeline.base.words import counted
-from pipeline.process.rank_process import (
-    RankPlacement,
-    RankProcess,
-    amounts,
-    local_gpu,
-    rank_environments,
-    ranks_that_fit,
-    wait_for_ranks,
-)
+from pipeline.process.launcher import free_port
+from pipeline.process.start import dying_with_parent
 from pipeline.process.waits import waiting
 from pipeline.ray_tasks.cluster import first_line
 
-# Interval at which a wait for resources looks for a request to stop, in seconds.
+# Seconds between two polls of the ranks, and of a wait for resources for a request to stop.
 _POLL_SECONDS = 0.5
 
 
-class _RankActor(RankProcess):
+# This many nodes are named in an error.
+_NAMED = 8
+# Lines of output that are kept of a rank, and printed if it fails.
+_KEPT_LINES = 50
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1. port: free there."""
+
+    address: str
+    gpu: int
+    port: int = 0
+
+
+def ranks_that_fit(
+    nodes: Sequence[tuple[str, Mapping[str, float]]], num_ranks: int, cpus: int
+) -> tuple[int, dict[str, float]]:
+    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node has a GPU.
+
+    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the arithmetic.
+    """
+    on_gpus = any(has.get("GPU") for _, has in nodes)
+    share: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpus else {"CPU": cpus}
+    fitting = [int(min(has.get(name, 0) // needed for name, needed in share.items())) for _, has in nodes]
+    most = sum(fitting)
+    if 0 < (num_ranks or most) <= most:
+        return num_ranks or most, share
+    arithmetic = ", ".join(
+        f"{count} on {address} ({amounts({name: has.get(name, 0) for name in share})})"
+        for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
+    )
+    more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
+    asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
+    raise UserError(
+        f"{asked} on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic}{more}."
+    )
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """As "8 CPUs, 1 GPU"."""
+    return ", ".join(counted(round(number), name) for name, number in resources.items())
+
+
+def local_gpu(identity: str, visible: str | None) -> int:
+    """The index by which CUDA knows a GPU: its place in CUDA_VISIBLE_DEVICES (`visible`), if that is set.
+
+    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another one.
+    """
+    return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
+
+
+def rank_environments(places: Sequence[RankPlacement], cpus: int) -> list[dict[str, str]]:
+    """Environment variables of each rank, as a launcher sets them; rank 0, on the first place, is the master."""
+    hosts = [place.address for place in places]
+    environments = []
+    for rank, place in enumerate(places):
+        local = hosts[:rank].count(place.address)
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "MASTER_ADDR": hosts[0],
+                "MASTER_PORT": str(places[0].port),
+                "LOCAL_RANK": str(local if place.gpu < 0 else place.gpu),
+                "LOCAL_SIZE": str(hosts.count(place.address)),
+                "OMP_NUM_THREADS": str(cpus),
+            }
+        )
+    return environments
+
+
+class RankProcess:
+    """One rank, in a process of its own, so that signals and exit codes work as under any other launcher."""
+
     def place(self) -> RankPlacement:
         import ray
 
         gpus = ray.get_gpu_ids()
         gpu = local_gpu(str(gpus[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else -1
-        return RankPlacement(ray.util.get_node_ip_address(), gpu)
+        return RankPlacement(ray.util.get_node_ip_address(), gpu, free_port())
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start a Python script with its arguments."""
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            env={**os.environ, **environment},
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=dying_with_parent(),
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def poll(self) -> tuple[list[str], int | None]:
+        """Returns (new lines of output, exit code or None); the code is negative after a signal, -9 for SIGKILL."""
+        code = self.process.poll()
+        if code is not None:
+            # For its last lines. With a timeout, because a process that it left behind may hold the pipe open.
+            self.reader.join(timeout=1)
+        return [self.lines.get() for _ in range(self.lines.qsize())], code
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.rstrip("\n"))
+
+
+def wait_for_ranks(
+    num_ranks: int,
+    poll: Callable[[], Sequence[tuple[list[str], int | None]]],
+    terminate: Callable[[], None],
+    say: Callable[[str], None],
+    stopping: Callable[[], bool],
+    exit_seconds: float = 30.0,
+) -> int:
+    """Wait until all ranks have exited; returns the largest exit code.
+
+    poll, terminate: `RankProcess.poll` and `.terminate` of all ranks. say: called with rank 0's output, and with the last
+    lines of a rank that fails. stopping: True once the ranks are to be terminated. exit_seconds: time that the others get to exit after one fails.
+    """
+    last_lines = [deque[str](maxlen=_KEPT_LINES) for _ in range(num_ranks)]
+    codes: list[int | None] = [None] * num_ranks
+    terminated, deadline = False, math.inf
+    while None in codes and time.monotonic() < deadline:
+        if stopping() and not terminated:
+            terminated = True
+            terminate()
+        for rank, (lines, code) in enumerate(poll()):
+            last_lines[rank].extend(lines)
+            for line in lines if rank == 0 else ():
+                say(line)
+            if code and codes[rank] is None:
+                deadline = min(deadline, time.monotonic() + exit_seconds)
+                for line in last_lines[rank] if rank else ():
+                    say(f"rank {rank}: {line}")
+                say(f"rank {rank} ended with exit code {code}")
+            codes[rank] = code
+        # Rank 0 has said the mistake that the others have made, too: they wait to be ended.
+        if codes[0] == 2 and not terminated:
+            terminated = True
+            terminate()
+        time.sleep(_POLL_SECONDS)
+    if codes[0] == 2:  # Also where the others were ended by a signal, or left as if they were to be started again.
+        return 2
+    # A rank that a signal killed has a negative code; one that did not exit in time has none.
+    return max((abs(code) for code in codes if code is not None), default=1)
 
 
 def run_ranks(
@@ -39,7 +185,6 @@ def run_ranks(
     say: Callable[[str], None],
     stopping: Callable[[], bool],
     wait_minutes: float = 10.0,
-    inputs: Mapping[str, str] | None = None,
 ) -> int:
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
@@ -47,9 +192,9 @@ def run_ranks(
     num_ranks: 0 is as many as fit: one per GPU, or per `cpus` CPUs if the cluster has no GPU.
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
     after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
-    wait_minutes: how long to wait for resources that other jobs hold. inputs: local path -> how the command names it, of what the ranks read.
-    Raises UserError when the ranks do not fit, their resources do not become free, or a node lacks the script or an input; CrashError
-    when a rank is lost; Stopped if `stopping` before they run.
+    wait_minutes: how long to wait for resources that other jobs hold.
+    Raises UserError when the ranks do not fit or their resources do not become free; CrashError when a rank is lost; Stopped if `stopping`
+    before they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -89,7 +234,7 @@ def run_ranks(
         # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs visible.
         visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         actors = [
-            ray.remote(_RankActor)
+            ray.remote(RankProcess)
             .options(
                 num_cpus=share["CPU"],
                 num_gpus=share.get("GPU", 0),
@@ -102,14 +247,7 @@ def run_ranks(
         ]
         late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
         places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
-        script = {} if command[0].startswith("-") else {command[0]: command[0]}
-        read = {**script, **(inputs or {})}
-        absent = _get_from_rank([actor.missing.remote([*read]) for actor in actors])
-        for place, missing in zip(places, absent, strict=True):
-            if missing:
-                raise _missing_input(read[missing[0]], missing[0], place.address)
-        port = _get_from_rank(actors[0].free_port.remote())
-        for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, port, cpus), strict=True)):
+        for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")
             _get_from_rank(actor.start.remote(list(command), variables))
         return wait_for_ranks(num_ranks, poll, terminate, say, stopping)
@@ -117,15 +255,6 @@ def run_ranks(
         for actor in actors:
             ray.kill(actor)
         remove_placement_group(group)
-
-
-def _missing_input(named: str, path: str, address: str) -> UserError:
-    if Path(path).is_absolute():
-        return UserError(f"{named} is missing on {address}. Put it on storage that all nodes share.")
-    return UserError(
-        f"{named} is not in the folder where Ray's processes run on {address}. Start this command by `ray job submit --working-dir . -- "
-        "python launch/ray_run.py ...`, which sends this folder to all nodes, or give an absolute path on storage that they share."
-    )
 
 
 def _get_from_rank(references: Any) -> Any:

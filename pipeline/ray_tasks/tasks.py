@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.process import waits
-from pipeline.ray_tasks.cluster import first_line, full_disk
+from pipeline.ray_tasks.cluster import first_line
 from pipeline.settings.command import mistake_in_words
 
 A = TypeVar("A")
@@ -173,9 +173,9 @@ def _final_error(error: Exception) -> Exception:
     """What is said of a task that is not retried, or not again."""
     if not isinstance(error, LostError):
         return error
-    advice = f"Here {full}" if (full := full_disk()) else "If memory ran out, use fewer tasks at a time (num_tasks=...)"
     return UserError(
-        f"Ray gave up on a task after {counted(len(RETRY_PAUSES), 'retry')}: {error} {advice}; run the same command again to continue."
+        f"Ray gave up on a task after {counted(len(RETRY_PAUSES), 'retry')}: {error} If memory ran out, use fewer tasks at a time "
+        "(num_tasks=...); run the same command again to continue."
     )
 
 

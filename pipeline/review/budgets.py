@@ -11,7 +11,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten
-from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.review.record import RunRecord, Score, Series, best_first, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
@@ -34,8 +33,6 @@ class Axis:
 
     def amounts(self, record: RunRecord, steps: np.ndarray) -> np.ndarray:
         """float64, as steps: the amount after each step."""
-        if self is FLOPS and FLOPS_OF_PARTS in record.parameters:
-            return np.array([record.flops_until(step) for step in steps.tolist()])
         return steps * self.per_step(record)
 
 

@@ -19,7 +19,7 @@ from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import FIGURES, PAGE, Start
-from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin, flops_until
+from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 
@@ -253,7 +253,7 @@ class RunRecord:
 
     def flops_until(self, step: int) -> float:
         """FLOPs of training in the first `step` steps."""
-        return self.images_per_step * flops_until(step, self.steps, self.flops_per_image, self.parameters)
+        return self.images_per_step * (step * self.flops_per_image)
 
     @cached_property
     def training_seconds(self) -> float:

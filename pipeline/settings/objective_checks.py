@@ -8,7 +8,7 @@ from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
 from pipeline.base.words import counted
-from pipeline.settings.quantities import MAX_SIDE, ImageSize
+from pipeline.settings.quantities import MAX_SIDE
 
 if TYPE_CHECKING:
     from pipeline.settings.run import RunConfig
@@ -131,24 +131,18 @@ def num_kept(num_patches: int, mask_share: float) -> int:
     return kept
 
 
-def check_small_views(
-    model: Config,
-    size: ImageSize | int,
-    name: str = "objective.local_size",
-    instead: str = ", or objective.local_views=0",
-) -> None:
-    """Raise UserError if a backbone cannot read images of this size; a number is the side of a square. name: of the setting."""
+def check_small_views(model: Config, size: int) -> None:
+    """Raise UserError if a backbone cannot read square images of this size, objective.local_size."""
     if not isinstance(model, ViTConfig):
         return
-    size = ImageSize.parse(size)
     patch, step = model.patch_pixels, model.stride * model.reduction
-    for side in size:
-        if side < patch or (side - patch) % step:
-            covered = patch + max(0, side - patch) // step * step
-            raise UserError(
-                f"{name} = {side}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}{instead}."
-            )
-    if model.grid_at(*size) != model.grid:
+    if size < patch or (size - patch) % step:
+        covered = patch + max(0, size - patch) // step * step
+        raise UserError(
+            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            "objective.local_views=0."
+        )
+    if model.grid_at(size, size) != model.grid:
         model.check_any_grid()
 
 

@@ -5,7 +5,7 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective in obj
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.architecture.config import OPTIONS
@@ -163,19 +163,7 @@ class RunConfig:
         if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
 
-    def parts(self) -> list["RunConfig"]:
-        """The settings of the equal parts of training, which differ in model.image_size."""
-        last = replace(self, train=replace(self.train, image_sizes=[]))
-        return [*(replace(last, model=replace(self.model, image_size=size)) for size in self.train.image_sizes), last]
-
     def _check_training(self) -> None:
-        full = self.model.image_size
-        if larger := [
-            str(size) for size in self.train.image_sizes if size.height > full.height or size.width > full.width
-        ]:
-            raise UserError(
-                f"train.image_sizes = {', '.join(larger)} is larger than model.image_size = {full}, which training ends with. Use smaller ones."
-            )
         batch, streams = self.train.global_batch, self.data.streams
         if batch % streams:
             raise UserError(

@@ -341,11 +341,6 @@ class TrainConfig:
         choices=OBJECTIVES,
         on_change="run",
     )
-    image_sizes: list[ImageSize] = setting(
-        list,
-        "Smaller image sizes that training begins with, each for an equal part of the run, as [128,160]; the last part has model.image_size.",
-        max_items=32,
-    )
     freeze: str = setting(
         "none",
         "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the attention pool that it "

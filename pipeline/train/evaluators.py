@@ -7,7 +7,7 @@ due but did not finish.
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.checkpoint.saver import Saver
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
@@ -24,10 +23,7 @@ from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.train.training_run import Monitoring, RunContext
-
-if TYPE_CHECKING:
-    from pipeline.train.zero.engine import Engine
+from pipeline.train.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,7 @@ class Evaluation:
 class Evaluator:
     """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last result."""
 
-    context: RunContext
-    engine: "Engine"
-    monitoring: Monitoring
-    saver: Saver
+    run: TrainingRun
 
     name: ClassVar[str]
     file: ClassVar[str]
@@ -62,44 +55,44 @@ class Evaluator:
 
     def is_missing(self, start: int) -> bool:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
-        if not start or self.name not in self.context.plan.due(start).evaluations:
+        if not start or self.name not in self.run.plan.due(start).evaluations:
             return False
-        last = json_record.read_or_none(self.context.folder / self.file, _LastResult)
-        tracker = self.monitoring.tracker
+        last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
+        tracker = self.run.tracker
         # Of a step that runs again, after a rollback perhaps: the records know.
         if last and last.step > start and tracker:
-            return not tracker.has_at_start(objectives.metrics(self.context.config)[self.name])
+            return not tracker.has_at_start(objectives.metrics(self.run.config)[self.name])
         return last is None or last.step < start
 
     def evaluate_on_all_ranks(self, step: int) -> None:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
-        with self.engine.averaged():
+        with self.run.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        if self.context.plan.best_from == self.name:
-            self._mark_best(step, found.metrics[self.context.config.checkpoint.best])
-        self.context.console.say(f"step {step:,}: {found.line}")
-        for line in self.monitoring.collapses.changed(self.name, step, found.collapse):
-            self.context.console.say(line)
-        if self.monitoring.tracker:
-            self.monitoring.tracker.log(step, found.metrics)
+        if self.run.plan.best_from == self.name:
+            self._mark_best(step, found.metrics[self.run.config.checkpoint.best])
+        self.run.console.say(f"step {step:,}: {found.line}")
+        for line in self.run.collapses.changed(self.name, step, found.collapse):
+            self.run.console.say(line)
+        if self.run.tracker:
+            self.run.tracker.log(step, found.metrics)
             write_text(
-                self.context.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content}))
+                self.run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content}))
             )
-        if self.monitoring.drawing:
-            self.monitoring.drawing.begin(found.predictions, self.context.prepared.data.evaluation)
+        if self.run.drawing:
+            self.run.drawing.begin(found.predictions, self.run.data.evaluation)
 
     def mark_best_again(self, start: int) -> None:
         """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record and kept.json."""
-        tracker = self.monitoring.tracker
-        if start and tracker and self.context.plan.best_from == self.name:
-            value = tracker.value_at_start(self.context.config.checkpoint.best)
+        tracker = self.run.tracker
+        if start and tracker and self.run.plan.best_from == self.name:
+            value = tracker.value_at_start(self.run.config.checkpoint.best)
             if value is not None:
                 self._mark_best(start, value)
 
     def _mark_best(self, step: int, value: float) -> None:
-        best = self.context.config.checkpoint.best
-        declared = objectives.metrics(self.context.config)[self.name][best]
-        self.saver.mark_best(step, best, value, declared.better == "lower")
+        best = self.run.config.checkpoint.best
+        declared = objectives.metrics(self.run.config)[self.name][best]
+        self.run.saver.mark_best(step, best, value, declared.better == "lower")
 
 
 class SplitEvaluator(Evaluator):
@@ -109,25 +102,25 @@ class SplitEvaluator(Evaluator):
     file = "scores.json"
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        evaluated = self.context.prepared.data.evaluated.items()
+        evaluated = self.run.data.evaluated.items()
         found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
         scores, predictions = next(iter(found.values()))  # Without a split, objectives.metrics has no scores.
-        trained = self.context.prepared.data.not_held_out(self.context.trained_on)
+        trained = self.run.data.not_held_out(self.run.trained_on)
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}
         line = "; ".join(f"{of}{' (trained on)' * (of in trained)} {its}" for of, (its, _) in found.items())
         content = scores.to_dict() | {TRAINED_BY: trained.get(next(iter(found)), "")}
         return Evaluation(metrics, content, line, predictions)
 
     def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
-        config = self.context.config
+        config = self.run.config
 
         def forward(images: Tensor) -> Tensor:
-            self.monitoring.watchdog.at(step, "evaluation")
-            return self.engine.forward(images)
+            self.run.watchdog.at(step, "evaluation")
+            return self.run.engine.forward(images)
 
         def measure(batch: Batch) -> dict[str, Tensor]:
-            self.monitoring.watchdog.at(step, "evaluation")
-            return self.engine.measure(batch)
+            self.run.watchdog.at(step, "evaluation")
+            return self.run.engine.measure(batch)
 
         reader = SplitReader(
             split,
@@ -135,16 +128,16 @@ class SplitEvaluator(Evaluator):
             config.augment,
             config.evaluate.batch,
             config.data.threads,
-            self.context.ranks,
-            pixels=self.engine.objective.pixels,
-            stop=self.context.stop,
+            self.run.ranks,
+            pixels=self.run.engine.objective.pixels,
+            stop=self.run.stop,
             budget=BadBudget(config.data.max_bad_share),
             seed=config.seed,
-            views=() if self.engine.objective.predicts_classes else self.engine.objective.views(config),
+            views=() if self.run.engine.objective.predicts_classes else self.run.engine.objective.views(config),
         )
-        if not self.engine.objective.predicts_classes:
+        if not self.run.engine.objective.predicts_classes:
             return means(measure, reader), None
-        kind, num_classes = self.engine.objective.loss_kind, self.context.prepared.data.dataset.num_classes
+        kind, num_classes = self.run.engine.objective.loss_kind, self.run.data.dataset.num_classes
         predictions = predict(forward, reader, kind)
         return score(predictions, split, num_classes, kind), predictions
 
@@ -156,19 +149,19 @@ class ProbeEvaluator(Evaluator):
     file = "probe.json"
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        probe = self.context.prepared.run_probe
+        probe = self.run.run_probe
         assert probe is not None, "start.prepare opens it where probe.every is set"
 
         def features(images: Tensor) -> Tensor:
-            self.monitoring.watchdog.at(step, "probe")
-            return self.engine.features(images)
+            self.run.watchdog.at(step, "probe")
+            return self.run.engine.features(images)
 
-        scores = probe.scores(features, self.context.ranks, self.context.stop, self.engine.objective.pixels)
-        metrics = probe_metrics(scores, self.context.config.probe.prefix)
+        scores = probe.scores(features, self.run.ranks, self.run.stop, self.run.engine.objective.pixels)
+        metrics = probe_metrics(scores, self.run.config.probe.prefix)
         # Classes may well collapse to a few directions: of two classes, one is enough.
-        is_judged = "spread" in scores and not self.context.config.needs_labels
+        is_judged = "spread" in scores and not self.run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
-        trained = probe.trained_by(self.context.trained_on)
+        trained = probe.trained_by(self.run.trained_on)
         line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
         content = scores | {TRAINED_BY: trained}
         return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), content, line, collapse=found)
@@ -177,10 +170,10 @@ class ProbeEvaluator(Evaluator):
 EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}
 
 
-def evaluators_of(context: RunContext, engine: "Engine", monitoring: Monitoring, saver: Saver) -> list[Evaluator]:
+def evaluators_of(run: TrainingRun) -> list[Evaluator]:
     """The evaluators of a run: those that measure something of it."""
-    measured = objectives.metrics(context.config)
-    return [kind(context, engine, monitoring, saver) for name, kind in EVALUATORS.items() if measured[name]]
+    measured = objectives.metrics(run.config)
+    return [kind(run) for name, kind in EVALUATORS.items() if measured[name]]
 
 
 @dataclass(frozen=True)

@@ -26,47 +26,25 @@ class Feed:
         """pixels: of the model. Raises UserError if it cannot read the images of a set."""
         self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
         self.order = train_order(split, config.data, config.seed, plan.global_batch)
-        # What makes the views in each equal part of training.
-        reading = read_by(pixels, split)
-        views = [kind(config.train.loss).views(part) for part in config.parts()]
-        self.writers = [train_views(groups, config.seed, *reading) for groups in views]
         self.loader = Loader(
             split,
-            self.writers[-1],
+            train_views(kind(config.train.loss).views(config), config.seed, *read_by(pixels, split)),
             config.data.threads,
             config.data.prefetch,
             config.data.max_bad_share,
             pin=ranks.device.type == "cuda",
             is_stop_wanted=stop.is_wanted,
             processes=config.data.processes,
-            writers=self.writers,
         )
         self._steps: Iterator[list[Batch]] = iter(())
 
     def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]]) -> None:
         """Continue with step `step` (from 0). skipped_batches: see `Progress`."""
-        first = batch_of_step(step, skipped_batches) - step
-        self._steps = self.stop.together(self._of_steps(self._batches(step, first)))
-
-    def _batches(self, step: int, shift: int) -> Iterator[Batch]:
-        """The micro-batches of each step from `step` on. shift: number of a step's batch minus that of the step."""
-        count = len(self.writers)
-        for number, writer in enumerate(self.writers):
-            begin, end = (self.plan.steps * n // count for n in (number, number + 1))
-            self.loader.writer = writer
-            requests = train_requests(
-                self.order,
-                max(begin, step) + shift,
-                end + shift,
-                self.plan.micro_batch,
-                self.ranks.rank,
-                self.ranks.world_size,
-            )
-            yield from self.loader.batches(requests)
-
-    def part(self, step: int) -> int:
-        """The number of the equal part of training that step `step` (from 0) belongs to."""
-        return ((step + 1) * len(self.writers) - 1) // self.plan.steps
+        first = batch_of_step(step, skipped_batches)
+        last = first + self.plan.steps - step
+        ranks = self.ranks
+        requests = train_requests(self.order, first, last, self.plan.micro_batch, ranks.rank, ranks.world_size)
+        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)))
 
     def epochs(self, batches: int) -> float:
         """How often the training split of data.path was used in the first `batches` batches."""

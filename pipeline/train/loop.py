@@ -23,21 +23,20 @@ from pipeline.train.training_run import TrainingRun
 
 def train_on_all_ranks(run: TrainingRun) -> None:
     """Train from `run.progress.step` to the end of the plan. Raises Stopped on all ranks when they agree to stop."""
-    config, plan, progress = run.context.config, run.context.plan, run.progress
-    engine, feed, monitoring = run.training.engine, run.training.feed, run.monitoring
+    config, plan, feed, progress = run.config, run.plan, run.feed, run.progress
     feed.go_to(progress.step, progress.skipped_batches)
-    monitoring.meter.restart()  # What came before, an evaluation that was made up, is not training.
+    run.meter.restart()  # What came before, an evaluation that was made up, is not training.
     while progress.step < plan.steps:
         micro_batches = feed.next_on_all_ranks()
         step = progress.step  # Number of this step, from 0; log lines count from 1.
         due = plan.due(step + 1)
 
         # ------------------------------------------------------------------ forward, loss, backward, step
-        monitoring.watchdog.at(step + 1, "step")
-        lr = learning_rate(config.schedule, run.training.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
+        run.watchdog.at(step + 1, "step")
+        lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         size = ImageSize(*micro_batches[0].views[0].shape[-3:-1])
         mixing = draw_mixing(config.augment, size, config.seed, step)
-        result = training_step(engine, micro_batches, step, lr, mixing, monitoring.spikes.check_of(step + 1))
+        result = training_step(run.engine, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1))
         progress.step = step + 1
         run.record_step(micro_batches, result.loss)
 
@@ -49,14 +48,14 @@ def train_on_all_ranks(run: TrainingRun) -> None:
         # ------------------------------------------------------------------ log, save, score
         if due.log:
             run.log_on_all_ranks(result.loss, result.values, float(result.grad_norm), lr)
-        with monitoring.meter.paused():
+        with run.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
-                run.context.stop.leave_if_wanted_on_all_ranks()  # Stopping later would need another checkpoint.
+                run.stop.leave_if_wanted_on_all_ranks()  # Stopping later would need another checkpoint.
             for evaluator in run.evaluators:
                 if evaluator.name in due.evaluations:
                     evaluator.evaluate_on_all_ranks(progress.step)
-        monitoring.watchdog.at(progress.step, "data")
+        run.watchdog.at(progress.step, "data")
     feed.end_on_all_ranks()
 
 

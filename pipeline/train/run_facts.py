@@ -13,7 +13,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import metric_of, score_of
+from pipeline.base.metric import score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
@@ -26,12 +26,11 @@ from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
-from pipeline.evaluate.probes.probe import RunProbe, probe_metrics
+from pipeline.evaluate.probes.probe import RunProbe
 from pipeline.model import Model
-from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
-    FLOPS_OF_PARTS,
     PROBED_IMAGES,
     TEACHER_TAG,
     DatasetFacts,
@@ -84,7 +83,6 @@ def run_facts(
         "accumulation": plan.accumulation,
         "num_parameters": models.num_parameters(model.config),
         "gflops_per_image": round(flops / 1e9, 3),
-        **_flops_of_parts(config, model.config),
         "exaflops_planned": round(exaflops, 6),
         "fingerprint": dataset.fingerprint,
         "samples": len(split),
@@ -96,7 +94,7 @@ def run_facts(
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     name = dataset.path.name
-    parent = origin.run_id if origin else run_of_weights(config.init.weights) if config.init.weights else None
+    parent = origin.run_id if origin else None
     copies = _test_copies(dataset, split.name)
     tags = {
         "model": str(resolved["model.name"]),
@@ -135,13 +133,6 @@ def run_facts(
         objective=config.train.loss,
         metrics=measured,
     )
-
-
-def _flops_of_parts(config: RunConfig, model: models.Config) -> dict[str, str]:
-    """The parameter of a run whose parts read images of different sizes."""
-    if not config.train.image_sizes:
-        return {}
-    return {FLOPS_OF_PARTS: " ".join(f"{objectives.training_flops(part, model) / 1e9:.6g}" for part in config.parts())}
 
 
 def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> list[DatasetFacts]:
@@ -233,10 +224,10 @@ def _description(
 def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> str:
     """Markdown for the end of the description: what was measured, and what a reviewer should know of it. Arguments: see `TrainingRun.close`."""
     plan, step, meter, counted_by_ranks = (
-        run.context.plan,
+        run.plan,
         run.progress.step,
-        run.monitoring.meter,
-        run.monitoring.counts,
+        run.meter,
+        run.counts,
     )
     planned, done = (facts.axes(count).get("exaflops", 0.0) for count in (plan.steps, step))
     rows = [
@@ -247,21 +238,21 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
     table = "\n".join(f"| {' | '.join(row)} |" for row in [("", "planned", "done"), ("---",) * 3, *rows])
     # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log line.
     is_known = status != "FAILED"
-    unreadable = counted_by_ranks.unreadable if is_known else counted_by_ranks.unreadable | run.training.feed.loader.bad
+    unreadable = counted_by_ranks.unreadable if is_known else counted_by_ranks.unreadable | run.feed.loader.bad
     counts = {
-        "steps skipped": run.training.engine.skipped_steps,
-        "loss spikes": run.monitoring.spikes.num_spikes,
+        "steps skipped": run.engine.skipped_steps,
+        "loss spikes": run.spikes.num_spikes,
         "rollbacks": len(run.progress.skipped_batches),
         "unreadable images": len(unreadable),
         "storage retries": counted_by_ranks.storage_retries,
     }
     warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-    warnings += [run.monitoring.collapses.first.rstrip(".")] * bool(run.monitoring.collapses.first)
+    warnings += [run.collapses.first.rstrip(".")] * bool(run.collapses.first)
     until = "" if is_known else ", up to the last log line"
     warned = (
         f"Warnings: {', '.join(warnings)}{until}." if warnings else f"No step was skipped, no image unreadable{until}."
     )
-    lines = [f"**Result**: {outcome}{_last_scores(run.context.folder, run.context.config)}. {warned}", table]
+    lines = [f"**Result**: {'; '.join([outcome, *_last_scores(run.folder, facts)])}. {warned}", table]
     if meter.total_seconds:
         lines.append(
             f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
@@ -272,9 +263,9 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
 def caveats(run: "TrainingRun") -> str:
     """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often ""."""
     skipped, step, num_classes = (
-        run.training.engine.skipped_steps,
+        run.engine.skipped_steps,
         run.progress.step,
-        run.context.prepared.data.dataset.num_classes,
+        run.data.dataset.num_classes,
     )
     told = []
     if 2 * skipped > step:
@@ -282,7 +273,7 @@ def caveats(run: "TrainingRun") -> str:
             f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped: lower optimizer.lr, use a "
             "longer schedule.warmup or engine.precision=fp32"
         )
-    scores = json_record.read_or_none(run.context.folder / "scores.json", dict[str, Any]) or {}
+    scores = json_record.read_or_none(run.folder / "scores.json", dict[str, Any]) or {}
     count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
     if top1 is not None and count and scores.get("step") == step and of_samples(top1, count).low <= 1 / num_classes < 1:
         told.append(
@@ -291,54 +282,21 @@ def caveats(run: "TrainingRun") -> str:
     return "; ".join(told)
 
 
-def _last_scores(folder: Path, config: RunConfig) -> str:
-    """The last scores of the held-out split and of the probe, each after a semicolon; empty without any."""
-    held_out, probed = (
-        json_record.read_or_none(folder / name, dict[str, Any]) for name in ("scores.json", "probe.json")
-    )
-    told = ""
-    if held_out is not None:
-        told += f"; at step {held_out.get('step')}: {scores_in_words(held_out)}{_trained(held_out)}"
-    if probed is not None:
-        metrics, count = probe_metrics(probed, config.probe.prefix), probed.get("num_samples", 0)
-        shown = [
-            f"{name} {metric.text(value)}{_interval(value, metrics.get(f'{name}_effective_images') or count) if metric.is_share else ''}"
-            for name, value in metrics.items()
-            if (metric := metric_of(name)).better
-        ]
-        told += f"; probe at step {probed.get('step')}: {', '.join(shown)}{_trained(probed)}" * bool(shown)
-    return told
-
-
-def _trained(scores: dict[str, Any]) -> str:
-    runs = scores.get(TRAINED_BY)
-    return f", which were trained on by {runs}: not held-out images" if runs else ""
-
-
-def scores_in_words(scores: dict[str, Any]) -> str:
-    """As "top1 71.00 % [70.10, 71.88], loss 1.2000 on 10,000 images". scores: content of scores.json. Brackets are 95 % intervals."""
-    count, told = scores.get("num_samples", 0), []
-    for name, value in scores.items():
-        if (
-            name != "step"
-            and not name.startswith("num_")
-            and not name.endswith("_images")
-            and isinstance(value, int | float)
-        ):
-            metric, effective = metric_of(f"split_{name}"), scores.get(f"{name}_effective_images") or count
-            told.append(
-                f"{name} {metric.text(value)}{_interval(value, effective) if metric.unit == 'proportion' else ''}"
-            )
-    unreadable = f", {scores['num_unreadable']:,} of them unreadable" if scores.get("num_unreadable") else ""
-    return ", ".join(told) + f" on {counted(count, 'image')}" * bool(count) + unreadable
-
-
-def _interval(accuracy: float, count: float) -> str:
-    """As " [70.10, 71.88]"; "" where the number of images is unknown, and of what is no accuracy."""
-    if not (count and 0 <= accuracy <= 1):
-        return ""
-    found = of_samples(accuracy, count)
-    return f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
+def _last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
+    """The last value of each score of the held-out images and of the probe, of accuracies with the 95 % interval over images."""
+    last = {name: max(values.items()) for name, values in by_name(read_metrics(folder / METRICS_FILE)[0]).items()}
+    for name in [name for name in facts.metrics if name in last]:
+        metric, (step, value) = facts.metrics[name], last[name]
+        if metric.group not in ("eval", "probe") or not metric.better:
+            continue
+        own, of_split = f"{name}_effective_images", f"{name.rpartition('_')[0]}_num_samples"
+        probed = facts.parameters.get(PROBED_IMAGES, 0) if metric.group == "probe" else 0
+        count = next((last[key][1] for key in (own, of_split) if key in last), probed)
+        interval = ""
+        if metric.is_share and count and 0 <= value <= 1:
+            found = of_samples(value, count)
+            interval = f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
+        yield f"{name} {metric.text(value)}{interval} at step {step:,}"
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import socket
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,15 +15,32 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.trained_on import TrainedSet, not_held_out
+from pipeline.base.json_record import quoted
+from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, commit_minutes, read_state
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.checkpoint.store import (
+    Checkpoints,
+    State,
+    checkpoint_folder,
+    commit_minutes,
+    read_state,
+    verify,
+)
+from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.data.loading.order import batches_before
+from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
+from pipeline.data.mixture.run_data import RunData
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.retry import Retry
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
+from pipeline.estimate.plan import Plan, accumulation
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
+from pipeline.lifecycle.run_folder import refuse_checkpoint_of_another
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
@@ -35,23 +53,37 @@ from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
+from pipeline.objectives.classification import classes_note, moved_class
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
+from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
-from pipeline.process.distributed import from_environment, use_exact_arithmetic
-from pipeline.settings import schema
+from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
+from pipeline.settings import changes, schema
+from pipeline.settings.changes import Change, Fact
 from pipeline.settings.run import RunConfig
-from pipeline.train import resume
+from pipeline.settings.schema import OnChange
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.dry_run import dry_run_on_all_ranks, room
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
-from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
-from pipeline.train.training_run import Monitoring, Progress, RunContext, Saving, Training, TrainingRun
+from pipeline.train.training_run import Progress, RunContext, RunCounts, TrainingRun
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
+
+# What is saved with a checkpoint beside the settings.
+_FACTS = {
+    **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
+    "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
+    "the teacher's SHA-256": Fact("", on_change="run"),
+    MIXTURE: Fact(on_change="nothing"),  # Compared by `mixed_until`.
+    "evaluation_excluded": Fact(NOTHING_EXCLUDED, on_change="nothing"),
+    "left_out": Fact(0, on_change="nothing"),
+    "ranks": Fact(on_change="nothing"),
+    "fused_optimizer": Fact(False, on_change="nothing"),
+}
 
 
 def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
@@ -61,15 +93,11 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     context = replace(context, trained_on=start.trained_on)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
-        training = _build_training_on_all_ranks(context, start, undone)
-        monitoring = _begin_monitoring_on_all_ranks(context, start, training, undone)
-        saving = _prepare_saving(context, start)
-        undone.callback(saving.saver.close)
-        evaluators = evaluators_of(context, training.engine, monitoring, saving.saver)
+        engine, feed = _build_training_on_all_ranks(context, start, undone)
+        run = _begin_run_on_all_ranks(context, start, engine, feed, undone)
+        run.evaluators.extend(evaluators_of(run))
         undone.pop_all()
-    step = start.state.step
-    progress = Progress(step, step, step, list(start.state.left_out))
-    return TrainingRun(context, training, monitoring, saving, evaluators, progress)
+    return run
 
 
 # ---------------------------------------------------------------------- plan, run folder's lock, ranks
@@ -77,7 +105,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     """Lock the run folder, start the ranks, and compare their settings and data."""
     config, data, plan, ranks = prepared.config, prepared.data, prepared.plan, from_environment()
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
-    identity = resume.identity(config, plan, data)
+    identity = identity_of(config, plan, data)
     identity["fused_optimizer"] = optimizers.is_fused(config.engine, ranks.device)
     folder = stop.folder.path
     in_use = stop.folder.lock() if ranks.is_main else None
@@ -92,13 +120,39 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
-    ranks.on_all(partial(resume.refuse_other_facts, identity, ranks.agree(identity)))
-    return RunContext(config, prepared, ranks, stop, console, identity, stop.folder.before)
+    ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
+    return RunContext(**vars(prepared), ranks=ranks, stop=stop, console=console, identity=identity)
 
 
 def _longest_wait_minutes(config: RunConfig) -> float:
     """For which a rank may wait while the others are in a collective call."""
     return max(config.data.retry_minutes, commit_minutes(config))
+
+
+def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
+    """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+    dataset, split, evaluation = data.dataset, data.split, data.evaluation
+    splits = [split, evaluation] if evaluation else [split]
+    return {
+        **objectives.flat_settings(config),
+        "track.uri": hide_passwords(config.track.uri),
+        "fingerprint": dataset.fingerprint,
+        "classes": dataset.num_classes,
+        "ranks": plan.world_size,
+        "excluded": split.excluded,
+        "the teacher's SHA-256": objectives.teacher_digest(config),
+        "evaluation_excluded": evaluation.excluded if evaluation else NOTHING_EXCLUDED,
+        **{f"left_out.{s.name}.{name}": n for s in splits for name, n in s.excluded_by.items()},
+        **({MIXTURE: mixture_facts(split)} if isinstance(split, MixedSplit) else {}),
+    }
+
+
+def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
+    """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
+    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
+    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
+    if other:
+        raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 
 
 # ---------------------------------------------------------------------- where to start: checkpoint, weights or afresh
@@ -122,7 +176,7 @@ class _StartingPoint:
 
 def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
-    dataset, pixels = context.prepared.data.dataset, context.prepared.data.split.pixels
+    dataset, pixels = context.data.dataset, context.data.split.pixels
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
     of = "its GPU" if gpu_memory else "its share of the host"
@@ -130,18 +184,18 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
         new = objectives.new_backbone(config, dataset.num_classes, pixels)
         ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
     checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
+    resumed, damaged = find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
     if resumed is None:
-        ranks.on_main(partial(resume.refuse_checkpoints_elsewhere, config))
+        ranks.on_main(partial(refuse_checkpoints_elsewhere, config))
     origin = None
     if resumed is None and config.init.weights:
         # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
         origin = ranks.on_main(partial(_find_weights, config, console))
         config = replace(config, init=replace(config.init, weights=origin.path))
-    model, before = ranks.on_all(partial(resume.initial_model, config, dataset, resumed, console))
-    trained_on = list(dict.fromkeys([*before, *context.prepared.data.trained_on(config.name)]))
-    marked = context.prepared.data.not_held_out(trained_on)
-    if (probe := context.prepared.run_probe) and (runs := probe.trained_by(trained_on)):
+    model, before = ranks.on_all(partial(initial_model, config, dataset, resumed, console))
+    trained_on = list(dict.fromkeys([*before, *context.data.trained_on(config.name)]))
+    marked = context.data.not_held_out(trained_on)
+    if (probe := context.run_probe) and (runs := probe.trained_by(trained_on)):
         marked["probe.split"] = runs
     for name, runs in marked.items():
         console.say(not_held_out(name, runs))
@@ -158,14 +212,162 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     return find_origin(find_file(Path(weights), console.say), weights)
 
 
+def find_checkpoint_on_all_ranks(
+    checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
+) -> tuple[AnyPath | None, set[str]]:
+    """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
+
+    now: this run's `identity`. num_steps: its length. `latest` names it from here on.
+    Raises UserError if checkpoints exist but none can be continued.
+    """
+    damaged: set[str] = set()
+    ranks.on_main(lambda: checkpoints.clean_up(console.say))
+    ranks.on_main(checkpoints.kept)  # Raises for a damaged kept.json before training, not after.
+    for path in ranks.on_main(checkpoints.candidates):
+        problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
+        if not problems:
+            for text in ranks.on_main(partial(_compare, path, now, num_steps)):
+                console.say(f"changed since the checkpoint: {text}")
+            ranks.on_main(partial(checkpoints.point_at, path))  # A kill may have prevented it.
+            return path, damaged
+        console.say(f"{path} is damaged ({problems[0]}): not used.")
+        damaged.add(path.name)
+    if damaged:
+        raise UserError(f"no checkpoint in {checkpoints.folder} is intact. Remove that folder to start the run afresh.")
+    return None, set()
+
+
+def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
+    """Raise UserError if the run has checkpoints where its last start kept them. Call it where checkpoint.folder has none.
+
+    It would begin anew otherwise, and remove the metrics of what it has trained.
+    """
+    run = Path(config.out, config.name)
+    before = to_path(str(checkpoints_of(run)), Retry(60 * config.data.retry_minutes, "data.retry_minutes"))
+    if there := Checkpoints(before).candidates():
+        raise UserError(
+            f"checkpoint.folder = {quoted(config.checkpoint.folder)} has no checkpoint of {run}, whose newest is {there[0]}. Set it back, "
+            "move the checkpoints, or start another run with name=..."
+        )
+
+
+def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
+    """What differs from the run that made a checkpoint. now: this run's `identity`."""
+    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
+    return changes.differences(state.identity, now, known)
+
+
+def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
+    """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
+    state = read_state(path)
+    refuse_checkpoint_of_another(path, state.identity, now)
+    changed = changes_since(state, now)
+    seen = batches_before(state.step, state.left_out)
+    then_mixed, now_mixed = (mixed_until(identity, seen) for identity in (state.identity, now))
+    if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):
+        skipped = f", of which {seen - state.step:,} skipped in a rollback," * (seen > state.step)
+        raise UserError(
+            f"{path} cannot be continued: data.path and data.mix of its {counted(seen, 'batch')}{skipped} were {then_mixed}, and are "
+            f"{now_mixed}. Set them back, change the weights or add a set with from_step={seen} or later, or start another run with name=..."
+        )
+
+    def listed(least: OnChange) -> str:
+        return hide_passwords("; ".join(str(change) for change in changed if change.fact.means(least)))
+
+    if other := listed("run"):
+        raise UserError(f"{path} cannot be continued: {other}. Set it back, or start another run with name=...")
+    if state.step > num_steps:
+        raise UserError(
+            f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')} asks for "
+            f"({num_steps:,}). Set it back, or start another run with name=..."
+        )
+    if state.step == num_steps and (other := listed("result")):
+        raise UserError(
+            f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
+            "raise train.length to train on, or start another run with name=..."
+        )
+    return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
+
+
+def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than before."""
+    section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
+    name = objectives.kind(now["train.loss"]).compares_micro_batch(section) if "train.loss" in now else ""
+    if not name or "ranks" not in then:
+        return []
+    before, after = (
+        batch // accumulation(batch, identity["train.micro_batch"], identity["ranks"])
+        for identity in (then, now)
+        for batch in [identity["train.global_batch"]]
+    )
+    if before == after:
+        return []
+    text = f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on"
+    batch, ranks = now["train.global_batch"], now["ranks"]
+    micro_batch = max(1, before // ranks)
+    if batch // accumulation(batch, micro_batch, ranks) == before:
+        text += f". Micro-batches of {before} on all ranks would be train.micro_batch={micro_batch}"
+    return [text]
+
+
+def initial_model(
+    config: RunConfig, dataset: Dataset, resumed: AnyPath | None, console: Console
+) -> tuple[Model, list[TrainedSet]]:
+    """Build the checkpoint's model (the engine loads its tensors later), load init.weights, or initialise a new model.
+
+    Returns it, and what its weights and those of a teacher were trained on before.
+    """
+    if resumed is not None:
+        state = read_state(resumed)
+        return models.build(models.config_from_dict(state.model)), state.trained_on
+    of_objective = objectives.kind(config.train.loss)
+    if note := of_objective.check_classes(config, dataset.num_classes, dataset.classes):
+        console.say(note)
+    teacher = of_objective.teacher_file(config)
+    before = recorded(teacher[2]) if teacher else []
+    if config.init.weights:
+        num_classes = objectives.num_classes(config, dataset.num_classes)
+        adaptation = objectives.adaptation(config, dataset.num_classes, dataset.pixels)
+        content = models.read_weights(config.init.weights, console.say)
+        names, before = content.extra.get("classes"), [*recorded(content.extra), *before]
+        model = models.load(config.init.weights, seed=config.seed, content=content, say=console.say, **adaptation)
+        del content  # whose tensors the model has copied
+        if not num_classes and not of_objective.continues_additions:
+            console.say(
+                f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
+            )
+        if model.config.num_classes != num_classes:
+            raise UserError(
+                f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
+                f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
+            )
+        if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
+            _compare_classes(config, names or (), dataset.classes, console)
+        return model, before
+    return models.build(objectives.new_backbone(config, dataset.num_classes, dataset.pixels), config.seed), before
+
+
+def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:
+    """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows none by name."""
+    if moved := moved_class(config.data.path, of_data, str(config.init.weights), of_weights):
+        raise UserError(
+            f"{moved}: with init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or a data set with the "
+            "classes in the order of the weights (class_list of launch/shard.py)."
+        )
+    if note := classes_note(config.data.path, of_data, str(config.init.weights), of_weights):
+        console.say(note)
+
+
 # ---------------------------------------------------------------------- what trains
-def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Training:
+def _build_training_on_all_ranks(
+    context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack
+) -> tuple[Engine, Feed]:
     """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails."""
     config, plan, ranks = context.config, context.plan, context.ranks
     clock = StepClock(ranks.device)
 
     def begin_feed() -> Feed:
-        feed = Feed(config, plan, context.prepared.data.split, ranks, context.stop, clock, start.model.config.pixels)
+        feed = Feed(config, plan, context.data.split, ranks, context.stop, clock, start.model.config.pixels)
         undone.enter_context(feed.loader)
         return feed
 
@@ -183,7 +385,7 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
     with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
-        dry_run_on_all_ranks(engine, context.prepared)
+        dry_run_on_all_ranks(engine, context)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         if start.state.step:
@@ -193,21 +395,21 @@ def _build_training_on_all_ranks(context: RunContext, start: _StartingPoint, und
         context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
         context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
-    return Training(engine, feed, peak_rate(config.optimizer, plan.global_batch))
+    return engine, feed
 
 
 # ---------------------------------------------------------------------- what measures
-def _begin_monitoring_on_all_ranks(
-    context: RunContext, start: _StartingPoint, training: Training, undone: contextlib.ExitStack
-) -> Monitoring:
-    """Begin what measures the run. undone: ends its threads if set-up fails."""
+def _begin_run_on_all_ranks(
+    context: RunContext, start: _StartingPoint, engine: Engine, feed: Feed, undone: contextlib.ExitStack
+) -> TrainingRun:
+    """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
     config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
-    dataset, state, engine = context.prepared.data.dataset, start.state, training.engine
+    dataset, state = context.data.dataset, start.state
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
-    flops: list[int] = ranks.on_main(lambda: [objectives.training_flops(part, model) for part in config.parts()])
+    flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     console.say(
-        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {statistics.mean(flops) / 1e9:.2f} GFLOP to train on an image; "
+        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
         f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     hosts = ranks.gather(socket.gethostname())
@@ -227,7 +429,14 @@ def _begin_monitoring_on_all_ranks(
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
-    return Monitoring(
+    return TrainingRun(
+        **vars(context),
+        engine=engine,
+        feed=feed,
+        peak_lr=peak_rate(config.optimizer, context.plan.global_batch),
+        checkpoints=start.checkpoints,
+        damaged=start.damaged,
+        progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
         host_meter=HostMeter(ranks),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
@@ -236,25 +445,24 @@ def _begin_monitoring_on_all_ranks(
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=watchdog,
         tracker=tracker,
-        drawing=DrawingProcess(folder, context.prepared.draw) if draws and context.prepared.draw else None,
+        drawing=DrawingProcess(folder, context.draw) if draws and context.draw else None,
+        saver=_begin_saving(context, start, undone),
     )
 
 
 def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
-    data, model = context.prepared.data, start.model
+    data, model = context.data, start.model
     page, saved = PageFolder(folder), None
     with contextlib.suppress(UserError):  # There are none before the first start.
         saved = page.read_facts().facts
-    # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
+    # Of a resumed run, the weights that its first start found.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    facts = run_facts(
-        start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe, context.trained_on
-    )
-    changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
+    facts = run_facts(start.config, plan, model, data, ranks.device, origin, context.run_probe, context.trained_on)
+    changed = changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)
+    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.stop.folder.before, changed=told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -286,8 +494,7 @@ def write_settings(config: RunConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-# ---------------------------------------------------------------------- what saves
-def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
+def _begin_saving(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Saver:
     config = context.config
     if config.train.stop_after_minutes:
         context.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
@@ -299,4 +506,5 @@ def _prepare_saving(context: RunContext, start: _StartingPoint) -> Saving:
         context.console.say,
         60 * commit_minutes(config),
     )
-    return Saving(start.checkpoints, saver, start.damaged)
+    undone.callback(saver.close)
+    return saver

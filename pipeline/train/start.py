@@ -1,4 +1,7 @@
-"""Entry point of a run: checks launcher, settings and data before the slow imports (torch, DeepSpeed)."""
+"""A complete run: check launcher, settings and data before the slow imports (torch, DeepSpeed), set up, train, end.
+
+The same command starts, resumes and finishes it. Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
+"""
 
 import os
 import socket
@@ -8,17 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.base.errors import OneRankError, UserError
+from pipeline.base.errors import OneRankError, Stopped, UserError
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
-from pipeline.process.start import rank, without_collection
+from pipeline.process.start import rank
 from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from pipeline.data.mixture.run_data import RunData
     from pipeline.evaluate.probes.probe import RunProbe
+    from pipeline.train.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,72 @@ def run(config: RunConfig, draw: str) -> None:
     refuse_busy_port()
     quiet_torch()
     share_cores()
-    with Stop(config) as stop:  # First, so that signals are handled during slow work.
-        with without_collection(), _said_by_each_host():
-            prepared = prepare(config, draw)
-            from pipeline.train.run import train_prepared  # Late: imports DeepSpeed.
+    run_training(config, draw)
 
-        train_prepared(stop, prepared)
+
+def run_training(config: RunConfig, draw: str | None = None) -> None:
+    """`run`, in a process whose launcher was checked. draw: see `prepare`."""
+    with Stop(config) as stop:  # First, so that signals are handled during slow work.
+        with _said_by_each_host():
+            prepared = prepare(config, draw)
+        _train(stop, prepared)
+
+
+def _train(stop: Stop, prepared: Prepared) -> None:
+    """Start or resume a run and train to the end of `train.length`. Raises UserError for a user's mistake.
+
+    A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
+    """
+    from pipeline.train.run_facts import caveats  # Late: imports torch.
+    from pipeline.train.setup import set_up  # Late: imports DeepSpeed.
+
+    run = set_up(stop, prepared)
+    stop.show_end = run.show_end
+    reason = None
+    try:
+        reason = _train_until_stopped(run)
+        if not reason:
+            stop.caveat = caveats(run)
+    finally:
+        run.close(is_finished=reason == "")
+    progress, console = run.progress, run.console
+    if reason:
+        console.say(
+            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
+        )
+        stop.leave(progress.step, reason)
+    stop.show_end("finished", stop.caveat)
+    but = f", but {stop.caveat}" if stop.caveat else ""
+    if progress.start >= prepared.plan.steps:
+        console.say(f"nothing left to do: the run is finished{but}")
+        return
+    console.say(
+        f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in {run.folder}{but}"
+    )
+
+
+def _train_until_stopped(run: "TrainingRun") -> str:
+    """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
+    from pipeline.train.loop import train_on_all_ranks  # Late: imports torch.
+
+    progress, stop = run.progress, run.stop
+    try:
+        stop.begin_training(progress.start)
+        for evaluator in run.evaluators:
+            if run.ranks.agree(evaluator.is_missing(progress.start)):
+                evaluator.evaluate_on_all_ranks(progress.start)
+            else:
+                evaluator.mark_best_again(progress.start)
+        run.console.open_bar(progress.start, run.plan.steps)
+        train_on_all_ranks(run)
+        run.saver.wait()
+    except Stopped:  # On all ranks at the same step or evaluation batch.
+        run.save_before_stop_on_all_ranks()
+        run.saver.wait()
+        return stop.agreed_reason_on_all_ranks()
+    stop.committed(progress.step)
+    run.report_bad_samples_on_all_ranks()
+    return ""
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The state of a run during training, and what the loop does beside the step: loss spikes, logging, saving."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,13 @@ from pipeline.base.metric import Metric
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
 from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
-from pipeline.checkpoint.store import Checkpoints, commit_minutes, step_name
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.checkpoint.store import Checkpoints, Counts, State, commit_minutes, read_state, step_name, step_of, verify
 from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.estimate.plan import Plan
+from pipeline.data.storage.retry import Retry
 from pipeline.lifecycle.run_folder import RUN_FOLDER, Ending
 from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
@@ -32,11 +34,8 @@ from pipeline.process import waits
 from pipeline.process.console import Console, progress_line
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
-from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.feed import Feed
-from pipeline.train.run_counts import RunCounts
 from pipeline.train.run_facts import result
 from pipeline.train.start import Prepared
 
@@ -59,45 +58,72 @@ class Progress:
     skipped_batches: list[tuple[int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """What every part of a run uses. prepared: data and plan. identity: settings and data, saved with each checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class RunContext(Prepared):
+    """A run whose ranks have met. identity: settings and data, saved with each checkpoint.
 
-    before: how the run's last start ended, in words; rank 0 only. trained_on: by this run, by those whose weights it began with, and by its
-    teacher, as far as recorded.
+    trained_on: by this run, by those whose weights it began with, and by its teacher, as far as recorded.
     """
 
-    config: RunConfig
-    prepared: Prepared
     ranks: Ranks
     stop: Stop
     console: Console
     identity: dict[str, Any]
-    before: str
     trained_on: Sequence[TrainedSet] = ()
-
-    @property
-    def plan(self) -> Plan:
-        return self.prepared.plan
 
     @property
     def folder(self) -> Path:
         return self.stop.folder.path
 
 
-@dataclass(frozen=True)
-class Training:
-    """What trains: engine.objective on the batches of the feed."""
+class RunCounts:
+    """Continues the counts of a checkpoint, so that a resumed run reports what an undisturbed one would.
+
+    A rank counts without the others; `gather_on_all_ranks` adds up. A rollback takes nothing back: the images of the discarded
+    steps could not be read, and their batches are not read again.
+
+    unreadable: row of the training split -> why it cannot be read. Each row counts once, however often and on whichever rank it was met.
+    """
+
+    def __init__(self, before: Counts, retry: Retry, ranks: Ranks) -> None:
+        """before: of the checkpoint that the run resumes from. retry: counts this rank's retries since this start."""
+        self.retry, self.ranks = retry, ranks
+        self.unreadable = dict(before.unreadable)
+        self.storage_retries = before.storage_retries
+        self._new: dict[int, str] = {}
+        self._retries_counted = 0  # Of this rank since this start, contained in storage_retries.
+
+    def add(self, batches: Iterable[Batch], reasons: Mapping[int, str]) -> None:
+        """Count the unreadable images of a completed step on this rank. reasons: of all unreadable rows."""
+        for batch in batches:
+            for row in batch.rows[~batch.valid.numpy()].tolist():
+                if row not in self.unreadable:
+                    self._new[row] = reasons[row]
+
+    def gather_on_all_ranks(self) -> None:
+        """Add what all ranks counted since the last call: afterwards the counts are the same on every rank."""
+        retries = self.retry.retries
+        for unreadable, new_retries in self.ranks.gather((self._new, retries - self._retries_counted)):
+            for row, reason in unreadable.items():
+                self.unreadable.setdefault(row, reason)
+            self.storage_retries += new_retries
+        self._new, self._retries_counted = {}, retries
+
+    def to_save(self, loss_spikes: int) -> Counts:
+        """The counts of a checkpoint, as they were last gathered. loss_spikes: so far, the same on every rank."""
+        return Counts(loss_spikes, self.storage_retries, sorted(self.unreadable.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(RunContext):
+    """Everything that the training loop uses; made by `setup.set_up`.
+
+    tracker, drawing: rank 0 only. damaged: names of damaged checkpoints, which do not count as kept ones.
+    """
 
     engine: "Engine"
     feed: Feed
     peak_lr: float
-
-
-@dataclass(frozen=True)
-class Monitoring:
-    """What measures a run, and what keeps an eye on it. tracker, drawing: rank 0 only."""
-
     meter: Meter
     host_meter: HostMeter
     spikes: SpikePolicy
@@ -107,37 +133,20 @@ class Monitoring:
     watchdog: Watchdog
     tracker: Tracker | None
     drawing: DrawingProcess | None
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What saves. damaged: names of damaged checkpoints, which do not count as kept ones."""
-
     checkpoints: Checkpoints
     saver: Saver
     damaged: set[str]
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """Everything the training loop uses; made by `setup.set_up`."""
-
-    context: RunContext
-    training: Training
-    monitoring: Monitoring
-    saving: Saving
-    evaluators: Sequence["Evaluator"]
     progress: Progress
+    evaluators: list["Evaluator"] = field(default_factory=list)
 
     # ------------------------------------------------------------------ around the step
     def record_step(self, micro_batches: Sequence[Batch], loss: Tensor) -> None:
         """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
-        monitoring, console, step = self.monitoring, self.context.console, self.progress.step
-        monitoring.spikes.add(step, loss)
-        monitoring.counts.add(micro_batches, self.training.feed.loader.bad)
-        monitoring.meter.step(self.context.plan.global_batch, self.training.feed.part(step - 1))
-        console.advance()
-        self.saving.saver.check_writer()
+        self.spikes.add(self.progress.step, loss)
+        self.counts.add(micro_batches, self.feed.loader.bad)
+        self.meter.step(self.plan.global_batch)
+        self.console.advance()
+        self.saver.check_writer()
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
@@ -145,8 +154,8 @@ class TrainingRun:
         "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
         the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
         """
-        config, console, progress = self.context.config, self.context.console, self.progress
-        engine, spikes, tracker = self.training.engine, self.monitoring.spikes, self.monitoring.tracker
+        config, console, progress = self.config, self.console, self.progress
+        engine, spikes, tracker = self.engine, self.spikes, self.tracker
         lines, roll_back_before = spikes.react()
         for line in lines:
             console.say(line)
@@ -158,14 +167,12 @@ class TrainingRun:
             )
         if roll_back_before is None:
             return False
-        with self.monitoring.meter.paused():
-            self.saving.saver.wait()
+        with self.meter.paused():
+            self.saver.wait()
             with waits.waiting(
                 "an earlier checkpoint to be read", 60 * commit_minutes(config), "checkpoint.wait_minutes"
             ):
-                state = resume.go_back_on_all_ranks(
-                    self.saving.checkpoints, engine, roll_back_before, self.context.ranks, console
-                )
+                state = go_back_on_all_ranks(self.checkpoints, engine, roll_back_before, self.ranks, console)
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -183,9 +190,8 @@ class TrainingRun:
     # ------------------------------------------------------------------ log, save
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
         """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
-        context, monitoring, progress = self.context, self.monitoring, self.progress
-        plan, ranks, counts, meter = context.plan, context.ranks, monitoring.counts, monitoring.meter
-        engine, loader, saver = self.training.engine, self.training.feed.loader, self.saving.saver
+        plan, ranks, counts, progress = self.plan, self.ranks, self.counts, self.progress
+        engine, loader, saver = self.engine, self.feed.loader, self.saver
         counts.gather_on_all_ranks()
         num_bad = len(counts.unreadable)
         batches_seen = batches_before(progress.step, progress.skipped_batches)
@@ -195,41 +201,41 @@ class TrainingRun:
             **logged,
             "lr": lr,
             "grad_norm": grad_norm,
-            **meter.read(),
-            "epoch": self.training.feed.epochs(batches_seen),
+            **self.meter.read(),
+            "epoch": self.feed.epochs(batches_seen),
             "skipped_steps": engine.skipped_steps,
-            "loss_spikes": monitoring.spikes.num_spikes,
+            "loss_spikes": self.spikes.num_spikes,
             "bad_samples": num_bad,
             "storage_retries": counts.storage_retries,
             **saver.read(),
-            **monitoring.host_meter.read_on_all_ranks(),
+            **self.host_meter.read_on_all_ranks(),
         }
         collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
         if collapse:
             metrics["collapse"] = 1
-        declared = engine.objective.values(context.config)
+        declared = engine.objective.values(self.config)
         shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
-        context.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
-        lines = monitoring.collapses.changed("loss", progress.step, collapse)
-        for line in lines + monitoring.slow_ranks.changed(meter.own_seconds):
-            context.console.say(line)
-        if monitoring.tracker:
-            monitoring.tracker.log(progress.step, metrics)
+        self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
+        lines = self.collapses.changed("loss", progress.step, collapse)
+        for line in lines + self.slow_ranks.changed(self.meter.own_seconds):
+            self.console.say(line)
+        if self.tracker:
+            self.tracker.log(progress.step, metrics)
         saver.check()
-        context.stop.committed(saver.committed_step, saver.longest)
+        self.stop.committed(saver.committed_step, saver.longest)
         # The limit is for all ranks and starts together; each loader knows only its own.
         if num_bad > loader.max_bad and (text := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):
             raise UserError(text)
 
     def save_on_all_ranks(self, keep: bool = False) -> None:
         """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""
-        step, engine, saving = self.progress.step, self.training.engine, self.saving
-        self.monitoring.watchdog.at(step, "checkpoint")
-        saving.damaged.discard(step_name(step))  # It is overwritten.
-        self.monitoring.counts.gather_on_all_ranks()
-        commit = self._commit(Retention(self.context.config.checkpoint.keep, sorted(saving.damaged), keep))
-        with engine.clock.host("checkpoint"):
-            saving.saver.save(step, engine.part(), commit)
+        step = self.progress.step
+        self.watchdog.at(step, "checkpoint")
+        self.damaged.discard(step_name(step))  # It is overwritten.
+        self.counts.gather_on_all_ranks()
+        commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
+        with self.engine.clock.host("checkpoint"):
+            self.saver.save(step, self.engine.part(), commit)
         self.progress.saved = step
 
     def save_before_stop_on_all_ranks(self) -> None:
@@ -238,11 +244,11 @@ class TrainingRun:
         Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the outcome is
         that of a run that was not stopped.
         """
-        progress, console = self.progress, self.context.console
-        self.monitoring.counts.gather_on_all_ranks()
+        progress, console = self.progress, self.console
+        self.counts.gather_on_all_ranks()
         if progress.step == progress.saved:
             return
-        lines, roll_back_before = self.monitoring.spikes.react()
+        lines, roll_back_before = self.spikes.react()
         for line in lines:
             console.say(line)
         if roll_back_before is None or not progress.saved:
@@ -255,22 +261,22 @@ class TrainingRun:
 
     def _commit(self, retention: Retention) -> Commit | None:
         """Content of a checkpoint other than tensors; None except on rank 0."""
-        if not self.context.ranks.is_main:
+        if not self.ranks.is_main:
             return None
-        config, dataset, progress = self.context.config, self.context.prepared.data.dataset, self.progress
-        engine, spikes = self.training.engine, self.monitoring.spikes
+        config, dataset, progress = self.config, self.data.dataset, self.progress
+        engine, spikes = self.engine, self.spikes
         model = engine.objective.backbone.config
-        trained_on = [asdict(one) for one in self.context.trained_on]
+        trained_on = [asdict(one) for one in self.trained_on]
         state = {
             "step": progress.step,
             "samples_seen": progress.step * config.train.global_batch,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "engine": asdict(engine.counters()),
             "model": model.to_dict(),
-            "identity": self.context.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},
+            "identity": self.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},
             "losses": list(spikes.scores.recent),
             "left_out": progress.skipped_batches,
-            "counts": asdict(self.monitoring.counts.to_save(spikes.num_spikes)),
+            "counts": asdict(self.counts.to_save(spikes.num_spikes)),
             TRAINED_ON: trained_on,
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
@@ -284,7 +290,7 @@ class TrainingRun:
         }
         if dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
-        split = self.context.prepared.data.split
+        split = self.data.split
         if isinstance(split, MixedSplit) and split.class_maps:
             extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
@@ -293,25 +299,24 @@ class TrainingRun:
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
         """Print a line for each sample that could not be read on any rank since the run's first start."""
-        self.monitoring.counts.gather_on_all_ranks()
-        bad = self.monitoring.counts.unreadable
-        for row, key in zip(sorted(bad), self.context.prepared.data.split.keys(sorted(bad)), strict=True):
-            self.context.console.say(f"left out {key}: {bad[row]}")
+        self.counts.gather_on_all_ranks()
+        bad = self.counts.unreadable
+        for row, key in zip(sorted(bad), self.data.split.keys(sorted(bad)), strict=True):
+            self.console.say(f"left out {key}: {bad[row]}")
 
     def close(self, is_finished: bool) -> None:
         """End threads and processes."""
-        monitoring = self.monitoring
-        monitoring.watchdog.close()
-        self.context.console.close_bar()
-        self.training.feed.loader.close()
-        self.saving.saver.close()
-        if monitoring.drawing:
-            monitoring.drawing.end(last=is_finished and self.progress.step > self.progress.start)
+        self.watchdog.close()
+        self.console.close_bar()
+        self.feed.loader.close()
+        self.saver.close()
+        if self.drawing:
+            self.drawing.end(last=is_finished and self.progress.step > self.progress.start)
         waits.say_with(None)  # The console was this run's.
 
     def show_end(self, how: Ending, reason: str) -> None:
         """Show on the run's page how this start ended."""
-        if (tracker := self.monitoring.tracker) is None:
+        if (tracker := self.tracker) is None:
             return
         step = self.progress.step
         status, outcome = "FAILED", f"{how} after step {step:,}: {reason}"
@@ -320,4 +325,25 @@ class TrainingRun:
         elif how == "stopped":
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
         told = result(self, tracker.facts, status, outcome)
-        tracker.finish(status, how != "finished", outcome, told, self.monitoring.collapses.first)
+        tracker.finish(status, how != "finished", outcome, told, self.collapses.first)
+
+
+def go_back_on_all_ranks(
+    checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console
+) -> State | None:
+    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
+
+    No save may be in flight.
+    """
+    for path in ranks.on_main(checkpoints.candidates):
+        if step_of(path) >= spike:
+            continue
+        if not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
+            state = read_state(path)
+            # From here on, a killed run must not resume from a checkpoint after the spike.
+            ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
+            engine.load(ShardedTensors.open(path), state.engine)
+            console.say(f"back to {path}, continuing with the data after the spike")
+            return state
+    console.say("no checkpoint before the spike to roll back to: continuing")
+    return None

@@ -102,9 +102,7 @@ def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a folder should be")
     saver = Saver(str(tmp_path / "file" / "checkpoints"), ALONE, 5)
     saver.save(1, *real_part(1))
-    with pytest.raises(
-        UserError, match=r"the checkpoint of step 1 .*file/checkpoints: a file is where .*starts the run again"
-    ):
+    with pytest.raises(UserError, match=r"the checkpoint of step 1 .*file/checkpoints: .*starts the run again"):
         saver.wait()
     saver.close()
 

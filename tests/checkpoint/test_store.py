@@ -131,10 +131,10 @@ def test_another_models_tensors_are_refused(tmp_path: Path) -> None:
             sharded.check(other)
 
 
-@pytest.mark.parametrize(("found", "said"), [(2, "reads up to 1. Use the version"), (0, "init.weights=")])
-def test_another_formats_checkpoint_is_refused(found: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("found", [0, 2])
+def test_another_formats_checkpoint_is_refused(found: int, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": found, "step": 1}))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"has format {found}, .* init.weights="):
         read_state(tmp_path)
 
 
@@ -401,7 +401,7 @@ def test_a_start_and_the_writer_of_a_killed_run_name_the_newest_at_the_same_time
 
     def start_meanwhile(descriptor: int) -> None:
         monkeypatch.setattr(os, "fsync", fsync)
-        assert Checkpoints(tmp_path).repair_latest(newest)
+        Checkpoints(tmp_path).point_at(newest)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", start_meanwhile)

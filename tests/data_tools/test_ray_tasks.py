@@ -14,8 +14,6 @@ from polling import until
 from launch import ray_run
 from pipeline import ray_tasks
 from pipeline.base.errors import CrashError, Stopped, UserError
-from pipeline.settings.command import read_settings
-from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,40 +48,11 @@ def test_ranks_wait_for_resources_with_a_word_a_limit_and_an_ear_for_signals(
         remove_placement_group(held)
 
 
-def test_what_a_node_does_not_have_is_said_before_ranks_run(ray_cluster: int, tmp_path: Path) -> None:
-    """With RAY_ADDRESS and no job, Ray's processes run in another folder."""
-    config, away = tmp_path / "run.yaml", str(tmp_path / "away.safetensors")
-    config.touch()
-    for command, inputs, named in (
-        (["work/absent.py"], {}, "work/absent.py is not in the folder where Ray's processes run on .*--working-dir"),
-        (["-c", ""], {"absent.yaml": "--config absent.yaml"}, "--config absent.yaml is not in .*--working-dir"),
-        (
-            ["-c", "", "--config", str(config)],
-            {str(config): "--config", away: f"init.weights = {away}"},
-            f"init.weights = {away} is missing on .* Put it on storage that all nodes share",
-        ),
-    ):
-        with pytest.raises(UserError, match=f"^{named}"):
-            ray_tasks.run_ranks(command, 1, 1, print, lambda: False, inputs=inputs)
-
-
 def test_a_lost_rank_is_a_crash(ray_cluster: int) -> None:
     """Not a mistake of the user (exit code 2), after which a supervisor does not start the run again."""
     kill = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
     with pytest.raises(CrashError, match=r"^a rank is lost: "):
         ray_tasks.run_ranks(["-c", kill], 1, 1, print, lambda: False)
-
-
-def test_what_ranks_read_from_this_machine_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("name: x")
-    Path("vit").mkdir()
-    given = ["data.path=s3://bucket/set", "init.weights=vit", "train.length=1 epochs", "train.loss=softmax"]
-    for option in (["--config", "run.yaml"], ["--config=run.yaml"]):
-        command = [*option, *given]
-        found = ray_run._local_inputs(read_settings(RunConfig, command), ["launch/pretrain.py", *command])
-        assert found == {"vit": "init.weights = vit", "run.yaml": "--config run.yaml"}
-    assert ray_run._local_inputs(read_settings(RunConfig, ["name=x", *given, "init.weights=elsewhere"]), given) == {}
 
 
 def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(

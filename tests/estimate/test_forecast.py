@@ -19,7 +19,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup
-from pipeline.train.run import run_training
+from pipeline.train.start import run_training
 
 ROOT = Path(__file__).parents[2]
 L16 = ROOT / "configs/pretrain/vit_l16_imagenet21k.yaml"

@@ -45,7 +45,7 @@ from pipeline.model.files import write_safetensors
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings.commands.data import ShardConfig
-from pipeline.train import resume
+from pipeline.train import setup
 from pipeline.transfer.vtab_tasks import TASKS
 
 SECONDS_EACH = 30
@@ -257,7 +257,7 @@ def read_checkpoints(run: Path) -> tuple[str, set[str]]:
     """The checkpoint that a resume goes on from, and damaged ones."""
     facts = {"seed": 0, "excluded": "none", "evaluation_excluded": "none"}
     checkpoints, alone = Checkpoints(run / "checkpoints"), Ranks(0, 0, 1, torch.device("cpu"))
-    found, damaged = resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, Console(run / "log", True))
+    found, damaged = setup.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, Console(run / "log", True))
     assert found is not None
     newest = samples._newest_state(run)
     assert newest is not None

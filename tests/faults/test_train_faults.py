@@ -39,7 +39,7 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
-from pipeline.train import resume, setup
+from pipeline.train import setup
 from pipeline.train.training_run import TrainingRun
 from pipeline.train.zero import engine
 from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
@@ -123,7 +123,7 @@ def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) ->
         )
         config = load([*fine_tuning(dataset, tmp_path, tmp_path / "four.pt"), "init.new_head=false"])
         (tmp_path / "log.txt").write_text("")
-        resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
+        setup.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
         return (tmp_path / "log.txt").read_text()
 
     assert "classes" not in begin("class0", "class1", "class2", "class3")
@@ -137,7 +137,7 @@ def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) ->
 def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_path: Path) -> None:
     models.save(models.create("ViT-mu/8", 16, 7, representation=True), tmp_path / "seven.pt")
     config = load([*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32"])
-    model, _ = resume.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
+    model, _ = setup.initial_model(config, open_dataset(dataset), None, Console(tmp_path / "log.txt", False))
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
@@ -145,7 +145,7 @@ def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_pa
     by_bicubic = load(
         [*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32", "init.kernel=bicubic"]
     )
-    other, _ = resume.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
+    other, _ = setup.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
     assert "positions: 2 x 2 resampled to 4 x 4 by the kernel bicubic" in (tmp_path / "log.txt").read_text()
     assert other.config.to_dict()["kernel"] == "bicubic"  # in the run's checkpoints, and so in what reads them
     assert not torch.equal(other.positions, model.positions)
@@ -214,7 +214,7 @@ def train_until_a_disk_of_rank_1_fails(argument: tuple[int, list[str]]) -> None:
     record = TrainingRun.record_step
 
     def fails(run: TrainingRun, *of: Any) -> None:
-        if run.context.ranks.rank == 1 and run.progress.step == 3:
+        if run.ranks.rank == 1 and run.progress.step == 3:
             raise OSError(number, os.strerror(number), "/local/cache")
         record(run, *of)
 
@@ -312,19 +312,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     alone, said = Ranks(0, 0, 1, torch.device("cpu")), tmp_path / "log.txt"
     checkpoints, console = Checkpoints(tmp_path / "checkpoints"), Console(said, True)
     facts = {"seed": 0, "ranks": 2, "excluded": "none", "evaluation_excluded": "none"}
-    assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (None, set())
+    assert setup.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (None, set())
     for step in (10, 20):
         save_all(checkpoints.folder, step, identity={"seed": 0, "ranks": 3})
     newest = checkpoints.folder / "step-00000020"
-    assert resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (newest, set())
+    assert setup.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console) == (newest, set())
     assert "changed since the checkpoint: ranks was 3, is 2" in said.read_text()
     with pytest.raises(UserError, match=r"step-00000020 cannot be continued: seed was 0, is 1. Set it back"):
-        resume.find_checkpoint_on_all_ranks(checkpoints, {**facts, "seed": 1}, 99, alone, console)
+        setup.find_checkpoint_on_all_ranks(checkpoints, {**facts, "seed": 1}, 99, alone, console)
 
     for folder in checkpoints.folder.glob("step-*"):
         (folder / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"no checkpoint in .* is intact. Remove that folder"):
-        resume.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console)
+        setup.find_checkpoint_on_all_ranks(checkpoints, facts, 99, alone, console)
 
 
 def test_a_run_keeps_its_checkpoints_in_a_bucket(

@@ -54,7 +54,7 @@ def pretend() -> None:
     from torch import library
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pipeline.train.zero.deepspeed_import import deepspeed  # noqa: F401
+    from pipeline.train.zero.internals import deepspeed  # noqa: F401
 
     # isort: split
     from deepspeed.accelerator import set_accelerator

@@ -1,4 +1,4 @@
-"""Ranks of `pipeline.train.run.run`, forked from one process that has imported everything: a start costs a second, not ten."""
+"""Ranks of `pipeline.train.start.run`, forked from one process that has imported everything: a start costs a second, not ten."""
 
 import contextlib
 import importlib
@@ -29,7 +29,7 @@ import warm_writers
 warm_writers.begin()  # Before torch is there, of which writers need nothing.
 from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
-import pipeline.train.run
+import pipeline.train.setup
 import torch.utils.cpp_extension, torch._dynamo, deepspeed.module_inject.auto_ep_layer  # What every start imports,
 import pipeline.data.mixture.run_data, PIL.Image
 PIL.Image.preinit()  # and what every first image does.
@@ -95,7 +95,7 @@ def train(runs: list[list[str]]) -> None:
     """In a rank: one run after another. runs: their overrides of a RunConfig."""
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
-    from pipeline.train.run import run_training
+    from pipeline.train.start import run_training
 
     for overrides in runs:
         run_training(schema.load(RunConfig, None, overrides), draw="pipeline.review.draw")

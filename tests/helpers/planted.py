@@ -17,7 +17,7 @@ from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import loop, setup
 from pipeline.train.evaluators import SplitEvaluator
-from pipeline.train.run import run_training
+from pipeline.train.start import run_training
 
 # isort: split
 # After pipeline.train, which imports DeepSpeed without what takes seconds.

@@ -56,7 +56,6 @@ def test_large_views_are_drawn_small_in_one_scale(tmp_path: Path, monkeypatch: p
     [
         # Two images beside each other, of two large views and a small one, which are eight of 96 pixels by default.
         (["train.loss=dino", "augment.crop=inception", "objective={local_views: 1, local_size: 8}"], {1: (80, 80)}),
-        (["train.image_sizes=8"], {1: (24, 24), 2: (48, 48)}),
     ],
 )
 def test_a_checkpoint_has_the_settings_of_its_objective(

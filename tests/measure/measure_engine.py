@@ -39,7 +39,7 @@ def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Call
     model, optimizer = _model_and_optimizer(given)
     run = settings(Case(given.model, given.pixels, given.batch, 0.0), f"engine.precision={given.precision}")
     engine = pipeline_engine(run, Classification(model, "softmax"), optimizer)
-    meter = Meter(ranks, engine.clock, flops_per_image=[1.0], peak=1.0)
+    meter = Meter(ranks, engine.clock, flops_per_image=1.0, peak=1.0)
 
     def step(number: int) -> float:
         result = training_step(engine, [batch], number, _LR)

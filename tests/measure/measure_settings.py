@@ -60,7 +60,6 @@ _MAYBE: tuple[tuple[float, tuple[str, ...]], ...] = (
     (0.1, ("augment.randaugment_layers=2",)),
     (0.1, ("augment.crop=random_resized",)),
     (0.25, ("train.micro_batch=12", "train.micro_batch=24", "train.micro_batch=3")),
-    (0.15, ("train.image_sizes=[8,16]",)),
     (
         0.3,
         (

@@ -30,14 +30,15 @@ def train_both_ways(nothing: Any) -> None:
     from pipeline.settings import schema
     from pipeline.settings.run import RunConfig
     from pipeline.train.loop import training_step
-    from pipeline.train.zero import engine as engines
+    from pipeline.train.zero import internals
+    from pipeline.train.zero.engine import start_ranks
 
     ranks = from_environment()
-    engines.start_ranks(ranks, timeout_minutes=5)
-    few: Callable[[Any], None] = engines.use_few_kernels
+    start_ranks(ranks, timeout_minutes=5)
+    few: Callable[[Any], None] = internals.use_few_kernels
     found = []
     for use in (lambda optimizer: None, few):
-        engines.use_few_kernels = use
+        internals.use_few_kernels = use
         given = [*TINY, "engine.zero_stage=1", "engine.precision=bf16", "optimizer.clip=0.1"]
         engine, plan = make_engine(schema.load(RunConfig, None, given), 4, ranks)
         losses, norms = [], []

@@ -31,7 +31,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
-from pipeline.train import resume
+from pipeline.train import setup
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 LEFT_OUT = [3, 40, 41, 149]
@@ -109,9 +109,9 @@ def test_a_limited_run_has_its_samples_and_keeps_them(said: str, run: Path, data
     checkpoints, console = Checkpoints(limited / "checkpoints"), Console(limited / "log.txt", False)
     newest = checkpoints.candidates()[0]
     then = read_state(newest).identity
-    assert resume.find_checkpoint_on_all_ranks(checkpoints, then, 99, ALONE, console) == (newest, set())
+    assert setup.find_checkpoint_on_all_ranks(checkpoints, then, 99, ALONE, console) == (newest, set())
     with pytest.raises(UserError, match=r"data\.limit was 60, is 70"):
-        resume.find_checkpoint_on_all_ranks(checkpoints, {**then, "data.limit": "70"}, 99, ALONE, console)
+        setup.find_checkpoint_on_all_ranks(checkpoints, {**then, "data.limit": "70"}, 99, ALONE, console)
 
 
 def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path, tmp_path: Path) -> None:
@@ -128,22 +128,22 @@ def test_a_checkpoint_that_knows_less_settings_is_continued(said: str, run: Path
         sums["state.json"] = asdict(checksum(folder / "state.json"))
         (folder / "checksums.json").write_text(json.dumps(sums))
     console = Console(tmp_path / "log.txt", False)
-    assert resume.find_checkpoint_on_all_ranks(checkpoints, now, 99, ALONE, console) == (
+    assert setup.find_checkpoint_on_all_ranks(checkpoints, now, 99, ALONE, console) == (
         checkpoints.candidates()[0],
         set(),
     )
     with pytest.raises(UserError, match=r"model\.positions was learned, is none"):
-        resume.find_checkpoint_on_all_ranks(checkpoints, {**now, "model.positions": "none"}, 99, ALONE, console)
+        setup.find_checkpoint_on_all_ranks(checkpoints, {**now, "model.positions": "none"}, 99, ALONE, console)
 
 
 def test_ranks_that_see_other_lists_are_stopped() -> None:
     """Another node's copy of the data set, or a list that changed between the starts of two ranks."""
     facts = {"fingerprint": "f", "excluded": "none"}
-    resume.refuse_other_facts(facts, dict(facts))
+    setup.refuse_other_facts(facts, dict(facts))
     with pytest.raises(
         UserError, match=r"^differs from rank 0: excluded is 1 samples \(ab\) here, none on rank 0; left_out"
     ):
-        resume.refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts)
+        setup.refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts)
 
 
 def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:

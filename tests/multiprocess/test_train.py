@@ -39,7 +39,7 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import WeightsConfig
 from pipeline.settings.run import AugmentConfig, RunConfig
-from pipeline.train import resume
+from pipeline.train import setup
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
@@ -295,7 +295,7 @@ def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(datas
     checkpoint = run / "checkpoints" / "step-00000006"
     now = {**read_state(checkpoint).identity, "train.loss": "masked_pixels"}
     with pytest.raises(UserError, match=r"train\.loss was masked_mean_color, is masked_pixels"):
-        resume._compare(checkpoint, now, STEPS + 1)
+        setup._compare(checkpoint, now, STEPS + 1)
 
 
 def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matrix: Path) -> None:

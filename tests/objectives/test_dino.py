@@ -21,7 +21,7 @@ from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig
-from pipeline.train.resume import initial_model
+from pipeline.train.setup import initial_model
 
 GIVEN = DinoSettings(
     prototypes=12, hidden=16, bottleneck=8, local_views=2, local_size=8, teacher_temperature=0.07, momentum=0.9

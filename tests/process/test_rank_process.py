@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.process.rank_process import (
+from pipeline.ray_tasks.ranks import (
     RankPlacement,
     RankProcess,
     local_gpu,
@@ -14,8 +14,8 @@ from pipeline.process.rank_process import (
 
 
 def test_each_rank_finds_its_place_in_the_environment() -> None:
-    places = [RankPlacement("10.0.0.1", -1), RankPlacement("10.0.0.2", -1), RankPlacement("10.0.0.1", -1)]
-    found = rank_environments(places, 29500, cpus=2)
+    places = [RankPlacement("10.0.0.1", -1, 29500), RankPlacement("10.0.0.2", -1), RankPlacement("10.0.0.1", -1)]
+    found = rank_environments(places, cpus=2)
     assert [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_SIZE"]) for one in found] == [
         ("0", "0", "2"),
         ("1", "0", "1"),
@@ -25,7 +25,7 @@ def test_each_rank_finds_its_place_in_the_environment() -> None:
         ("3", "10.0.0.1", "29500", "2")
     }
     # With GPUs the local rank is the GPU's number, in whatever order they were given out.
-    on_gpus = rank_environments([RankPlacement("a", 3), RankPlacement("a", 1)], 29500, cpus=1)
+    on_gpus = rank_environments([RankPlacement("a", 3), RankPlacement("a", 1)], cpus=1)
     assert [one["LOCAL_RANK"] for one in on_gpus] == ["3", "1"]
 
 

@@ -14,7 +14,6 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.evaluate import architecture
-from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader
 from pipeline.review.reader import from_folder
@@ -107,21 +106,6 @@ def test_equal_budgets_by_hand(tmp_path: Path) -> None:
     assert found["large"].score is not None
     assert found["large"].score.step == 8
     assert found["large"].used == pytest.approx(8 * 32 * 2 * per_image)
-
-
-def test_equal_budgets_of_progressive_image_sizes(tmp_path: Path) -> None:
-    """The first half of the run had half of its compute, though its images cost a third of the others."""
-    plain = write_run(tmp_path / "plain", steps=20, evaluations={10: 0.4, 20: 0.5})
-    sizes = write_run(tmp_path / "sizes", steps=40, evaluations={20: 0.1, 26: 0.2, 30: 0.3, 40: 0.4})
-    records = compare.named([from_folder(plain), from_folder(sizes)])
-    parts = dataclasses.replace(records["sizes"], parameters={**records["sizes"].parameters, FLOPS_OF_PARTS: "1 3"})
-    assert parts.exaflops == pytest.approx(records["sizes"].exaflops)
-    per_image = parts.flops_per_image
-    budget, found = budgets.at_equal_budget({"plain": records["plain"], "sizes": parts}, budgets.FLOPS)
-    assert budget == pytest.approx(20 * 16 * per_image)
-    assert found["sizes"].score is not None
-    assert found["sizes"].score.step == 26
-    assert found["sizes"].used == pytest.approx((20 * 0.5 + 6 * 1.5) * 16 * per_image)
 
 
 def test_runs_of_other_seeds_have_a_mean_and_no_test(tmp_path: Path) -> None:

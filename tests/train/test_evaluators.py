@@ -22,7 +22,6 @@ from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
-from pipeline.train.run_facts import scores_in_words
 from pipeline.transfer.child_run import ScoresFile
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
@@ -34,9 +33,8 @@ def load(*settings: str) -> RunConfig:
 
 
 def names(config: RunConfig) -> list[str]:
-    context: Any = type("Context", (), {"config": config})
-    nothing: Any = None
-    return [evaluator.name for evaluator in evaluators_of(context, nothing, nothing, nothing)]
+    run: Any = SimpleNamespace(config=config)
+    return [evaluator.name for evaluator in evaluators_of(run)]
 
 
 def test_the_table_is_what_metrics_are_declared_for() -> None:
@@ -114,10 +112,8 @@ def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, 
     tracker.finish("KILLED")
     again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
     plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)))
-    context: Any = SimpleNamespace(folder=folder, config=load(), plan=plan)
-    nothing: Any = None
-    evaluator = SplitEvaluator(context, nothing, monitoring=SimpleNamespace(tracker=again), saver=nothing)  # type: ignore[arg-type]
-    assert evaluator.is_missing(50) == (not done)
+    run: Any = SimpleNamespace(folder=folder, config=load(), plan=plan, tracker=again)
+    assert SplitEvaluator(run).is_missing(50) == (not done)
     again.finish("FINISHED")
 
 
@@ -138,11 +134,14 @@ def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: 
     for _ in range(2):  # Also where nothing was lost.
         again = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=50)
         plan = SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from="scores")
-        context: Any = SimpleNamespace(folder=folder, config=load("checkpoint.best=val_top1"), plan=plan)
-        nothing: Any = None
-        monitoring: Any = SimpleNamespace(tracker=again)
-        saver: Any = SimpleNamespace(mark_best=mark_best)
-        evaluator = SplitEvaluator(context, nothing, monitoring, saver)
+        run: Any = SimpleNamespace(
+            folder=folder,
+            config=load("checkpoint.best=val_top1"),
+            plan=plan,
+            tracker=again,
+            saver=SimpleNamespace(mark_best=mark_best),
+        )
+        evaluator = SplitEvaluator(run)
         assert not evaluator.is_missing(50)
         evaluator.mark_best_again(50)
         again.finish("FINISHED")
@@ -151,19 +150,17 @@ def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: 
 
 def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None:
     """As of a split of which no image can be read."""
-    context: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         folder=tmp_path,
         config=load(),
         plan=SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from=""),
         console=SimpleNamespace(say=lambda line: None),
-    )
-    monitoring: Any = SimpleNamespace(
         collapses=SimpleNamespace(changed=lambda *found: []),
         tracker=SimpleNamespace(log=lambda step, metrics: None),
         drawing=None,
+        engine=SimpleNamespace(averaged=contextlib.nullcontext),
     )
-    engine: Any = SimpleNamespace(averaged=contextlib.nullcontext)
-    evaluator = SplitEvaluator(context, engine, monitoring, saver=engine)
+    evaluator = SplitEvaluator(run)
     scores = ClassificationScores(0.0, 0.0, math.nan, 37, 37)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SplitEvaluator, "measure_on_all_ranks", lambda self, step: Evaluation({}, scores.to_dict(), ""))
@@ -171,11 +168,3 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         evaluator.evaluate_on_all_ranks(50)
     assert not evaluator.is_missing(50)
     assert json_record.read(tmp_path / "scores.json", ScoresFile) == ScoresFile(None, 37, 0.0, 0.0)
-
-
-def test_the_last_scores_are_told_with_their_intervals() -> None:
-    scores = {"step": 40, "top1": 0.18, "loss": 2.07404, "num_samples": 50, "num_unreadable": 0}
-    assert scores_in_words(scores) == "top1 18.00 % [9.77, 30.80], loss 2.0740 on 50 images"
-    assert scores_in_words(
-        {"step": 1, "loss": None, "color_accuracy": 0.25, "num_samples": 1000, "num_unreadable": 2}
-    ) == ("color_accuracy 25.00 % on 1,000 images, 2 of them unreadable")

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.objectives.objective import Objective
 from pipeline.settings.objective_checks import OBJECTIVES
-from pipeline.train.resume import _other_comparison
+from pipeline.train.setup import _other_comparison
 
 NOW = {
     "train.loss": "dino",

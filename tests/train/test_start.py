@@ -26,8 +26,7 @@ from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import run, setup, start
-from pipeline.train.zero import engine
+from pipeline.train import setup, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,15 +42,6 @@ def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["[]", "mlflow compile"], done.stdout
-
-
-def test_no_values_are_written_out_while_deepspeed_starts() -> None:
-    """At stage 3 it writes out those of every parameter, for a message that it does not print."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    with engine._quiet():
-        shown = repr(parameter)
-    assert "0." not in shown
-    assert "0." in repr(parameter)
 
 
 def refused(command: str, *runs: list[str], **environment: str) -> list[str]:
@@ -238,7 +228,7 @@ def test_a_model_that_is_too_large_is_not_built(forge: Forge, dataset: Path, tmp
 def train_on_a_small_host(overrides: list[str]) -> None:
     """In a rank whose share of the host is a kilobyte."""
     setup.host_memory = lambda: 1000
-    run.run_training(schema.load(RunConfig, None, overrides))
+    start.run_training(schema.load(RunConfig, None, overrides))
 
 
 @pytest.mark.ranks
@@ -255,7 +245,7 @@ def train_without_temporary_files(overrides: list[str]) -> None:
     """In a rank: a run whose folder for temporary files is gone, which the start of its checkpoint writer finds."""
     tempfile.tempdir = "/nowhere"
     try:
-        run.run_training(schema.load(RunConfig, None, overrides))
+        start.run_training(schema.load(RunConfig, None, overrides))
     except OSError as error:
         until(lambda: "watchdog" not in {thread.name for thread in threading.enumerate()})
         raise SystemExit(3) from error

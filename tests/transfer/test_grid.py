@@ -36,7 +36,7 @@ from pipeline.review.reader import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.quantities import Limit
-from pipeline.train import resume
+from pipeline.train import setup
 from pipeline.train.run_facts import datasets_of
 from pipeline.transfer import grid
 from pipeline.transfer.child_run import ChildRun, make_child, read_outcome, trained_otherwise
@@ -501,7 +501,7 @@ def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path,
     with pytest.raises(UserError, match=refused):
         trained_otherwise(second)
     with pytest.raises(UserError, match=refused):
-        resume._compare(step, now, 12)
+        setup._compare(step, now, 12)
     assert trained_otherwise(first) == ""
     relative = then | {"out": "runs", RUN_FOLDER: str(first.folder)}  # Its `out` began in another folder.
     with pytest.raises(UserError, match=refused):

@@ -7,7 +7,7 @@ counted, and too many of them stop the run.
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
@@ -64,19 +64,17 @@ class Loader:
         pin: bool = False,
         is_stop_wanted: Callable[[], bool] = lambda: False,
         processes: int = 0,
-        writers: Sequence[ViewWriter] = (),
     ) -> None:
         """writer: makes the views of each image.
         prefetch: number of batches that are decoded ahead. pin: allocate views in pinned memory.
         is_stop_wanted: polled while waiting for a batch; when it returns True, the wait ends with Interrupted.
-        processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses). writers: what `writer` may be
-        replaced by.
+        processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses).
         """
         self.split, self.writer = split, writer
         self.is_stop_wanted = is_stop_wanted
         self.threads, self.prefetch, self.pin = processes or threads, prefetch, pin
         self.reader = ShardReader(split)
-        self.processes = WorkerProcesses(processes, split, writers or [writer]) if processes else None
+        self.processes = WorkerProcesses(processes, split, writer) if processes else None
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
         self.budget = BadBudget(max_bad_share)
         self.max_bad = min(self.budget.allowed(len(part)) for part in split.parts)
@@ -124,10 +122,10 @@ class Loader:
         # Two parts per thread over all batches in flight: fewer, larger parts measured 5 % faster.
         num_parts = -(-2 * self.threads // (self.prefetch + 1))
         if self.processes:
-            num_parts = max(num_parts, -(-len(rows) // self.processes.most_at_once(self.writer)))
+            num_parts = max(num_parts, -(-len(rows) // self.processes.most_at_once))
         ends = [len(rows) * n // num_parts for n in range(num_parts + 1)]
         parts = [samples.part(first, last) for first, last in pairwise(ends) if first < last]
-        return batch, [self.pool.submit(self._fill, self.writer, part) for part in parts]
+        return batch, [self.pool.submit(self._fill, part) for part in parts]
 
     def _new_images(self, *shape: int) -> Tensor:
         """Returns images of this shape in memory of an earlier batch that is no longer referenced, if there is any.
@@ -144,9 +142,9 @@ class Loader:
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
 
-    def _fill(self, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
+    def _fill(self, samples: BatchPart) -> dict[int, str]:
         """Decode samples into their places of a batch. Returns row -> why it cannot be read."""
-        return self.processes.fill(writer, samples) if self.processes else fill(self.reader, writer, samples)
+        return self.processes.fill(samples) if self.processes else fill(self.reader, self.writer, samples)
 
     def _finish(self, batch: Batch, parts: list[Future[dict[int, str]]]) -> Batch:
         for part in parts:

@@ -91,15 +91,17 @@ class WorkerProcesses:
     They are forked and use no GPU. They end with this process, however that happens.
     """
 
-    def __init__(self, count: int, split: Split, writers: Sequence[ViewWriter]) -> None:
-        """writers: all that `fill` may be called with. Raises UserError if the system refuses memory or another process."""
-        self.writers, self.retry = writers, split.storage.retry
-        size = max(_SHARED_BYTES, *(_bytes_per_sample(writer) for writer in writers))
+    def __init__(self, count: int, split: Split, writer: ViewWriter) -> None:
+        """Raises UserError if the system refuses memory or another process."""
+        self.writer, self.retry = writer, split.storage.retry
+        sample = _bytes_per_sample(writer)
+        size = max(_SHARED_BYTES, sample)
+        self.most_at_once = size // sample  # The largest number of samples that `fill` takes.
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for number in range(count):
             try:
-                worker = _start(mmap.mmap(-1, size), split, writers)
+                worker = _start(mmap.mmap(-1, size), split, writer)
             except OSError as error:
                 self.close()
                 raise UserError(
@@ -109,25 +111,20 @@ class WorkerProcesses:
             self._workers.append(worker)
             self._idle.put(worker)
 
-    def most_at_once(self, writer: ViewWriter) -> int:
-        """The largest number of samples that `fill` takes."""
-        return len(self._workers[0].shared) // _bytes_per_sample(writer)
-
-    def fill(self, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
+    def fill(self, samples: BatchPart) -> dict[int, str]:
         """`fill` in a process; waits until one is idle.
 
         Raises UserError as that does, RuntimeError with the traceback of any other exception, and OneRankCrashError if the process dies.
         """
         worker = self._idle.get()
         try:
-            number = next(number for number, known in enumerate(self.writers) if known is writer)
-            worker.connection.send((number, samples.rows, samples.epochs, samples.labels.shape[1]))
+            worker.connection.send((samples.rows, samples.epochs, samples.labels.shape[1]))
             found, retries = self._answer(worker)
             self.retry.add(retries)
             if isinstance(found, BaseException):
                 raise found
             bad, samples.labels[:], samples.valid[:] = found
-            for own, shared in zip(samples.views, _views(worker.shared, writer, len(samples.rows)), strict=True):
+            for own, shared in zip(samples.views, _views(worker.shared, self.writer, len(samples.rows)), strict=True):
                 own[:] = shared
         except (OSError, EOFError):
             raise OneRankCrashError(
@@ -153,7 +150,7 @@ class WorkerProcesses:
         self._workers.clear()
 
 
-def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _Worker:
+def _start(shared: mmap.mmap, split: Split, writer: ViewWriter) -> _Worker:
     ours, theirs = Pipe()
     dies_with_parent = dying_with_parent()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)  # Until the process ignores them.
@@ -175,17 +172,17 @@ def _start(shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> _W
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         torch.set_num_threads(1)  # OpenMP waits forever for its threads, which a fork does not copy.
         ours.close()
-        _work(theirs, shared, split, writers)
+        _work(theirs, shared, split, writer)
     finally:
         os._exit(0)
 
 
-def _work(connection: Connection, shared: mmap.mmap, split: Split, writers: Sequence[ViewWriter]) -> None:
+def _work(connection: Connection, shared: mmap.mmap, split: Split, writer: ViewWriter) -> None:
     reader, retry = ShardReader(split), split.storage.retry
     with contextlib.suppress(EOFError, OSError):  # The rank has closed its end.
         while True:
-            number, rows, epochs, max_labels = connection.recv()
-            writer, count, before = writers[number], len(rows), retry.retries
+            rows, epochs, max_labels = connection.recv()
+            count, before = len(rows), retry.retries
             views = list(_views(shared, writer, count))
             samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
             try:

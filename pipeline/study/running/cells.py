@@ -302,8 +302,6 @@ def _with_trunk(
 
 def _follows_length(config: RunConfig) -> str:
     """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is constant here."""
-    if config.train.image_sizes:
-        return "train.image_sizes"
     if config.optimizer.weight_decay_end is not None:
         return "optimizer.weight_decay_end"
     return f"train.loss = {config.train.loss}" if objectives.kind(config.train.loss).follows_length else ""

@@ -1,6 +1,6 @@
-"""DeepSpeed: the engine that trains under ZeRO, and where each ZeRO stage keeps weights and optimizer state.
+"""DeepSpeed: the engine that trains under ZeRO, and the average of its weights.
 
 Imports checkpoint/ (tensors), estimate/ (memory), monitor/ (clock), data/loading (batches), objectives/, model/, settings/, process/
 and base/.
-`deepspeed_import.py` is the only file that imports DeepSpeed. Used by train/ and data_tools/.
+`internals.py` is the only file that imports DeepSpeed, and the only one that knows what is not public in it. Used by train/ and data_tools/.
 """

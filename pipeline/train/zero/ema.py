@@ -7,8 +7,8 @@ from torch import Tensor, distributed, nn
 
 from pipeline.objectives.objective import stored_name
 from pipeline.process.distributed import Ranks
-from pipeline.train.zero import layout
-from pipeline.train.zero.layout import OptimizerShard
+from pipeline.train.zero import internals
+from pipeline.train.zero.internals import OptimizerShard
 
 
 class Ema:
@@ -60,11 +60,11 @@ class Teacher:
         for i, shard in enumerate(shards):
             for place in shard.places:
                 if (parameter := parameters.get(place.name)) is not None:
-                    held = getattr(parameter, "ds_tensor", parameter).data.view(-1)[: place.length]
+                    held = internals.held_by(parameter).view(-1)[: place.length]
                     self.parts.append((held, i, place.offset))
         if stage == 3:
             ours = set(map(id, parameters.values()))
-            self.persistent = [p for p in engine.optimizer.persistent_parameters if id(p) in ours]
+            self.persistent = [p for p in internals.persistent(engine) if id(p) in ours]
 
     def _lay_out(self, shards: list[OptimizerShard], parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
         """Make the parameters views of `self.flats`."""
@@ -92,4 +92,4 @@ class Teacher:
             distributed.all_gather_into_tensor(flat, mean.to(flat.device, flat.dtype))
         for held, i, offset in self.parts:
             held.copy_(self.ema.mean[i][offset : offset + held.numel()])
-        layout.gather_persistent(self.persistent)
+        internals.gather_persistent(self.persistent)

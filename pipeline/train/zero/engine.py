@@ -5,10 +5,9 @@ settings refuse them).
 """
 
 import atexit
+import contextlib
 import datetime
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipeline.base import random_numbers
@@ -35,15 +34,12 @@ from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
-from pipeline.train.zero import layout
-from pipeline.train.zero.bf16_gradients import use_few_kernels
-from pipeline.train.zero.deepspeed_import import deepspeed
+from pipeline.train.zero import internals
 from pipeline.train.zero.ema import Ema, Teacher
+from pipeline.train.zero.internals import OptimizerShard, deepspeed
 
 _FIRST_SCALE_POWER = 12
 _LET_GO_SECONDS = 0.02
-# State of DeepSpeed's dynamic loss scaler.
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def start_ranks(
@@ -60,7 +56,7 @@ def start_ranks(
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
-    with all_started(ranks, timeout_minutes, meet), _quiet():
+    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(None):
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
@@ -104,6 +100,7 @@ class Engine:
         self.optimizer_config, self.num_steps = optimizer_config, plan.steps
         self.ema: Ema | None = None
         self.teacher: Teacher | None = None
+        self.client = optimizer  # Whose state DeepSpeed's optimizer keeps.
         self._step = 0
         self._skipped_before = 0  # Steps skipped before this one.
         self._norm: float | None = None  # This step's gradient norm at stage 0.
@@ -111,12 +108,12 @@ class Engine:
         self.dtype = memory.dtype_of(config.precision)
         num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
-        _restore_linear()
-        with _quiet():
+        internals.restore_linear()
+        with contextlib.redirect_stdout(None):  # It prints its settings and timings.
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
-        use_few_kernels(self.optimizer)
+        internals.use_few_kernels(self.optimizer)
         if isinstance(optimizer, Muon) and self.stage:
             optimizer.lay_out({shard.key: shard.places for shard in self._shards()}, ranks.gather)
         if config.compile:
@@ -206,7 +203,7 @@ class Engine:
             yield
         for buffer, value in buffers.items():
             buffer.copy_(value)
-        layout.zero_states(self.engine)
+        _zero_states(self.client)
         self._count_on(counters)
         self.clock.read()
 
@@ -259,7 +256,7 @@ class Engine:
 
     def _swap(self, ema: Ema) -> None:
         ema.swap()
-        layout.publish(self.engine)
+        internals.publish(self.engine)
 
     def part(self) -> RankPart:
         """Return this rank's part of a checkpoint: live tensors, to be copied before the next step."""
@@ -268,12 +265,12 @@ class Engine:
         for i, shard in enumerate(shards):
             for place in shard.places:
                 if self.stage == 0:
-                    place = layout.owned(place, self.ranks.rank, self.ranks.world_size)
+                    place = place.share(self.ranks.rank, self.ranks.world_size)
                 if place.length:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
         states = self._states(shards)
-        constant = list(layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=False))
+        constant = list(internals.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=False))
         return RankPart(
             ranges,
             {
@@ -284,21 +281,20 @@ class Engine:
             [tensor for _, _, tensor in constant],
         )
 
-    def _shards(self) -> list[layout.OptimizerShard]:
-        return layout.shards(self.engine, self.ranks.rank)
+    def _shards(self) -> list[OptimizerShard]:
+        return internals.shards(self.engine, self.ranks.rank)
 
-    def _states(self, shards: list[layout.OptimizerShard]) -> dict[str, list[Tensor]]:
-        states = layout.states(self.engine, shards)
+    def _states(self, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
+        states = _states(self.client, shards)
         return states | {EMA: self.ema.mean} if self.ema else states
 
     def counters(self) -> Counters:
         """Return the counters to save with the tensors; the same on every rank."""
-        scaler = self._loss_scaler
         return Counters(
-            layout.optimizer_steps(self.engine, self._shards()),
+            _optimizer_steps(self.client, self._shards()),
             int(self.engine.global_steps),
             self.skipped_steps,
-            {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None,
+            internals.loss_scale(self.engine),
         )
 
     @torch.no_grad()
@@ -310,7 +306,7 @@ class Engine:
         sharded.check(self.shapes)
         shards = self._shards()
         of_optimizer = [name for name in sharded.states if name != EMA]
-        layout.begin_states(self.engine, shards, of_optimizer, counters.optimizer_steps)
+        _begin_states(self.client, shards, of_optimizer, counters.optimizer_steps)
         for name, flats in self._states(shards).items():
             if name in sharded.states:
                 _fill(
@@ -319,14 +315,16 @@ class Engine:
                     [
                         (place.name, place.start, flat.narrow(0, place.offset, place.length))
                         for flat, shard in zip(flats, shards, strict=True)
-                        if not layout.lacks(self.engine, shard, name)
+                        if not _lacks(self.client, shard, name)
                         for place in shard.places
                     ],
                 )
         _fill(
-            sharded, WEIGHTS, layout.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True)
+            sharded,
+            WEIGHTS,
+            internals.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True),
         )
-        layout.publish(self.engine)
+        internals.publish(self.engine)
         if self.ema and EMA not in sharded.states:
             self.ema.begin()  # The EMA was enabled after this checkpoint.
         if self.teacher:
@@ -336,18 +334,73 @@ class Engine:
     def _count_on(self, counters: Counters) -> None:
         self.engine.global_steps = counters.global_steps
         self.engine.skipped_steps = counters.skipped_steps
-        if self._loss_scaler and counters.loss_scale:
-            for name, value in counters.loss_scale.items():
-                setattr(self._loss_scaler, name, value)
-
-    @property
-    def _loss_scaler(self) -> Any:
-        """DeepSpeed's loss scaler in fp16, else None."""
-        return self.engine.optimizer.loss_scaler if self.dtype == torch.float16 else None
+        if self.dtype == torch.float16 and counters.loss_scale:
+            internals.set_loss_scale(self.engine, counters.loss_scale)
 
     @property
     def skipped_steps(self) -> int:
         return int(self.engine.skipped_steps)
+
+
+# ---------------------------------------------------------------------- the optimizer's state
+def _states(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
+    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far.
+
+    What a shard lacks is zeros without memory.
+    """
+    found = {WEIGHTS: [shard.weights for shard in shards]}
+    of_optimizer = optimizer.state
+    most = max(shards, key=lambda shard: len(of_optimizer.get(shard.key, {})))
+    for key, value in of_optimizer.get(most.key, {}).items():
+        if torch.is_tensor(value) and value.numel() == most.weights.numel() and key != "step":
+            found[key] = [
+                torch.zeros((), device=shard.weights.device).expand(shard.weights.numel())
+                if _lacks(optimizer, shard, key)
+                else of_optimizer[shard.key][key].view(-1)
+                for shard in shards
+            ]
+    return found
+
+
+def _lacks(optimizer: torch.optim.Optimizer, shard: OptimizerShard, state: str) -> bool:
+    """Whether the optimizer keeps no such state of a shard: Muon has no second moment."""
+    groups = optimizer.param_groups
+    return state in ("exp_avg_sq", "step") and any(
+        group.get("matrices") and any(p is shard.key for p in group["params"]) for group in groups
+    )
+
+
+def _begin_states(
+    optimizer: torch.optim.Optimizer, shards: list[OptimizerShard], names: list[str], steps: int | None
+) -> None:
+    """Create the states that an optimizer creates at its first step, to load into.
+
+    steps: optimizer steps done; None if the optimizer does not count them.
+    """
+    for shard in shards:
+        state = optimizer.state[shard.key]
+        for name in names:
+            if name != WEIGHTS and name not in state and not _lacks(optimizer, shard, name):
+                state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
+        if steps is not None and not _lacks(optimizer, shard, "step"):
+            # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
+            fused = any(group.get("fused") for group in optimizer.param_groups)
+            state["step"] = torch.tensor(float(steps), device=shard.key.device if fused else "cpu")
+
+
+def _zero_states(optimizer: torch.optim.Optimizer) -> None:
+    """Reset the optimizer's states to zero, in place: DeepSpeed's parameters hold views of them."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.zero_()
+
+
+def _optimizer_steps(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> int | None:
+    """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
+    counted = {int(optimizer.state[s.key]["step"]) for s in shards if "step" in optimizer.state.get(s.key, {})}
+    assert len(counted) < 2, counted
+    return counted.pop() if counted else None
 
 
 def _fill(sharded: ShardedTensors, state: str, targets: Iterable[tuple[str, int, Tensor]]) -> None:
@@ -372,7 +425,7 @@ def deepspeed_settings(
             "reduce_bucket_size": memory.reduce_bucket(num_parameters),
             "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
             "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
-            "memory_efficient_linear": not config.compile,  # See _restore_linear.
+            "memory_efficient_linear": not config.compile,  # See internals.restore_linear.
         },
         # torch's AdamW and SGD are not on DeepSpeed's list of tested optimizers; the tests compare them with plain PyTorch.
         "zero_allow_untested_optimizer": True,
@@ -394,15 +447,6 @@ def deepspeed_settings(
     return settings
 
 
-def _restore_linear() -> None:
-    """Undo what an earlier engine of this process did at stage 3: DeepSpeed replaces torch's linear layer for good.
-
-    Its own holds no gathered weights until the backward pass. torch 2.11 compiles it wrongly: a tiny model's gradient lost 31 % of its norm.
-    """
-    patches = deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses
-    torch.nn.functional.linear = getattr(patches, "linear_bk", torch.nn.functional.linear)
-
-
 def _without_joint_reductions() -> None:
     """Make Inductor compute the sums over rows and over columns of a gradient of a norm in a GPU kernel each.
 
@@ -411,23 +455,3 @@ def _without_joint_reductions() -> None:
     from torch._inductor import config
 
     config.triton.mix_order_reduction = False
-
-
-@contextmanager
-def _quiet() -> Any:
-    """Context that discards standard output: DeepSpeed prints its configuration and timings there.
-
-    At stage 3 it also writes out every parameter's values for a message that it does not print, a tenth of its start.
-    """
-    sys.stdout.flush()
-    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    write_out, nn.Parameter.__repr__ = nn.Parameter.__repr__, object.__repr__  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Parameter.__repr__ = write_out  # type: ignore[assignment, method-assign]
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(null)

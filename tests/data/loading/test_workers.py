@@ -26,7 +26,6 @@ from pipeline.settings.run import AugmentConfig
 from pipeline.settings.run_sections import DataConfig
 
 GROUPS = (Views(2, 24, AugmentConfig(color_jitter=0.4)), Views(3, ImageSize(8, 12), AugmentConfig(blur=0.5)))
-SMALL = (Views(2, 16, AugmentConfig()), Views(3, 8, AugmentConfig()))
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,10 @@ def dataset(
 
 
 def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], dict[int, str]]:
-    """The batches of two epochs, the second one of other views, and what could not be read."""
-    writers = [train_views(groups, 3) for groups in (GROUPS, SMALL)]
+    """The batches of two epochs, and what could not be read."""
     found = []
-    with Loader(dataset.split("train"), writers[0], 2, 2, 1.0, processes=processes, writers=writers, **more) as loader:
-        for epoch, writer in enumerate(writers):
-            loader.writer = writer
+    with Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=processes, **more) as loader:
+        for epoch in (0, 1):
             found += list(loader.batches(requests(epoch)))
         working = processes_of(loader) if processes else []
         assert len(working) == processes

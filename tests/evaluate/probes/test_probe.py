@@ -66,7 +66,7 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     # Of so many images, the report and MLflow's page give intervals.
     assert json.loads((runs[0] / "page" / "facts.json").read_text())["facts"]["parameters"][PROBED_IMAGES] == 61
     found = intervals.of_samples(one["knn"]["top1"], 61)
-    told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}], rankme"
+    told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}] at step 6"
     assert told in (runs[0] / "page" / "end.json").read_text()
     scored = report.run(
         schema.load(

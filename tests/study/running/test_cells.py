@@ -316,7 +316,6 @@ def test_a_slurm_script_has_a_task_for_each_job(
     ("settings", "message"),
     [
         ("schedule.warmup=5%", "schedule.warmup = 5% differs between lengths"),
-        ("'train.image_sizes=[8]'", "train.image_sizes follows the length of a run"),
         ("optimizer.weight_decay_end=0.5", "optimizer.weight_decay_end follows the length of a run"),
         ("train.loss=dino,model.representation=false", "train.loss = dino follows the length of a run"),
     ],
