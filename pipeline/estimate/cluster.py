@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.estimate.memory import Memory, largest_micro_batch, moments, rank_memory
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.run import RunConfig
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
@@ -70,7 +70,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
     limit = HEADROOM * cluster.gpu.memory
-    is_whole = config.train.loss in OF_WHOLE_BATCH
+    is_whole = OBJECTIVES[config.train.loss].of_whole_batch
     busy = share if is_whole else min(share, math.ceil(_BUSY_TOKENS / _places(model)))
     stages = [stage for stage in config.zero_stages if stage]
     passed: list[str] = []

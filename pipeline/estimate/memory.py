@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
@@ -25,7 +26,6 @@ from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, co
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape, orthogonal_flops
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -98,7 +98,7 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     way_out = (
         f"Use train.micro_batch={micro_batch}" if micro_batch else "No train.micro_batch is small enough here: use"
     )
-    if micro_batch and config.train.loss in OF_WHOLE_BATCH:
+    if micro_batch and OBJECTIVES[config.train.loss].of_whole_batch:
         way_out += f" with train.global_batch={micro_batch * plan.world_size}, as train.loss = {config.train.loss} divides no rank's batch"
     others = [] if config.engine.activation_checkpointing else ["engine.activation_checkpointing=true"]
     if 0 < config.engine.zero_stage < config.zero_stages[-1]:

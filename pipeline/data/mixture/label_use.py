@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.settings.objective_checks import LABELS
 
 # Values of train.loss of which `label_notes` counts the samples with or without a label.
 _COUNTED = ("softmax", "pseudo_labels")
@@ -25,7 +25,7 @@ def label_notes(data: RunData, loss: str) -> list[str]:
 
     Reads a few labels where there are several classes, and counts the labels of each sample only where there may be none.
     """
-    if LABELS.get(loss) not in ("learned", "partly"):
+    if OBJECTIVES[loss].labels not in ("learned", "partly"):
         return []
     split, lines, bare = data.split, list[str](), data.split.num_unlabelled
     if loss == "pseudo_labels":
