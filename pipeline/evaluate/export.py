@@ -74,7 +74,6 @@ def run(config: ExportConfig) -> LogitDifference:
         image_size=config.image_size or None,
         num_classes=None if config.head else 0,
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
-        kernel=config.kernel,
         content=content,
         say=print,
     ).eval()
@@ -152,8 +151,6 @@ def _settings_of(extra: dict[str, Any], config: Config) -> list[str]:
     height, width = config.image_size
     unknown = any(config.unseen) if isinstance(config, ViTConfig) else height != 224
     found += [f"image_size={height}"] * (unknown and height == width)
-    if isinstance(config, ViTConfig) and config.kernel != ViTConfig.kernel:
-        found.append(f"kernel={config.kernel}")
     found += [f"{name}={view[name]}" for name in names if name in view]
     if view.get("eval_resize"):
         found.append(f"eval_resize={eval_resize(view, config.image_size)}")
@@ -181,7 +178,7 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     classes = extra.get("classes") if model.config.num_classes else None
     view = extra.get("preprocessing", {})
     if form == "safetensors":
-        models.save_safetensors(model, path, extra)
+        models.save(model, path, extra)
     elif form in ("npz", "big_vision"):
         if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
             rows, columns = model.config.grid

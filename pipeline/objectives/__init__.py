@@ -174,10 +174,8 @@ def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dic
         "num_classes": predicted if config.init.new_head or not predicted else None,
         "new_head": config.init.new_head and predicted > 0,
         "representation": None if predicted else False,
-        "kernel": config.init.kernel,
         "mean_pool": config.init.mean_pool,
         "attentive_pool": config.init.attentive_pool,
         "pixels": pixels,
-        "channels": config.init.channels,
         **config.model.for_weights(),
     }

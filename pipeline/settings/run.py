@@ -141,10 +141,6 @@ class RunConfig:
                         f"init.{name} changes init.weights, which are not set. Set init.{name}=false; a new model pools so with "
                         f"model.pool={value}."
                     )
-            if self.init.kernel:
-                raise UserError(
-                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."
-                )
             return
         pools = [name for name in ("mean_pool", "attentive_pool") if getattr(self.init, name)]
         if len(pools) > 1:

@@ -133,18 +133,13 @@ def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
 
 
 def test_another_size_and_no_head(weights, tmp_path, capsys):
-    run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, kernel="bicubic", head=False)
+    run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, head=False)
     back = load(tmp_path / "a.safetensors")
     assert (back.config.num_classes, back.config.image_size) == (0, (26, 26))
-    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "bicubic", (4, 4)))
+    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
     printed = capsys.readouterr().out
-    assert "positions: 4 x 4 resampled to 6 x 6 by the kernel bicubic" in printed
+    assert "positions: 4 x 4 resampled to 6 x 6 by the kernel zoom" in printed
     assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed
-    save(create("BiT-R50x1", 32, 5, units=(1,), width=32), bit := tmp_path / "bit.pt")
-    with pytest.raises(
-        UserError, match=r"^kernel = bicubic resamples positions, and a ResNet has none\. Leave it out\.$"
-    ):
-        run(bit, "safetensors", tmp_path / "b.safetensors", kernel="bicubic")  # It spoke of model.dropout.
 
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])
@@ -155,11 +150,10 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
 
 
 @pytest.mark.parametrize(
-    ("form", "kernel", "extra", "settings", "named"),
+    ("form", "extra", "settings", "named"),
     [
         (
             "npz",
-            "zoom",
             {
                 "classes": list("abcde"),
                 "preprocessing": {"eval_crop": "center", "eval_resize": 20, "image_size": 16},
@@ -168,13 +162,13 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
             {"image_size": 24},
             ["class_names=FILE", "eval_crop=center", "eval_resize=30", "loss=sigmoid"],
         ),
-        ("big_vision", "bicubic", {}, {"image_size": 18}, ["image_size=18", "kernel=bicubic"]),
-        ("timm", "zoom", {"loss": "sigmoid"}, {}, ["loss=sigmoid"]),
-        ("timm", "zoom", {"loss": "sigmoid"}, {"head": False}, []),
+        ("big_vision", {}, {"image_size": 18}, ["image_size=18"]),
+        ("timm", {"loss": "sigmoid"}, {}, ["loss=sigmoid"]),
+        ("timm", {"loss": "sigmoid"}, {"head": False}, []),
     ],
 )
-def test_settings_that_a_format_does_not_hold_are_named(tmp_path, capsys, form, kernel, extra, settings, named):
-    save(create("ViT-mu/4", 16, 5, kernel=kernel), tmp_path / "model.pt", extra)
+def test_settings_that_a_format_does_not_hold_are_named(tmp_path, capsys, form, extra, settings, named):
+    save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt", extra)
     run(tmp_path / "model.pt", form, tmp_path / FORMS[form], **settings)
     said = "".join(line.partition(", set ")[2] for line in capsys.readouterr().out.splitlines() if "it is used" in line)
     assert said.split() == named

@@ -759,7 +759,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "train.freeze=backbone"],
             "Use train.freeze=encoder",
         ),
-        (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
             "init.weights determines the architecture: leave out model.width, model.pool.",

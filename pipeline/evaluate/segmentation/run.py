@@ -45,7 +45,6 @@ _FORMAT = 2
 # Settings that change the layer, besides the weights, the pairs and their classes.
 _OF_TRAINING = (
     "image_size",
-    "kernel",
     "resize_filter",
     "precision",
     "short_side",

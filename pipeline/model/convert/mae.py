@@ -56,7 +56,7 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
     return weights._replace(
         added=read_decoder(decoder, weights.config),
-        extra=weights.extra | {DECODER: facts | {"mean": weights.mean, "std": weights.std}},
+        extra=weights.extra | {DECODER: facts | {"mean": list(weights.mean), "std": list(weights.std)}},
         notes=[*weights.notes, note],
     )
 
