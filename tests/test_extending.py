@@ -66,7 +66,7 @@ def refused(function, *arguments):
         return str(error)
 
 # Weights that were saved without the field are read, and described by the same bytes. (safetensors itself shuffles its metadata.)
-models.save_safetensors(models.load("before.safetensors"), "after.safetensors")
+models.save(models.load("before.safetensors"), "after.safetensors")
 before, after = (open_safetensors(Path(f"{name}.safetensors"))[1] for name in ("before", "after"))
 assert before == after and before.keys() == {"format", "vit-weights"}
 
@@ -97,7 +97,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checks |= {"published protocol": PUBLISHED_PROTOCOL, "earlier files": WITH_NEW_FIELD}
     for name in checks:
         (work / name).mkdir()
-    models.save_safetensors(models.create("ViT-mu/8", 8, 4, dropout=0.1), work / "earlier files/before.safetensors")
+    models.save(models.create("ViT-mu/8", 8, 4, dropout=0.1), work / "earlier files/before.safetensors")
     return run_each(checks, code, work)
 
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.objectives import kind
 from pipeline.settings import schema
 from pipeline.settings.command import read_settings
-from pipeline.settings.objective_checks import OBJECTIVES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("docs", "launch", "configs", "pipeline", "data_tools", "tests")

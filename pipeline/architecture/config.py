@@ -29,8 +29,6 @@ Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
-# How weights of 8-bit RGB begin on images of other channels (pipeline/model/channels.py).
-ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17

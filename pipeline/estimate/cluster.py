@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.estimate.memory import Memory, largest_micro_batch, rank_memory
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.run import RunConfig
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
@@ -72,7 +72,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
     limit = HEADROOM * cluster.gpu.memory
-    smallest = share if config.train.loss in OF_WHOLE_BATCH else 1
+    smallest = share if OBJECTIVES[config.train.loss].of_whole_batch else 1
     busy = max(smallest, min(share, math.ceil(_BUSY_TOKENS / _places(model))))
     layouts = [lay_out(config, stage, again) for again in (False, True) for stage in config.zero_stages if stage]
     largest, chosen = 0, layouts[-1]

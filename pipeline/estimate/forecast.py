@@ -23,7 +23,6 @@ from pipeline.model import Config
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
-from pipeline.settings.objective_checks import refuse_without_labels
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
 
 def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: Pixels = RGB8) -> Config:
     """Returns the architecture: from the settings, from `variant`, or from init.weights."""
-    refuse_without_labels(config, num_classes)
     objectives.check(config, num_classes, names)
     objectives.check_pixels(config, pixels)
     if not config.init.weights:

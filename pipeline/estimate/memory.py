@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
@@ -25,7 +26,6 @@ from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, co
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 from pipeline.settings.run_execution import TrainPrecision
@@ -96,7 +96,7 @@ def _described(peak: Memory, plan: Plan) -> str:
 def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     micro_batch = largest_micro_batch(config, model, plan.global_batch // plan.world_size, plan.world_size, limit)
     ways = [f"train.micro_batch={micro_batch}"] if micro_batch else []
-    if micro_batch and config.train.loss in OF_WHOLE_BATCH:
+    if micro_batch and OBJECTIVES[config.train.loss].of_whole_batch:
         ways[0] += f" with train.global_batch={micro_batch * plan.world_size}"
     if not config.engine.activation_checkpointing:
         ways.append("engine.activation_checkpointing=true")

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.variants import as_yaml, overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import ModelConfig, RunConfig
 
@@ -194,7 +194,7 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     paired = config.augment.mixes_pairs
     count = accumulation(train.global_batch, train.micro_batch, world_size, paired)
     micro_batch = train.global_batch // (world_size * count)
-    if count > 1 and train.loss in OF_WHOLE_BATCH:
+    if count > 1 and OBJECTIVES[train.loss].of_whole_batch:
         share = train.global_batch // world_size
         raise UserError(
             f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {count} micro-batches: "

@@ -74,7 +74,6 @@ def run(config: ExportConfig) -> LogitDifference:
         image_size=config.image_size or None,
         num_classes=None if config.head else 0,
         representation=None if config.head or not isinstance(trained, ViTConfig) else False,
-        kernel=config.kernel,
         content=content,
         say=print,
     ).eval()
@@ -103,7 +102,7 @@ def run(config: ExportConfig) -> LogitDifference:
         notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS:
         notes.append(
-            "it holds neither class names nor how images are read: where it is used, set class_names, image_size, kernel, eval_crop, "
+            "it holds neither class names nor how images are read: where it is used, set class_names, image_size, eval_crop, "
             "eval_resize, resize_filter and loss as of these weights"
         )
 
@@ -149,7 +148,7 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     classes = extra.get("classes") if model.config.num_classes else None
     view = extra.get("preprocessing", {})
     if form == "safetensors":
-        models.save_safetensors(model, path, extra)
+        models.save(model, path, extra)
     elif form in ("npz", "big_vision"):
         if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
             rows, columns = model.config.grid

@@ -119,7 +119,7 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
     image_size = ImageSize.parse(config.image_size or content.config.image_size)
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
-    model = models.load(config.weights, image_size, kernel=config.kernel, content=content, say=print)
+    model = models.load(config.weights, image_size, content=content, say=print)
     return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 

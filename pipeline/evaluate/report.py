@@ -312,7 +312,6 @@ def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: Loade
         "eval_crop": view.eval_crop,
         "eval_resize": (view.eval_resize or default_eval_resize(size)) if view.eval_crop != "resize" else min(size),
         "resize_filter": view.resize_filter,
-        "kernel": getattr(loaded.model.config, "kernel", None),
         "loss_kind": loaded.loss_kind,
         "precision": config.precision,
         "device": str(loaded.device),

@@ -31,7 +31,6 @@ from pipeline.model.weights import (
     read_weights,
     safetensors_metadata,
     save,
-    save_safetensors,
 )
 
 

@@ -31,22 +31,10 @@ ADVICE = "Use the previous checkpoint, or download the file again."
 INDEX = ".index.json"  # Ending of the file that names the shards of weights in several files.
 # Names that Hugging Face, timm and open_clip use.
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_HUB_FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
-FILES = (*_HUB_FILES, "model.pt")  # Looked for in a folder. model.pt is in checkpoints of earlier versions.
+FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
 _HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISATION/NAME; Path removes the second slash.
 # Keys under which training scripts save the state dict; target_encoder: I-JEPA and MSN.
 _WRAPPERS = ("state_dict", "model", "target_encoder")
-# Suffix -> what such a file is. Said when it cannot be read as weights.
-_OTHER_FORMATS = {
-    ".onnx": "an ONNX graph",
-    ".pt2": "a program of torch.export",
-    ".tflite": "a TensorFlow Lite graph",
-    ".gguf": "a GGUF file",
-    ".h5": "a Keras file",
-    ".keras": "a Keras file",
-    ".msgpack": "a Flax file",
-    ".engine": "a TensorRT engine",
-}
 _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
 
 
@@ -144,7 +132,7 @@ def open_shards(index: Path) -> dict[str, Tensor]:
 
 def config_files(path: Path) -> ConfigFiles:
     """The configuration files in the folder of a file of Hugging Face or timm; empty for other files."""
-    if path.name not in _HUB_FILES:
+    if path.name not in FILES:
         return ConfigFiles()
     names = ("config.json", "preprocessor_config.json", "open_clip_config.json")
     return ConfigFiles(*(_read_json(path.with_name(name)) for name in names))
@@ -168,44 +156,23 @@ def open_torch(path: Path) -> Any:
         damaged = None
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if _is_script(archive):
-                    raise ValueError("TorchScript")  # which torch.load would warn about, too
                 damaged = archive.testzip()
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # A damaged file can raise nearly anything.
         raise_outage(error, path)
-        raise _unreadable(path, error) from error
+        # PyTorch's own message suggests weights_only=False, which would execute code from the file.
+        is_code = isinstance(error, pickle.UnpicklingError)
+        why = (
+            "it is damaged, or holds more than tensors and plain data, which can run code"
+            if is_code
+            else one_line(error)
+        )
+        raise UserError(
+            f"{path}: not a readable weights file ({why}). Download it again, or save its state dict as .safetensors where it comes from."
+        ) from error
     if damaged:
         raise UserError(f'{path}: damaged, the checksum of "{one_line(damaged)}" is wrong. {ADVICE}')
     return content
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    if other := _other_format(path):
-        return UserError(
-            f"{path} is {other}, which this does not read. Use the weights that it was made from, as a file or folder of "
-            "Hugging Face, timm or torch, an official .npz, or ours (docs/weights.md)."
-        )
-    if isinstance(error, pickle.UnpicklingError):
-        # PyTorch's own message suggests weights_only=False, which would execute code from the file.
-        return UserError(
-            f"{path}: not a readable weights file (it is damaged, or holds more than tensors and plain data, which is never "
-            "loaded because that can run code). Download it again; or, in the environment that it comes from and only if "
-            "you trust its source, save the state dict as .safetensors."
-        )
-    return UserError(f"{path}: not a readable weights file ({one_line(error)}). {ADVICE}")
-
-
-def _other_format(path: Path) -> str:
-    """What a file is that holds no weights as torch.save writes them; empty if that is not known."""
-    with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # A damaged zip can raise nearly anything.
-        if _is_script(archive):
-            return "a TorchScript program"
-    return _OTHER_FORMATS.get(path.suffix.lower(), "")
-
-
-def _is_script(archive: zipfile.ZipFile) -> bool:
-    return any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
 
 
 def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
@@ -217,15 +184,22 @@ def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
     return None
 
 
+def is_safetensors(path: Path) -> bool:
+    """By the name or the content, whose header is JSON after 8 bytes."""
+    if path.suffix == ".safetensors":
+        return True
+    with open(path, "rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
 def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors by name, the file's metadata). Raises UserError for a damaged file."""
     library = optional("safetensors", f"to read {path}")
-    # The format has no checksum, but a checkpoint records one.
     try:
-        expected = json_record.read(path.with_name(CHECKSUMS), dict[str, Checksum]).get(path.name)
-    except FileNotFoundError:
-        expected = None
-    try:
+        # The format has no checksum, but a checkpoint records one.
+        expected = json_record.convert(_read_json(path.with_name(CHECKSUMS)), dict[str, Checksum], CHECKSUMS).get(
+            path.name
+        )
         if expected is not None:
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:

@@ -310,7 +310,7 @@ class VisionTransformer(nn.Module):
         """(B, C, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only, at their places.
 
         kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come first. For models that
-        `check_encodes_kept` of settings/objective_checks.py accepts.
+        `check_encodes_kept` of objectives/mae.py accepts.
         """
         tokens = self.add_positions(self.add_class_token(self.embed(images)), block=0)
         first = tokens.shape[1] - self.config.num_patches

@@ -1,9 +1,8 @@
-"""Reading and writing weights: `save` and `save_safetensors` write our own format, `load` and `read_weights` read any.
+"""Reading and writing weights: `save` writes our own format, `load` and `read_weights` read any.
 
-A .safetensors of ours, as in checkpoints, holds the state dict as its tensors, and the rest as JSON in its metadata under
-the key "vit-weights". A .pt needs no other package, and is plain data for torch.load(weights_only=True):
+Ours, as in checkpoints, is a .safetensors of the state dict, with the rest as JSON in its metadata under the key "vit-weights":
 
-    {"format": "vit-weights/1", "model": config.to_dict(), "state": {name: fp32 CPU tensor}, "extra": {...}}
+    {"format": "vit-weights/1", "model": config.to_dict(), "extra": {...}}
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import OPTIONS, ChannelRule, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.config import OPTIONS, Config, ViTConfig
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
@@ -64,19 +63,11 @@ class _WeightsContent:
 
 
 def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
-    """Write the model's weights in fp32 as a .pt, atomically. extra: plain data, such as class names and preprocessing.
-
-    Raises ValueError if `extra` holds anything but None, bool, int, float, str, list, tuple, dict.
-    """
-    state, extra = _state_and_extra(model, extra)
-    content = {"format": FORMAT, "model": model.config.to_dict(), "state": state, "extra": extra}
-    files.write_torch(Path(path), content)
-
-
-def save_safetensors(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
-    """Like `save`, but as .safetensors, with the configuration and `extra` in its metadata."""
-    state, extra = _state_and_extra(model, extra)
-    files.write_safetensors(state, Path(path), safetensors_metadata(model.config, extra))
+    """Write the model's weights in fp32 as .safetensors, atomically. extra: plain data, such as class names and preprocessing."""
+    # Copies, because a parameter may be a view of one flat buffer.
+    as_saved: Any = {"copy": True, "memory_format": torch.contiguous_format}
+    state = {name: tensor.to("cpu", torch.float32, **as_saved) for name, tensor in model.state_dict().items()}
+    files.write_safetensors(state, Path(path), safetensors_metadata(model.config, extra or {}))
 
 
 def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, str]:
@@ -117,32 +108,28 @@ def _read(path: Path) -> Weights:
     content: Any
     if path.name.endswith(files.INDEX):
         content = files.open_shards(path)
-    elif path.suffix == ".safetensors":
-        tensors, metadata = files.open_safetensors(path)
-        content = tensors
+    elif files.is_safetensors(path):
+        content, metadata = files.open_safetensors(path)
         if METADATA in metadata:
-            ours = json_record.parse(metadata[METADATA], dict, f"{path}, its metadata {METADATA}")
-            content = {**ours, "state": tensors}
+            with files.naming(path):
+                return _read_ours(metadata[METADATA], content)
     else:
         content = files.open_torch(path)
     with files.naming(path):
-        if isinstance(content, dict) and content.get("format") == FORMAT:
-            return _read_ours(content)
         state_dict = files.state_dict_in(content)
         if state_dict is None:
-            raise UserError(f'neither a weights file of ours (no format "{FORMAT}") nor a state dict. {ADVICE}')
+            raise UserError(f"holds no state dict. {ADVICE}")
         return from_state_dict(state_dict, files.config_files(path))
 
 
-def _read_ours(content: dict[str, Any]) -> Weights:
+def _read_ours(description: str, tensors: dict[str, Tensor]) -> Weights:
+    added = {name: tensor for name, tensor in tensors.items() if name.startswith(ADDITION)}
+    state = {name: tensor for name, tensor in tensors.items() if name not in added}
     try:
-        found = json_record.convert(content, _WeightsContent, "its description")
+        found = json_record.parse(description, _WeightsContent, f"its metadata {METADATA}")
+        if found.format != FORMAT:
+            raise UserError(f'its format is "{found.format}", not "{FORMAT}".')
         config = config_from_dict(found.model)
-        state = content.get("state")
-        if not isinstance(state, Mapping):
-            raise UserError("it holds no state.")
-        added = {n: t for n, t in state.items() if isinstance(t, Tensor) and str(n).startswith(ADDITION)}
-        state = {name: tensor for name, tensor in state.items() if name not in added}
         with torch.device("meta"):
             expected = build(config).state_dict()
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
@@ -177,7 +164,7 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _check_extra(extra: dict[str, Any], config: Config) -> tuple[_Extra, list[str]]:
     """Returns (the fields that commands read, notes). Raises UserError for fields that they could not use."""
-    found = json_record.convert(_as_json(extra), _Extra, "extra")
+    found = json_record.convert(extra, _Extra, "extra")
     if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
         raise UserError(
             f"extra has {len(found.class_names):,} class_names for {counted(len(found.classes or ()), 'class')}."
@@ -204,57 +191,27 @@ def load(
     image_size: ImageSize | None = None,
     num_classes: int | None = None,
     *,
-    new_head: bool = False,
-    gelu: Gelu | None = None,
-    representation: bool | None = None,
     seed: int = 0,
-    kernel: Kernel | None = None,
-    mean_pool: bool = False,
-    attentive_pool: bool = False,
-    pixels: Pixels | None = None,
-    channels: ChannelRule = "auto",
     content: Weights | None = None,
     say: Say = lambda line: None,
-    **training: Any,
+    **changes: Any,
 ) -> Model:
     """Build a model from weights, for the same or for another task or resolution.
 
     path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
         .bin, .pth), or its folder with config.json; a weights file of ours; a checkpoint folder; or a run folder, whose
         checkpoints/latest names the checkpoint.
-    image_size: side or (height, width); positions are resampled to its grid. If the patches do not cover the last pixels,
-        these are ignored, as in the official code, and `say` is called.
-    num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on the
-        class token, without the representation layer (ViT paper, B.1.1). 0: no head, the representation layer is kept.
-    gelu, and those of `training`: default to the file's; an .npz has "tanh", 0 and 0, other projects' state dicts what their
-        project computes. A ResNet has none of them.
-    representation: whether the model has the layer; with a new head it may be new too.
+    image_size, num_classes, changes: as of `adapted`. Positions are resampled to the grid of the image size. If the patches do not cover
+        the last pixels, these are ignored, as in the official code, and `say` is called.
     seed: for the values that are new.
-    kernel: of resampling the positions (resample_positions); defaults to that of the project of the weights (ViTConfig.kernel).
-    mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
-        (MAE's fine-tuning); a class token is kept, and not read.
-    attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
-    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels` says
-        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range. Those of
-        another project that do not describe their channels take these pixels, if they are as many.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
-    training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
     weights = content or read_weights(path, say)
     old, state = weights.config, weights.state
-    pools = {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
-    options: dict[str, Any] = {
-        "gelu": gelu,
-        "representation": representation,
-        "kernel": kernel,
-        "pixels": pixels,
-        **pools,
-        **training,
-    }
-    config = adapted(old, path, image_size, num_classes, new_head=new_head, **options)
+    config = adapted(old, path, image_size, num_classes, **changes)
     if isinstance(old, ViTConfig) and isinstance(config, ViTConfig):
         for note in resizing_notes(old, config):
             say(note)
@@ -262,12 +219,12 @@ def load(
     if not old.pixels.is_measured:
         say(f"no file describes its channels: read as those of the data set, {config.pixels}")
     elif old.pixels.is_rgb8 and not config.pixels.is_rgb8:
-        state, note = with_channels(state, old, config, channels, seed)
+        state, note = with_channels(state, old, config)
         say(note)
     model = build(config, seed)
     new = model.state_dict()
-    keep_head = not new_head and config.num_classes == old.num_classes > 0
-    fresh = () if keep_head else ("head.", "norm.") if mean_pool else ("head.",)
+    keep_head = config.num_classes == old.num_classes > 0 and not changes.get("new_head")
+    fresh = () if keep_head else ("head.", "norm.") if changes.get("mean_pool") else ("head.",)
     kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
     model.load_state_dict({**new, **kept})
     return model
@@ -280,16 +237,26 @@ def adapted(
     num_classes: int | None = None,
     *,
     new_head: bool = False,
-    gelu: Gelu | None = None,
     representation: bool | None = None,
-    kernel: Kernel | None = None,
     mean_pool: bool = False,
     attentive_pool: bool = False,
     pixels: Pixels | None = None,
-    channels: ChannelRule = "auto",
     **training: Any,
 ) -> Config:
-    """The configuration of the model that `load` builds, with the same arguments and errors. old, path: of the weights."""
+    """The configuration of the model that `load` builds from weights. old, path: of these.
+
+    image_size: side or (height, width).
+    num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on the
+        class token, without the representation layer (ViT paper, B.1.1). 0: no head, the representation layer is kept.
+    representation: whether the model has the layer; with a new head it may be new too.
+    mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
+        (MAE's fine-tuning); a class token is kept, and not read.
+    attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
+    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels.with_channels`
+        says; other weights read images of their own channels and type only, by their own range. Those of another project that do not
+        describe their channels take these pixels, if they are as many.
+    training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path; a ResNet has none.
+    """
     num_classes = old.num_classes if num_classes is None else num_classes
     if new_head and num_classes == 0:
         raise UserError(f"{path}: new_head=True needs num_classes above 0.")
@@ -303,19 +270,16 @@ def adapted(
     )
     if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
-    given = {"gelu": gelu, **training, "kernel": kernel}
     if not isinstance(config, ViTConfig):
-        if kernel is not None:
-            raise UserError(f"kernel = {kernel} resamples positions, and a ResNet has none. Leave it out.")
-        neutral = {name: getattr(ViTConfig, name) for name in training}
-        given |= {
-            "representation": representation or None,
-            "mean_pool": mean_pool or None,
-            "attentive_pool": attentive_pool or None,
+        given = training | {
+            "representation": bool(representation),
+            "mean_pool": mean_pool,
+            "attentive_pool": attentive_pool,
         }
-        if other := [name for name, value in given.items() if value not in (None, neutral.get(name))]:
-            remedy = "; model.dropout=0 overrides the dropout of a config file" * ("dropout" in other)
-            raise UserError(f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out{remedy}.")
+        if other := [name for name, value in given.items() if value not in (None, getattr(ViTConfig, name, False))]:
+            raise UserError(
+                f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out, or set it to its default."
+            )
         return config
     if representation is None:
         representation = config.representation and (keep_head or num_classes == 0)
@@ -324,7 +288,7 @@ def adapted(
             f"{path}: its head was trained with representation={config.representation}, so it cannot be kept with "
             f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
         )
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in training.items() if value is not None}
     if (mean_pool or attentive_pool) and (keep_head or config.pools_by_attention):
         name = "mean_pool" if mean_pool else "attentive_pool"
         raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
@@ -359,36 +323,3 @@ def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
         return new
     reads = old.reading(new, str(path), "the data set")
     return old if old.type == ANY_TYPE else reads
-
-
-def _as_json(value: Any) -> Any:
-    """Plain data with its tuples as lists, as JSON would return it; a .pt keeps tuples."""
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return {key: _as_json(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _state_and_extra(model: Model, extra: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(fp32 state dict on the CPU, checked extra). Each tensor is a copy: a parameter may be a view of one flat buffer, and
-    torch.save writes the whole storage behind a tensor.
-    """
-    extra = dict(extra or {})
-    _check_plain(extra, "extra")
-    options: Any = {"copy": True, "memory_format": torch.contiguous_format}
-    state = {n: tensor.detach().to("cpu", torch.float32, **options) for n, tensor in model.state_dict().items()}
-    return state, extra
-
-
-def _check_plain(value: object, where: str) -> None:
-    # Exact types: numpy.float64 is a float, but torch.load(weights_only=True) refuses a file with one.
-    if type(value) in (list, tuple):
-        for i, item in enumerate(value):  # type: ignore[var-annotated, arg-type]
-            _check_plain(item, f"{where}[{i}]")
-    elif isinstance(value, dict) and type(value) is dict:
-        for key, item in value.items():
-            _check_plain(key, f"a key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) not in (type(None), bool, int, float, str):
-        raise ValueError(
-            f"{where} is a {type(value).__name__}; a weights file holds plain data only: str, int, list ..."
-        )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.architecture.objectives import NEED_NO_LABELS, OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -22,14 +23,13 @@ from pipeline.objectives.parameters import optimizers
 from pipeline.settings import effect
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
-from pipeline.settings.objective_checks import OBJECTIVES, refuse_without_labels
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import flatten, to_dict
 
 
 def kind(loss: str) -> type[Objective]:
     """Returns the objective of a value of `train.loss`."""
-    file, _, name = OBJECTIVES[loss].partition(":")
+    file, _, name = OBJECTIVES[loss].place.partition(":")
     return getattr(importlib.import_module(f"pipeline.objectives.{file}"), name)
 
 
@@ -73,6 +73,11 @@ def best_from(config: RunConfig, num_classes: int | None = None) -> str:
 
 def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[str] = ()) -> None:
     """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`. classes: their names, if known."""
+    if config.needs_labels and num_classes == 0:
+        raise UserError(
+            f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective that needs "
+            f"none (train.loss={NEED_NO_LABELS}), or a data set with labels."
+        )
     kind(config.train.loss).check(config)
     if num_classes is not None:
         kind(config.train.loss).check_classes(config, num_classes, classes)
@@ -155,7 +160,6 @@ def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, cov
 
     num_classes, pixels: of the data set. covered: whether patches must cover all pixels.
     """
-    refuse_without_labels(config, num_classes)
     check(config, num_classes)
     return kind(config.train.loss).new_backbone(config, num_classes, pixels, covered)
 
@@ -169,10 +173,8 @@ def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dic
         "num_classes": predicted if config.init.new_head or not predicted else None,
         "new_head": config.init.new_head and predicted > 0,
         "representation": None if predicted else False,
-        "kernel": config.init.kernel,
         "mean_pool": config.init.mean_pool,
         "attentive_pool": config.init.attentive_pool,
         "pixels": pixels,
-        "channels": config.init.channels,
         **config.model.for_weights(),
     }

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
@@ -32,6 +33,15 @@ class Classification(Objective):
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
         accuracy = Metric("proportion", "higher")
         return {"top1": accuracy, "top5": accuracy, **super().metrics(config)}
+
+    @classmethod
+    def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
+        if num_classes == 1 and config.train.loss != "sigmoid":
+            raise UserError(
+                f"train.loss = {config.train.loss} needs at least two classes, and this data set has one, so nothing is learned. Use "
+                "train.loss=sigmoid if some images do not have the label, or an objective that needs no labels."
+            )
+        return ""
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import finite
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
@@ -27,6 +28,8 @@ from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.objective import (
     Inputs,
     Objective,
+    check_random_crops,
+    check_small_views,
     embedding_std,
     mean_among_valid,
     mean_of_valid,
@@ -35,7 +38,6 @@ from pipeline.objectives.objective import (
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
-from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -55,9 +57,7 @@ class DinoSettings:
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
     local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(
-        LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views"
-    )
+    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
     local_area_min: float = setting(
         0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
     )
@@ -146,6 +146,7 @@ class Dino(Objective):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
+        check_random_crops(config)
         given: DinoSettings = cls.settings(config)
         for name in ("blur", "solarise"):
             if len(getattr(given, name)) != 3:
@@ -169,7 +170,10 @@ class Dino(Objective):
 
     @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        return dino_compares_micro_batch(objective)
+        if objective.get("centring") == "sinkhorn":
+            return "objective.centring = sinkhorn"
+        weight = objective.get("koleo_weight", 0)
+        return f"objective.koleo_weight = {weight}" if finite(weight) else ""
 
     @classmethod
     def values(cls, config: RunConfig) -> dict[str, Metric]:

@@ -22,11 +22,17 @@ from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
-from pipeline.model import Model
-from pipeline.objectives.objective import Objective, embedding_std, mean_of_valid, same_features
+from pipeline.model import Config, Model
+from pipeline.objectives.objective import (
+    Objective,
+    check_random_crops,
+    check_small_views,
+    embedding_std,
+    mean_of_valid,
+    same_features,
+)
 from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.step_norm import StepNorm
-from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -38,9 +44,7 @@ _DIRECTIONS = Purpose.named("sigreg_directions")
 class LejepaSettings:
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(
-        LOCAL_SIZE, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views"
-    )
+    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
     local_area_min: float = setting(
         0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
     )
@@ -84,6 +88,7 @@ class Lejepa(Objective):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
+        check_random_crops(config)
         given: LejepaSettings = cls.settings(config)
         if given.global_views + given.local_views < 2:
             raise UserError(
@@ -93,6 +98,13 @@ class Lejepa(Objective):
             raise UserError(
                 f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."
             )
+        if config.model.name:
+            cls._check_backbone(given, cls.new_backbone(config, 0))
+
+    @classmethod
+    def _check_backbone(cls, given: LejepaSettings, model: Config) -> None:
+        if given.local_views:
+            check_small_views(model, given.local_size)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -111,8 +123,7 @@ class Lejepa(Objective):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         given: LejepaSettings = cls.settings(config)
-        if given.local_views:
-            check_small_views(backbone.config, given.local_size)
+        cls._check_backbone(given, backbone.config)
         return cls(backbone, given, config.seed)
 
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:

@@ -23,14 +23,13 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import DecoderFacts, Model, ViTConfig, Weights, build
+from pipeline.model import Config, DecoderFacts, Model, ViTConfig, Weights, build
 from pipeline.model.convert.mae import DECODER, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
 from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
-from pipeline.settings.objective_checks import MASK_SHARE, check_encodes_kept, num_kept
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -40,7 +39,7 @@ _PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 @dataclass(frozen=True, kw_only=True)
 class MaeSettings:
-    mask_share: float = setting(MASK_SHARE, "Share of the patches that are removed and predicted.", above=0, below=1)
+    mask_share: float = setting(0.75, "Share of the patches that are removed and predicted.", above=0, below=1)
     decoder_width: int = setting(512, "Width of the decoder, a multiple of 4 and of decoder_heads.", min=4, max=2**16)
     decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)
     decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
@@ -95,7 +94,10 @@ class Mae(Objective):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
-        cls.settings(config).check()
+        given: MaeSettings = cls.settings(config)
+        given.check()
+        if config.model.name:
+            num_kept(check_encodes_kept(cls.new_backbone(config, 0), "mae").num_patches, given.mask_share)
 
     @classmethod
     def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
@@ -115,9 +117,7 @@ class Mae(Objective):
         super().__init__(backbone)
         self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
-        vit = backbone.config
-        check_encodes_kept(vit, "mae")
-        assert isinstance(vit, ViTConfig), "check_encodes_kept refuses it"
+        vit = check_encodes_kept(backbone.config, "mae")
         self.num_patches = vit.num_patches
         self.num_kept = num_kept(self.num_patches, settings.mask_share)
         E = settings.decoder_width
@@ -285,6 +285,44 @@ class Mae(Objective):
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": self.losses(views, facts)}
+
+
+def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
+    """Returns the backbone's configuration. Raises UserError if it cannot encode a part of its patches (`encode_kept` of vit.py), or has
+    parameters that then get no gradient. loss: value of train.loss.
+    """
+    found = ["no tokens"]
+    if isinstance(vit, ViTConfig):
+        if not vit.has_stem:
+            vit.check_covered()
+        fits = {
+            "stem": vit.stem is None,
+            "small_stem": vit.small_stem is None,
+            "axial": not vit.axial,
+            "positions": vit.positions != "relative",
+            "positions_at": vit.positions_at == "stem",
+            "patch_stride": vit.stride == vit.patch_size,
+            "representation": not vit.representation,
+            "pool": not vit.pools_by_attention,
+            "pool_norm": not vit.pool_norm,
+        }
+        found = [f"{name} = {vit.to_dict()[name]}" for name, does in fits.items() if not does]
+        if not found:
+            return vit
+    raise UserError(
+        f"train.loss = {loss} trains a plain ViT, such as ViT-B/16, with a class token or mean pooling, whose patches do not overlap, with "
+        f"positions at the stem and without representation layer; this backbone has {', '.join(found)}."
+    )
+
+
+def num_kept(num_patches: int, mask_share: float) -> int:
+    """Number of patches that MAE keeps. Raises UserError if it is none."""
+    kept = int(num_patches * (1 - mask_share))
+    if kept < 1:
+        raise UserError(
+            f"objective.mask_share = {mask_share} keeps none of {counted(num_patches, 'patch')}. Use smaller patches or a smaller share."
+        )
+    return kept
 
 
 def draw_masks(

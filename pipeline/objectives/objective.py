@@ -1,6 +1,6 @@
 """What a run learns: the interface of an objective.
 
-An objective is one file of this folder, and one line of `OBJECTIVES` in settings/objective_checks.py. It says, in this order: its
+An objective is one file of this folder, and one line of `OBJECTIVES` in architecture/objectives.py. It says, in this order: its
 settings; the module that is trained, which is the backbone (a model of `pipeline.model`: what is exported, probed and
 fine-tuned) and what the objective adds to it; what it reads of a batch; the loss; what is measured on held-out images; what
 happens around a step; how its parameters are grouped. The training loop, the engine and the evaluators know no objective by name.
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
@@ -106,6 +107,11 @@ class Objective(nn.Module):
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an objective that does, "
                 "as softmax."
             )
+        train, is_of_whole_batch = config.train, OBJECTIVES[config.train.loss].of_whole_batch
+        compares = f"train.loss = {train.loss}" if is_of_whole_batch else cls.compares_micro_batch(config.objective)
+        name = "global_batch" if is_of_whole_batch else "micro_batch"
+        if compares and 1 in (train.global_batch, getattr(train, name)):
+            raise UserError(f"{compares} compares the images of a batch, and train.{name} = 1 has one. Use 2 or more.")
         if cls.teacher_momentum is not Objective.teacher_momentum:
             # The average is of trained weights: a teacher would not have the frozen ones after a restart, and no factors of LoRA.
             taught = {"optimizer.ema_decay": config.optimizer.ema_decay, "train.freeze": config.train.freeze != NOTHING}
@@ -388,6 +394,29 @@ def same_features(values: Mapping[str, float]) -> str:
     """For `Objective.collapse`: the beginning of its sentence if `embedding_std` among the values of a log line is nearly 0, else ""."""
     std = values["embedding_std"]
     return f"the features of all images are nearly the same (embedding_std {std:.3f})" if std < _SAME else ""
+
+
+def check_small_views(model: Config, size: int) -> None:
+    """Raise UserError if a backbone cannot read square images of this size, objective.local_size."""
+    if not isinstance(model, ViTConfig):
+        return
+    patch, step = model.patch_pixels, model.stride * model.reduction
+    if size < patch or (size - patch) % step:
+        covered = patch + max(0, size - patch) // step * step
+        raise UserError(
+            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            "objective.local_views=0."
+        )
+    if model.grid_at(size, size) != model.grid:
+        model.check_any_grid()
+
+
+def check_random_crops(config: RunConfig) -> None:
+    """Raise UserError for settings that cut the same crop of an image each time."""
+    if config.augment.crop not in ("inception", "random_resized"):
+        raise UserError(
+            f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
+        )
 
 
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:

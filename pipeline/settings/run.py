@@ -1,7 +1,7 @@
 """The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several of them.
 
 `--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
-number of ranks are in `pipeline/estimate/plan.py`, those of an objective in objective_checks.py and with the objective.
+number of ranks are in `pipeline/estimate/plan.py`, those of an objective in its class.
 """
 
 import math
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.objectives import OBJECTIVES, Labels
 from pipeline.architecture.variants import check_name, num_blocks
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
-from pipeline.settings.objective_checks import LABELS, Labels, check_objective
 from pipeline.settings.quantities import MAX_SEED, ImageSize
 from pipeline.settings.run_execution import (
     CheckpointConfig,
@@ -83,7 +83,7 @@ class RunConfig:
     @property
     def labels(self) -> Labels:
         """What the run does with labels: learn them, learn those that there are, only score classes with them, or neither."""
-        return LABELS.get(self.train.loss, "unread")
+        return OBJECTIVES[self.train.loss].labels
 
     @property
     def needs_labels(self) -> bool:
@@ -110,7 +110,6 @@ class RunConfig:
         self._check_probes()
         self._check_health_and_time()
         self._check_engine()
-        check_objective(self)
 
     def _check_model_source(self) -> None:
         if self.model.name is None and self.init.weights is None:
@@ -142,10 +141,6 @@ class RunConfig:
                         f"init.{name} changes init.weights, which are not set. Set init.{name}=false; a new model pools so with "
                         f"model.pool={value}."
                     )
-            if self.init.kernel:
-                raise UserError(
-                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."
-                )
             return
         pools = [name for name in ("mean_pool", "attentive_pool") if getattr(self.init, name)]
         if len(pools) > 1:

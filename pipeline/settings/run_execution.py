@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pipeline.architecture.config import ChannelRule, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import Length
 from pipeline.settings.schema import setting
-from pipeline.settings.shared import batch_size, kernel_setting, minutes, mlflow_uri
+from pipeline.settings.shared import batch_size, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -208,14 +207,6 @@ class InitConfig:
     attentive_pool: bool = setting(
         False,
         "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
-    )
-    kernel: Kernel | None = kernel_setting()
-    channels: ChannelRule = setting(
-        "auto",
-        "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others get the mean, times "
-        "3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones keep theirs and others begin at 0 (zero) "
-        "or new (random).",
-        needs="weights",
     )
 
 

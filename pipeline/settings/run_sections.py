@@ -5,9 +5,9 @@ from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share

@@ -11,15 +11,6 @@ from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THRE
 from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
 
 
-def kernel_setting() -> Any:
-    """The setting `kernel` of all commands that read weights."""
-    return setting(
-        None,
-        "Resampling of position embeddings to another image size: as the official code (zoom), Hugging Face and DINOv2 (bicubic) or "
-        "timm (bicubic_antialias). null is as the project of the weights.",
-    )
-
-
 def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
     """The name of a result, whose folder is in `out`."""
     return setting(REQUIRED, doc, form=FOLDER_NAME, output="folder", within="out", holds=holds, **rule)

@@ -16,7 +16,6 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
 from pipeline.process.start import rank
-from pipeline.settings.objective_checks import refuse_without_labels
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -134,7 +133,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
     data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
-    refuse_without_labels(config, data.dataset.num_classes)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
     probed = data.own
     if config.probe.every.amount and config.probe.reads_labels:

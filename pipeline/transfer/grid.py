@@ -31,7 +31,6 @@ from pipeline.process.outputs import try_output
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.objective_checks import LABELS
 from pipeline.transfer.child_run import (
     ChildRun,
     make_child,
@@ -165,7 +164,7 @@ def _check_data(trial: ChildRun, config: GridConfig) -> tuple[Dataset, int, set[
     settings, seed = trial.config.data, trial.config.seed
     if not trial.config.needs_labels:
         raise UserError(
-            f"train.loss = {trial.config.train.loss} predicts no classes, and a rate is chosen by accuracy. Use {' or '.join(LABELS)}."
+            f"train.loss = {trial.config.train.loss} predicts no classes, and a rate is chosen by accuracy. Use train.loss=softmax, say."
         )
     dataset = open_dataset(settings.path)
     dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")

@@ -156,7 +156,7 @@ def origin(column: Column) -> Iterator[Block]:
             ("method", facts["method"]),
             ("protocol", protocol["name"]),
             ("protocol's sha256", protocol["sha256"]),
-            *((name, str(facts.get(name, "not known"))) for name in ("precision", "micro_batch", "kernel")),
+            *((name, str(facts.get(name, "not known"))) for name in ("precision", "micro_batch")),
             ("checkpoint", checkpoint["path"]),
             ("checkpoint's sha256", checkpoint["sha256"]),
             ("pre-training run", checkpoint.get("run_id") or "not known"),

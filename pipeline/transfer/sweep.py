@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from pipeline import model as models
-from pipeline.architecture.config import Kernel
 from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -25,7 +24,7 @@ from pipeline.model import files
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.settings import changes, schema
-from pipeline.settings.changes import Fact, facts_of
+from pipeline.settings.changes import facts_of
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.transfer.vtab_cell import ALL, TEST, TRAIN, VAL, Setting, VtabCell, view_of, warmup_steps
 from pipeline.transfer.vtab_tasks import TASKS, Task
@@ -33,8 +32,7 @@ from pipeline.transfer.vtab_tasks import TASKS, Task
 SWEEP_FILE, CELLS = "sweep.json", "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
-# All sweeps were made with this kernel before there was a choice.
-_FACTS = {**facts_of(VtabConfig), "kernel": Fact("zoom")}
+_FACTS = facts_of(VtabConfig)
 # The optional settings of the first protocols, which are in a protocol's digest always. Any other is only if it is set, so that
 # digests stay when one is added.
 _IN_EVERY_DIGEST = {
@@ -92,7 +90,7 @@ class _SweepFile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """config: with absolute paths, weights a file, and the kernel that is used. sha256: of that file, hex. folder: of the sweep's
+    """config: with absolute paths, weights a file. sha256: of that file, hex. folder: of the sweep's
     files. named: the weights as the command names them, such as a run that keeps its checkpoints elsewhere.
 
     datasets: task name -> data set. missing: names of tasks without one. notes: lines to print.
@@ -222,8 +220,6 @@ class Sweep:
         """What all outcomes of the sweep depend on, beside the protocol and the data."""
         config = self.config
         return {
-            # Left out for zoom, as outcomes are compared with what was written before there was a choice.
-            **({"kernel": config.kernel} if config.kernel not in (None, "zoom") else {}),
             "method": config.method,
             "precision": config.precision,
             "micro_batch": config.micro_batch,  # Dropout masks are drawn per micro-batch.
@@ -268,7 +264,8 @@ def open_sweep(config: VtabConfig, folder: Path) -> Sweep:
             f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no cell can run: name one "
             "that is kept, or a copy"
         )
-    return replace(sweep, config=replace(config, kernel=_check_weights(sweep)))
+    _check_weights(sweep)
+    return sweep
 
 
 def _read_sweep(file: Path) -> dict[str, Any]:
@@ -301,11 +298,8 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
             warmup_steps(protocol, setting, dataset.info["samples"][split])
 
 
-def _check_weights(sweep: Sweep) -> Kernel | None:
-    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is started. Adds notes.
-
-    Returns the kernel of the positions; None for a ResNet.
-    """
+def _check_weights(sweep: Sweep) -> None:
+    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is started. Adds notes."""
     config, protocol = sweep.config, sweep.config.protocol
     weights, state = models.read_weights(config.weights)[:2]
     weights.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
@@ -315,14 +309,13 @@ def _check_weights(sweep: Sweep) -> Kernel | None:
         )
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
-            resized = models.adapted(weights, config.weights, size, kernel=config.kernel)
+            resized = models.adapted(weights, config.weights, size)
             if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
                 models.resample_state(state, weights, resized)
                 sweep.notes.extend(models.resizing_notes(weights, resized))
         except UserError as error:
             name = "image_size" if size == protocol.image_size else "small_image_size"
             raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None
-    return config.kernel or (weights.kernel if isinstance(weights, models.ViTConfig) else None)
 
 
 def settings_of(protocol: ProtocolConfig) -> list[Setting]:

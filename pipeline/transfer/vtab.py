@@ -147,7 +147,6 @@ def _header(sweep: Sweep, contamination: dict[str, int | None], earlier: dict[st
         "method": config.method,
         "precision": config.precision,
         "micro_batch": config.micro_batch,
-        "kernel": config.kernel or "none",
         "checkpoint": {"path": config.weights, "sha256": sweep.sha256, "run_id": run_of_weights(sweep.named)},
         "data": {name: dataset.fingerprint for name, dataset in sweep.datasets.items()},
         "contamination": contamination,

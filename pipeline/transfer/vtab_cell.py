@@ -143,7 +143,6 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
         dropout=protocol.dropout,
         drop_path=0.0,
         seed=cell.seed,
-        kernel=config.kernel,
         pixels=RGB8,
     ).to(device)
     steps, diverged = train_model(model, train, cell, config, device)
@@ -253,9 +252,7 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
-    model = (
-        models.load(config.weights, image_size=size, num_classes=0, kernel=config.kernel, pixels=RGB8).eval().to(device)
-    )
+    model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).eval().to(device)
     read = reader(protocol, model, device)
 
     def features(images: Tensor) -> Tensor:

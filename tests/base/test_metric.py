@@ -5,9 +5,9 @@ import math
 import pytest
 
 from pipeline import objectives
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.metric import GROUPS, UNITS, Metric, metric_of, score_of
 from pipeline.settings import schema
-from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 
 RUN = [

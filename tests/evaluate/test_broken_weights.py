@@ -10,7 +10,7 @@ import torch
 
 from pipeline.evaluate.export import run
 from pipeline.evaluate.loaded_model import load_model
-from pipeline.model import create, save, save_safetensors
+from pipeline.model import create, save
 from pipeline.model.weights import METADATA
 from pipeline.settings.commands.weights import ExportConfig, FeaturesConfig
 from tests.evaluate.conftest import MakeDataset
@@ -40,10 +40,10 @@ def broken(kind: str, folder: Path) -> tuple[Path, str]:
     model = create("ViT-mu/4", 8, 3)
     path = folder / "model.safetensors"
     if kind == "class names":
-        save_safetensors(model, path, {"classes": ["one"]})
+        save(model, path, {"classes": ["one"]})
         return path, "class names do not fit its head"
     if kind == "metadata":
-        save_safetensors(model, path)
+        save(model, path)
         content = path.read_bytes()
         path.write_bytes(content.replace(b'\\"depth\\": 1', b'\\"depth\\": x', 1))
         return path, f"its metadata {METADATA}"
@@ -131,9 +131,7 @@ def test_a_second_command_that_writes_the_same_is_refused(
 )
 def test_preprocessing_that_the_weights_do_not_know_is_the_default(tmp_path: Path, preprocessing: dict | None) -> None:
     """Null in the file of another writer: it ended in a TypeError, or a refusal of `eval_crop = None`."""
-    save_safetensors(
-        create("ViT-mu/4", 8, 3), tmp_path / "a.safetensors", {"preprocessing": preprocessing, "loss": None}
-    )
+    save(create("ViT-mu/4", 8, 3), tmp_path / "a.safetensors", {"preprocessing": preprocessing, "loss": None})
     loaded = load_model(FeaturesConfig(weights=str(tmp_path / "a.safetensors"), images=["a"], out="a"))
     expected = 9 if (preprocessing or {}).get("eval_resize") else 0
     assert (loaded.view.eval_crop, loaded.view.eval_resize, loaded.view.resize_filter) == ("center", expected, "linear")

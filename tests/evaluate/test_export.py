@@ -129,18 +129,13 @@ def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
 
 
 def test_another_size_and_no_head(weights, tmp_path, capsys):
-    run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, kernel="bicubic", head=False)
+    run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, head=False)
     back = load(tmp_path / "a.safetensors")
     assert (back.config.num_classes, back.config.image_size) == (0, (26, 26))
-    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "bicubic", (4, 4)))
+    assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
     printed = capsys.readouterr().out
-    assert "positions: 4 x 4 resampled to 6 x 6 by the kernel bicubic" in printed
+    assert "positions: 4 x 4 resampled to 6 x 6 by the kernel zoom" in printed
     assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed
-    save(create("BiT-R50x1", 32, 5, units=(1,), width=32), bit := tmp_path / "bit.pt")
-    with pytest.raises(
-        UserError, match=r"^kernel = bicubic resamples positions, and a ResNet has none\. Leave it out\.$"
-    ):
-        run(bit, "safetensors", tmp_path / "b.safetensors", kernel="bicubic")  # It spoke of model.dropout.
 
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])

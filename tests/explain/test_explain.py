@@ -165,11 +165,11 @@ def test_drawings_that_do_not_apply_are_reported(
 @pytest.mark.usefixtures("not_drawn")
 def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, monkeypatch) -> None:
     """A run in training commits a checkpoint while its figures are drawn: MLflow is told which weights these are of."""
-    weights, sent = save(tmp_path / "model.pt"), []
+    weights, sent = save(tmp_path / "pytorch_model.bin"), []
     draw = explain._draw_weights
 
     def draw_slowly(*arguments: Any) -> Any:
-        save(tmp_path / "new.pt").rename(tmp_path / "model.safetensors")  # comes before model.pt
+        save(tmp_path / "new.pt").rename(tmp_path / "model.safetensors")  # comes first
         return draw(*arguments)
 
     monkeypatch.setattr(explain, "_draw_weights", draw_slowly)

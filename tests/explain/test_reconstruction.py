@@ -87,7 +87,7 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
     assert "taken as" not in capsys.readouterr().out
     assert np.asarray(Image.open(tmp_path / "out" / "reconstruction.png").convert("RGB")).std() > 5
     assert explain.metrics(found)["reconstruction_loss"] == pytest.approx(np.mean(found["reconstruction_losses"]))
-    models.save_safetensors(model.backbone, tmp_path / "lejepa.safetensors")
+    models.save(model.backbone, tmp_path / "lejepa.safetensors")
     assert Mae.from_weights(read_weights(tmp_path / "lejepa.safetensors"), print) is None
     save(model, tmp_path / "elsewhere.safetensors", {})
     draw(tmp_path / "elsewhere.safetensors", photos, tmp_path / "assumed")

@@ -210,8 +210,6 @@ def write_weights(form: str, at: Path) -> Path:
     model = randomised(models.create("ViT-mu/4", 8, len(CLASSES), gelu="erf"), 0.1)
     extra = {"classes": CLASSES, "preprocessing": VIEW, "loss": "softmax"}
     if form == "ours.safetensors":
-        models.save_safetensors(model, at / form, extra)
-    elif form == "ours.pt":
         models.save(model, at / form, extra)
     elif form == "official.npz":
         np.savez(at / form, **models.to_npz(model))
@@ -236,7 +234,6 @@ WEIGHTS = {
     for form, files, count, is_right in (
         ("ours.safetensors", "*", 100, ()),
         # A zip has checksums of its own.
-        ("ours.pt", "*", 60, (same, (0.2, 1))),
         ("official.npz", "*", 60, (same, (0.2, 1))),
         ("timm.pth", "*", 10, (same, (0.2, 1))),
         ("timm", "*.json", 60, ()),

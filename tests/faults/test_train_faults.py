@@ -141,14 +141,6 @@ def test_a_new_head_is_zero_and_positions_fit_the_new_size(dataset: Path, tmp_pa
     assert model.config.num_classes == 4
     assert not model.config.representation
     assert model.positions.shape[1] == 1 + 16
-    assert model.config.kernel == "zoom"
-    by_bicubic = load(
-        [*fine_tuning(dataset, tmp_path, tmp_path / "seven.pt"), "model.image_size=32", "init.kernel=bicubic"]
-    )
-    other, _ = setup.initial_model(by_bicubic, open_dataset(dataset), None, Console(tmp_path / "log.txt", True))
-    assert "positions: 2 x 2 resampled to 4 x 4 by the kernel bicubic" in (tmp_path / "log.txt").read_text()
-    assert other.config.to_dict()["kernel"] == "bicubic"  # in the run's checkpoints, and so in what reads them
-    assert not torch.equal(other.positions, model.positions)
     assert float(model.head.weight.abs().max()) == 0
 
 

@@ -26,11 +26,11 @@ from polling import until
 from ranks import settings
 from tiny import NUM_CLASSES, make_dataset
 
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
 from pipeline.model import build, configure, save
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
-from pipeline.settings.objective_checks import LABELS
 
 _STEPS = 60
 _OBJECTIVES = {
@@ -87,7 +87,12 @@ def main(
             if case[1:] == (0, "bf16"):  # The settings refuse it.
                 continue
             different += measure(
-                forge, data[case[0] in LABELS], Path(folder), *case, int(kills), random.Random(f"{seed} {case}")
+                forge,
+                data[OBJECTIVES[case[0]].labels != "unread"],
+                Path(folder),
+                *case,
+                int(kills),
+                random.Random(f"{seed} {case}"),
             )
     return int(different > 0)
 

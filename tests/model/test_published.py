@@ -9,7 +9,8 @@ from model_parts import randomised
 
 from pipeline.base.errors import UserError
 from pipeline.model import configure, load, read_weights
-from pipeline.model.convert.names import NAMES, vit_entries
+from pipeline.model.convert.entries import model_entries
+from pipeline.model.convert.tables import NAMES
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 WIDE = {**SIZES, "intermediate_size": 128}  # ViT-mu, whose number of heads is known by its sizes
@@ -269,7 +270,7 @@ def test_axial_rope_of_timm(tmp_path, name):
     """Queries times keys are those of neighbouring channels as complex numbers, turned by the numbers of row and column."""
     base, side, has_x_first = ROPES[name]
     positions = "learned" if "ape" in name or "eva" in name else "none"
-    file = vit_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])
+    file = model_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])
     generator = torch.Generator().manual_seed(0)
     tensors = {entry.key: torch.randn(entry.shape, generator=generator) for entry in file}
     if "gap" in name:
@@ -294,7 +295,7 @@ def test_axial_rope_of_timm(tmp_path, name):
 
 
 def test_parts_that_the_names_of_timms_models_tell(tmp_path):
-    file = vit_entries(configure("ViT-mu/8", 32, 0), NAMES["timm"])
+    file = model_entries(configure("ViT-mu/8", 32, 0), NAMES["timm"])
     tensors = {entry.key: torch.ones(entry.shape) for entry in file}
     for name, part in (
         ("vit_mu_patch8_rpn_32", "res-post-norm"),

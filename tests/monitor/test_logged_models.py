@@ -44,7 +44,7 @@ def checkpoint(out: Path, run: str, step: int) -> ModelFacts:
     folder = out / run / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
     config = models.ViTConfig(16, 1, 16, 2, 4, (8, 8), 3)
-    models.save_safetensors(models.build(config, seed=step), folder / "model.safetensors", {"step": step})
+    models.save(models.build(config, seed=step), folder / "model.safetensors", {"step": step})
     content = (folder / "model.safetensors").read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     checksums = {"model.safetensors": asdict(Checksum(len(content), sha256))}

@@ -61,7 +61,7 @@ def test_the_run_of_a_checkpoint_in_another_folder_is_the_one_named(tmp_path: Pa
 
 def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
     file = tmp_path / "export.safetensors"
-    models.save_safetensors(models.build(TINY, seed=0), file, {"run": "large", "step": 90, "classes": ["a", "b", "c"]})
+    models.save(models.build(TINY, seed=0), file, {"run": "large", "step": 90, "classes": ["a", "b", "c"]})
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     assert find_origin(file, "weights") == WeightsOrigin(str(file), sha256, "large", "", 90, "")
 

@@ -21,7 +21,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.estimate.activations import saved_by_loss
 from pipeline.estimate.forecast import make_forecast
-from pipeline.model import build, configure, save_safetensors
+from pipeline.model import build, configure, save
 from pipeline.objectives.distill_classes import DistillClasses, divergence
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
@@ -43,7 +43,7 @@ def weights(folder: Path, num_classes: int = 4, classes: list[str] = CLASSES, **
     model = build(configure("ViT-mu/12", 24, num_classes, width=48, dropout=0.5), seed=1)
     if num_classes:  # A new head is zero.
         torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
-    save_safetensors(model, folder / "teacher.safetensors", {"classes": classes, **extra})
+    save(model, folder / "teacher.safetensors", {"classes": classes, **extra})
     return folder / "teacher.safetensors"
 
 

@@ -159,7 +159,7 @@ def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run", f"data.path={dataset}", "data.eval_split=val")
-    models.save(models.create("ViT-mu/4", 16, 4, positions="none"), run / "model.pt")
+    models.save(models.create("ViT-mu/4", 16, 4, positions="none"), run / "model.safetensors")
     attention, positions = _of_weights(run, "attention", "positions")
     assert attention is not None
     assert positions is None

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from pipeline import objectives
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.settings import run, run_execution, run_sections, schema
 from pipeline.settings.commands import bench, data, operate, reports, study, transfer, weights
 from pipeline.settings.effect import without_effect
-from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]

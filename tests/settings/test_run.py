@@ -18,11 +18,13 @@ import yaml
 from teacher_weights import teacher_for
 
 from pipeline import objectives
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
 from pipeline.model import ViTConfig
+from pipeline.objectives.objective import check_small_views
 from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.settings import run as settings
 from pipeline.settings import run_execution, run_sections, schema, yaml_reader
@@ -34,7 +36,6 @@ from pipeline.settings.commands import study as study_settings
 from pipeline.settings.commands import transfer as transfer_settings
 from pipeline.settings.commands import weights as weights_settings
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.objective_checks import OF_WHOLE_BATCH, check_small_views
 from pipeline.settings.quantities import Length, Limit
 from pipeline.settings.run import RunConfig
 from pipeline.transfer.grid import make_run
@@ -324,7 +325,7 @@ def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
         config = schema.load(RunConfig, path, [*overrides, *teacher_for(path, tmp_path, num_classes=1000)])
         num_samples = next(count for name, count in SAMPLES.items() if name in config.data.path)
         train = config.train
-        of_whole = train.loss in OF_WHOLE_BATCH
+        of_whole = OBJECTIVES[train.loss].of_whole_batch
         for world_size in (train.global_batch // train.micro_batch,) if of_whole else (1, 2):
             plan = make_plan(config, num_samples, world_size)
             assert plan.micro_batch * plan.accumulation * world_size == config.train.global_batch
@@ -756,7 +757,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "train.freeze=backbone"],
             "Use train.freeze=encoder",
         ),
-        (["init.kernel=bicubic"], "init.kernel = bicubic resamples the positions of init.weights, which are not set"),
         (
             ["model.name=null", "init.weights=x.npz", "model.pool=gap", "model.width=64", "model.dropout=0.1"],
             "init.weights determines the architecture: leave out model.width, model.pool.",

@@ -15,7 +15,6 @@ from forked import Forge
 from polling import until
 from ranks import settings
 from safetensors.torch import save_file
-from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline import objectives
@@ -110,32 +109,6 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
     assert "has no split 'test'. It has: train, val. To evaluate on none: data.eval_split= (empty)." in split
     assert "is 0 steps of train.global_batch = 24" in plan
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_objectives_are_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
-    bare = make_dataset(tmp_path / "bare", {"train": 48, "val": 4, "other": 48}, labelled=False)
-    wrong = {
-        '"nosuch" is an unknown model; did you mean': ["model.name=nosuch"],
-        "this backbone has small_stem = [16]": ["train.loss=mae", "model.name=ViT-mu/8", "model.small_stem=[16]"],
-        "objective.centring = sinkhorn compares the images of a micro-batch": [
-            "train.loss=dino",
-            "augment.crop=inception",
-            "objective.centring=sinkhorn",
-            "train.micro_batch=1",
-        ],
-        "softmax needs labels, and this data set has none": [f"data.path={bare}"],
-        "probe.data = nowhere: no such data set": [
-            f"data.path={bare}",
-            "train.loss=mae",
-            f"data.mix=[{{path: {bare}, split: other, weight: 1}}]",
-            "probe.every=1 steps",
-            "probe.data=nowhere",
-        ],
-    }
-    found = refused("pretrain", *(settings(dataset, tmp_path, "x", *changes) for changes in wrong.values()))
-    for said, line in zip(wrong, found, strict=True):
-        assert said in line
 
 
 @pytest.mark.parametrize(

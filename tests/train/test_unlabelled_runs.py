@@ -18,6 +18,7 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
 from pipeline.data.mixture.run_data import held_out_split, run_splits
@@ -28,7 +29,6 @@ from pipeline.evaluate.report import run as evaluate
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.objective_checks import LABELS, OBJECTIVES
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import DataConfig
 from pipeline.train.run_facts import run_facts
@@ -85,8 +85,8 @@ def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> 
     said = "needs labels, and this data set has none"
     with pytest.raises(UserError, match=f"train.loss = softmax {said}") as error:
         prepare(load(photos))
-    for loss in OBJECTIVES:
-        assert (loss in str(error.value).partition("train.loss=")[2]) is not (loss in LABELS)
+    for loss, facts in OBJECTIVES.items():
+        assert (loss in str(error.value).partition("train.loss=")[2]) == (facts.labels == "unread")
     with pytest.raises(UserError, match=said):  # Not that nothing is measured.
         prepare(load(photos, "checkpoint.best=val_top1"))
     with pytest.raises(UserError, match=f"train.loss = sigmoid {said}"):

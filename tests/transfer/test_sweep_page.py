@@ -175,10 +175,10 @@ def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
     write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
     identity = {"name": "vit", "out": "runs", "checkpoint.folder": place}
     (checkpoint / "state.json").write_text(json.dumps({"identity": identity}))
-    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.pt")
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.safetensors")
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]", "tasks=[dtd]"])
-    names = [checkpoint, checkpoint / "model.pt", *([run] if place == "disk" else [])]
+    names = [checkpoint, checkpoint / "model.safetensors", *([run] if place == "disk" else [])]
     for number, weights in enumerate(names):
         named = replace(config, weights=str(weights))
         assert tracking_uri(named) == "http://team:5000"
@@ -197,7 +197,7 @@ def test_a_sweep_is_below_the_run_of_its_weights_in_the_same_store(
     run = tmp_path / "runs" / "vit"
     checkpoint = run / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.pt")
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.safetensors")
     (checkpoint.parent / "latest").write_text(checkpoint.name)
     write_states(run / "mlflow.json", **{uri: "here", "http://team:5000": "there"})
     config = schema.load(VtabConfig, None, [*prepared, f"weights={run}", "protocol.lr=[0.01]", "tasks=[dtd]"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.architecture.objectives import NEED_NO_LABELS, Labels
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
@@ -20,7 +21,6 @@ from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.objective_checks import NEED_NO_LABELS, Labels
 from pipeline.settings.run_sections import DataConfig, MixedSet
 
 # The default of data.eval_split.

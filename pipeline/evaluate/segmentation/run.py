@@ -41,7 +41,6 @@ _RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "shee
 # Settings that change the layer, besides the weights, the pairs and their classes.
 _OF_TRAINING = (
     "image_size",
-    "kernel",
     "resize_filter",
     "precision",
     "short_side",

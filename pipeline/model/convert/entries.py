@@ -1,11 +1,9 @@
 """File formats as lists of entries. An entry is one tensor of a file and the part of our state dict that it holds.
 
-Flax stores a dense kernel as (inputs, outputs), attention with the heads as an axis of their own, and a convolution as HWIO;
-torch stores (outputs, inputs) and OIHW. Some files store query, key and value separately and others in one tensor: several
-entries of one name are the parts of one parameter, and several of one key those of one tensor, in the order of rows.
+Some files store query, key and value separately and others in one tensor: several entries of one name are the parts of one
+parameter, and several of one key those of one tensor, in the order of rows.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +13,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config
+from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
+from pipeline.model.build import build
 from pipeline.model.convert.preprocessing import HALF, Json, PixelMean, PixelStd
+from pipeline.model.convert.tables import Names
 
 Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -68,51 +68,67 @@ class Entry(NamedTuple):
     torch_shape: tuple[int, ...]  # of this entry's part of our parameter
 
 
+# A layer of a block, or of a unit of a ResNet: kind of the list, its number, the layer's name in it.
+_IN_LIST = re.compile(r"(?:stem\.|decoder_)?(blocks|units)\.(\d+)\.(.+)")
+# Layers whose outputs, and those whose inputs, have the heads as an axis in Flax.
+_TO_HEADS, _FROM_HEADS = ("attention.qkv", "pool.query", "pool.key_value"), ("attention.out", "pool.out")
+
+
 class Entries(list[Entry]):
-    """All tensors in a file of one architecture. flax: the file has Flax's axes and key suffixes, else torch's."""
+    """All tensors in a file with these names, of a model of this configuration or of what an objective adds.
 
-    def __init__(self, flax: bool):
+    state: our state dict, of which only shapes are read.
+    """
+
+    def __init__(self, state: Tensors, config: Config, names: Names):
         super().__init__()
-        self.flax = flax
+        self.flax = names.get("flax", False)
+        stages = config.units if isinstance(config, ResNetConfig) else config.stem or ()
+        units = [(stage + self.flax, unit + self.flax) for stage, count in enumerate(stages) for unit in range(count)]
+        for name, tensor in state.items():
+            layer, _, part = name.rpartition(".")
+            if part not in ("weight", "bias"):
+                layer, part = name, ""
+            prefix = ""
+            if match := _IN_LIST.fullmatch(layer):
+                kind, number, layer = match[1], int(match[2]), match[3]
+                prefix = names[kind].format(*(units[number] if kind == "units" else (number,)))
+            given = names[_variant(layer, config)]
+            keys = given if isinstance(given, list) else [given]
+            if part == "bias" and len(keys) == 3 and isinstance(config, ViTConfig) and config.qkv_bias == "qv":
+                keys = [keys[0], keys[2]]
+            if stages == ():
+                keys = [key.replace("backbone.stem.", "backbone.") for key in keys]
+            is_norm = bool(part) and state[f"{name.removesuffix(part)}weight"].ndim == 1
+            shape = len(tensor) // len(keys), *tensor.shape[1:]
+            for key in keys:
+                in_file = self._shape(shape, name, layer, config, names)
+                self.append(Entry(prefix + self._key(key, part, is_norm, names), in_file, name, shape))
 
-    def table(self, key: str, name: str, *shape: int) -> None:
-        """A tensor of the same shape in the file and in our state dict."""
-        self.append(Entry(key, shape, name, shape))
+    def _key(self, layer: str, part: str, is_norm: bool, names: Names) -> str:
+        if not part:
+            return layer
+        if not self.flax:
+            return part_key(layer, part)
+        weight, bias = names.get("norm_suffixes", ("scale", "bias")) if is_norm else ("kernel", "bias")
+        return f"{layer}/{weight if part == 'weight' else bias}"
 
-    def norm(self, key: str, name: str, width: int, flax_suffixes: tuple[str, str] = ("scale", "bias")) -> None:
-        """A LayerNorm or GroupNorm."""
-        for ours, flax in zip(("weight", "bias"), flax_suffixes, strict=True):
-            self.table(f"{key}/{flax}" if self.flax else part_key(key, ours), f"{name}.{ours}", width)
-
-    def dense(
-        self,
-        key: str,
-        name: str,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        biases: tuple[int, ...] | None = None,
-    ) -> None:
-        """A linear layer. In Flax inputs or outputs may have two axes, (heads, head width).
-
-        biases: shape of its bias; None is that of the outputs, and (0,) is none.
-        """
-        self._kernel(key, name, inputs + outputs, (math.prod(outputs), math.prod(inputs)))
-        biases = outputs if biases is None else biases
-        if rows := math.prod(biases):
-            self.append(Entry(self._bias(key), biases if self.flax else (rows,), f"{name}.bias", (rows,)))
-
-    def conv(self, key: str, name: str, inputs: int, outputs: int, side: int, bias: bool = False) -> None:
-        """A convolution with a kernel of side x side."""
-        self._kernel(key, name, (side, side, inputs, outputs), (outputs, inputs, side, side))
-        if bias:
-            self.table(self._bias(key), f"{name}.bias", outputs)
-
-    def _kernel(self, key: str, name: str, flax_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        in_file = (f"{key}/kernel", flax_shape) if self.flax else (part_key(key, "weight"), shape)
-        self.append(Entry(*in_file, f"{name}.weight", shape))
-
-    def _bias(self, key: str) -> str:
-        return f"{key}/bias" if self.flax else part_key(key, "bias")
+    def _shape(self, shape: tuple[int, ...], name: str, layer: str, config: Config, names: Names) -> tuple[int, ...]:
+        """In the file. In Flax a dense kernel is (inputs, outputs), a convolution HWIO, and the heads are an axis of their own."""
+        if name in ("class_token", "positions"):
+            return shape[1 + (name == "class_token") :] if names.get("flat") else shape
+        if isinstance(config, ResNetConfig) and name == "head.weight":  # a 1 x 1 convolution
+            return (1, 1, *shape[::-1]) if self.flax else (*shape, 1, 1)
+        if not self.flax or name == "pool.probe":
+            return shape
+        if len(shape) == 4:
+            return *shape[2:], shape[1], shape[0]
+        outputs, inputs = shape[:1], shape[1:]
+        if isinstance(config, ViTConfig):
+            heads = config.num_heads, config.head_dim
+            outputs = heads if layer in _TO_HEADS else outputs
+            inputs = heads if layer in _FROM_HEADS and inputs else inputs
+        return inputs + outputs
 
     def read(self, tensors: Tensors) -> dict[str, Tensor]:
         """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError (check_tensors)."""
@@ -162,6 +178,22 @@ class Entries(list[Entry]):
         elif self.flax and part.ndim == 2:
             part = part.T
         return part.reshape(entry.shape)
+
+
+def _variant(layer: str, config: Config) -> str:
+    """The name of a layer in a table, where two layers of other files are one of ours."""
+    if isinstance(config, ViTConfig) and config.swiglu and layer.startswith("mlp.") and not layer.endswith("scale"):
+        return layer.replace("mlp.", "gated.")
+    return "pool_norm" if layer == "norm" and isinstance(config, ViTConfig) and config.pool_norm else layer
+
+
+def model_entries(config: Config, names: Names) -> Entries:
+    """Every tensor of a model of this configuration, in a file with these names."""
+    with torch.device("meta"):
+        state = build(config).state_dict()
+    if names.get("no_patch_bias"):
+        del state["patch_embedding.bias"]
+    return Entries(state, config, names)
 
 
 def part_key(key: str, part: str) -> str:

@@ -10,11 +10,12 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import ConfigFiles, Weights
-from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, Hints, vit_entries
+from pipeline.model.convert.entries import ConfigFiles, Weights, model_entries
+from pipeline.model.convert.names import HIDDEN_ACTS, Hints
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
 from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename
+from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -32,45 +33,18 @@ _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dens
 # `problem_type` in config.json of a head whose probabilities transformers computes by sigmoids.
 _OF_SIGMOID = "multi_label_classification"
 
-# Model types of config.json that are read, or whose tower for images is.
-MODEL_TYPES = (
-    "vit",
-    "vit_mae",
-    "vit_msn",
-    "ijepa",
-    "dinov2",
-    "dinov2_with_registers",
-    "dinov3_vit",
-    "siglip",
-    "siglip_vision_model",
-    "clip",
-    "clip_vision_model",
-    "metaclip_2",
-    "metaclip_2_vision_model",
-)
-
 
 class _Kind(NamedTuple):
-    """Of a kind of names (NAMES), what config.json may leave out, and what its models can hold beside the parts of a plain ViT."""
+    """Of a kind of names, what config.json may leave out, and what its models can hold beside the parts of a plain ViT."""
 
     eps: float  # of LayerNorm
     activation: str = "gelu"
     pools: tuple[Pool, ...] = ("token",)
-    holds: frozenset[str] = frozenset()  # fields of ViTConfig
+    holds: tuple[str, ...] = ()  # fields of ViTConfig
     any_aspect: bool = False  # whether its images need not be square
 
 
-_KINDS = {
-    "huggingface": _Kind(1e-12, pools=("token", "gap"), any_aspect=True),
-    "dinov2": _Kind(1e-6, pools=("token", "both"), holds=frozenset({"layer_scale", "registers", "swiglu"})),
-    "dinov3": _Kind(
-        1e-5,
-        holds=frozenset({"layer_scale", "registers", "swiglu", "rope_base", "qkv_bias", "out_bias", "mlp_bias"}),
-        any_aspect=True,
-    ),
-    "siglip": _Kind(1e-6, "gelu_pytorch_tanh", pools=("map",)),
-    "clip": _Kind(1e-5, "quick_gelu", holds=frozenset({"embedding_norm"})),
-}
+_KINDS = {kind: _Kind(**facts) for kind, facts in TABLES["kinds"].items()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +85,7 @@ def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: Config
         config.num_attention_heads,
         pair("image_size", config.image_size),
         without_table="none" if kind == "dinov3" else None,
-        kernel="bicubic_antialias" if kind == "dinov2" and NAMES[kind].registers in tensors else "bicubic",
+        kernel="bicubic_antialias" if kind == "dinov2" and "embeddings.register_tokens" in tensors else "bicubic",
         layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
         rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
         pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
@@ -192,14 +166,14 @@ def to_huggingface(
         _KINDS[kind].pools,
         hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token",
-        holds=_KINDS[kind].holds | {"pixels"},
+        holds=frozenset({*_KINDS[kind].holds, "pixels"}),
     )
-    if not NAMES[kind].patch_bias:
+    if NAMES[kind].get("no_patch_bias"):
         move_patch_bias(state, config.num_patches)
     prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
-        for key, tensor in vit_entries(config, NAMES[kind]).write(state).items()
+        for key, tensor in model_entries(config, NAMES[kind]).write(state).items()
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],

@@ -9,22 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.architecture.config import ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import DecoderFacts, Entries, Weights
-from pipeline.model.convert.names import HIDDEN_ACTS, NAMES, add_block, vit_entries
+from pipeline.model.convert.entries import DecoderFacts, Entries, Weights, key_pattern, model_entries
+from pipeline.model.convert.names import HIDDEN_ACTS
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
+from pipeline.model.convert.tables import NAMES
 from pipeline.model.position import sincos2d
-from pipeline.model.vit import VisionTransformer
+from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
 # Beginnings of the names of a decoder's tensors, in files and since transformers 5 in memory.
 _DECODER = ("decoder", "mask_token")
-_BLOCKS = {"timm": "decoder_blocks.", "huggingface": "decoder_encoder.layer."}
+_BLOCKS = {"timm": "decoder_blocks.{}.", "huggingface": "decoder_encoder.layer.{}."}
 # Key of `extra` for `DecoderFacts`.
 DECODER = "decoder"
 _OLDER = re.compile(r"^decoder_layers\.(\d+)\.(?=.*(?:layernorm|attention\.attention|attention\.output|dense))")
@@ -56,7 +57,7 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
     return weights._replace(
         added=read_decoder(decoder, weights.config),
-        extra=weights.extra | {DECODER: facts | {"mean": weights.mean, "std": weights.std}},
+        extra=weights.extra | {DECODER: facts | {"mean": list(weights.mean), "std": list(weights.std)}},
         notes=[*weights.notes, note],
     )
 
@@ -75,11 +76,11 @@ def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
 def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """The decoder in the names of our objective, float32. config: of the encoder. Raises UserError for a missing or odd tensor."""
     kind = "timm" if any(key.startswith("decoder_blocks.") for key in tensors) else "huggingface"
-    depth = len({match[1] for key in tensors if (match := re.match(re.escape(_BLOCKS[kind]) + r"(\d+)\.", key))})
+    depth = len({match[1] for key in tensors if (match := re.match(key_pattern(_BLOCKS[kind]), key))})
     embed = tensors.get("decoder_embed.weight")
     if embed is None or embed.ndim != 2 or not depth:
         raise UserError('its decoder has no "decoder_embed.weight" (E, D) or no blocks; is this a whole MAE?')
-    mlp = tensors.get(f"{_BLOCKS[kind]}0.{NAMES[kind].up}.weight")
+    mlp = tensors.get(f"{_BLOCKS[kind].format(0)}{NAMES[kind]['mlp.up']}.weight")
     # Where it is missing or odd, any width will do: reading the entries says so.
     mlp_width = 1 if mlp is None or not mlp.ndim else len(mlp)
     return decoder_entries(config, len(embed), depth, mlp_width, kind).read(tensors)
@@ -157,7 +158,7 @@ def _written(
     state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
     preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, mean, std)
     written = fold_pixels(decoder, facts, mean, std)
-    encoder = vit_entries(config, NAMES[kind]).write(state)
+    encoder = model_entries(config, NAMES[kind]).write(state)
     prefix, of_decoder = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
     return {f"{prefix}{name}": tensor for name, tensor in encoder.items()} | {
         f"{of_decoder}{name}": tensor for name, tensor in write_decoder(written, config, kind).items()
@@ -187,14 +188,19 @@ def decoder_depth(decoder: Mapping[str, Tensor]) -> int:
 
 def decoder_entries(config: ViTConfig, width: int, depth: int, mlp_width: int, kind: str) -> Entries:
     """Every tensor of a decoder of this width, in a file with the names of `kind`."""
-    entries, E, P = Entries(flax=False), (width,), config.patch_size
     # The paper's blocks; tensors tell neither the heads nor the image size.
-    blocks = ViTConfig(width, depth, mlp_width, num_heads=1, patch_size=P, image_size=(P, P), num_classes=0)
-    entries.dense("decoder_embed", "decoder_embed", (config.width,), E)
-    entries.table("mask_token", "mask_token", 1, 1, *E)
-    entries.table("decoder_pos_embed", "decoder_positions", 1, config.num_positions, *E)
-    for i in range(depth):
-        add_block(entries, blocks, NAMES[kind], f"{_BLOCKS[kind]}{i}.", f"decoder_blocks.{i}")
-    entries.norm("decoder_norm", "decoder_norm", width)
-    entries.dense("decoder_pred", "decoder_pred", E, (3 * P**2,))
-    return entries
+    P = config.patch_size
+    block = ViTConfig(width, depth, mlp_width, num_heads=1, patch_size=P, image_size=(P, P), num_classes=0)
+    with torch.device("meta"):
+        layers = {
+            "decoder_embed": nn.Linear(config.width, width),
+            "decoder_blocks": nn.ModuleList(Block(block, SelfAttention(block, 1), 0.0) for _ in range(depth)),
+            "decoder_norm": nn.LayerNorm(width),
+            "decoder_pred": nn.Linear(width, 3 * P**2),
+        }
+        state = {"mask_token": torch.empty(1, 1, width)}
+        state |= {
+            "decoder_positions": torch.empty(1, config.num_positions, width),
+            **nn.ModuleDict(layers).state_dict(),
+        }
+    return Entries(state, block, NAMES[kind] | NAMES["mae_decoder"] | {"blocks": _BLOCKS[kind]})

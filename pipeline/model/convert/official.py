@@ -6,7 +6,7 @@
                  array, and a prefix: params/, params/img/ or opt/target/
     bit          google-research/big_transfer
 
-The keys are in names.py and resnets.py. The defaults of these projects: tanh GELU, LayerNorm eps 1e-6.
+The keys are in tables.toml. The defaults of these projects: tanh GELU, LayerNorm eps 1e-6.
 """
 
 import re
@@ -21,10 +21,11 @@ from torch import Tensor
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert.entries import Entries, Weights
-from pipeline.model.convert.names import NAMES, Hints, find_config, vit_entries
+from pipeline.model.convert.entries import Entries, Weights, model_entries
+from pipeline.model.convert.names import Hints, find_config
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
+from pipeline.model.convert.tables import NAMES
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -70,7 +71,7 @@ def from_npz(arrays: Arrays) -> Weights:
     config = find_config(tensors, NAMES[layout], hints)
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
-    return Weights(config, vit_entries(config, NAMES[layout]).read(tensors), {}, notes)
+    return Weights(config, model_entries(config, NAMES[layout]).read(tensors), {}, notes)
 
 
 def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
@@ -90,7 +91,7 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
         hybrids=not is_big_vision,
         representation=True,
     )
-    arrays = _arrays(vit_entries(config, NAMES[layout]), state)
+    arrays = _arrays(model_entries(config, NAMES[layout]), state)
     if not is_big_vision:
         return arrays
     if config.pool == "token":  # big_vision adds no position to it
@@ -104,7 +105,7 @@ def _arrays(entries: Entries, state: dict[str, Tensor]) -> dict[str, np.ndarray]
 
 
 def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(the tensors under the keys of names.py and resnets.py, notes)."""
+    """(the tensors under the keys of tables.toml, notes)."""
     notes = []
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
     if prefix:

@@ -12,9 +12,10 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import Tensors, Weights
-from pipeline.model.convert.names import Hints, Names, find_config, vit_entries
+from pipeline.model.convert.entries import Tensors, Weights, model_entries
+from pipeline.model.convert.names import Hints, find_config
 from pipeline.model.convert.preprocessing import Preprocessing
+from pipeline.model.convert.tables import Names
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf",
@@ -39,11 +40,11 @@ def read_vit(
     for name in ("mask_token", "embeddings.mask_token"):
         if tensors.pop(name, None) is not None:
             notes.append("the mask token, which only pre-training uses, is left out")
-    if f"{names.patch}.bias" not in tensors and f"{names.patch}.weight" in tensors:
-        tensors[f"{names.patch}.bias"] = torch.zeros(len(tensors[f"{names.patch}.weight"]))
-    names = names._replace(patch_bias=True)
+    patch = names["patch_embedding"]
+    if f"{patch}.bias" not in tensors and f"{patch}.weight" in tensors:
+        tensors[f"{patch}.bias"] = torch.zeros(len(tensors[f"{patch}.weight"]))
     config = find_config(tensors, names, hints)
-    state = vit_entries(config, names).read(tensors)
+    state = model_entries(config, names | {"no_patch_bias": False}).read(tensors)
     pixels, images = preprocessing.read_by(config.pixels, images)
     if pixels != RGB8:
         return Weights(replace(config, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)

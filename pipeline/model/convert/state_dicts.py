@@ -10,37 +10,15 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.entries import ConfigFiles, Weights, check_values
-from pipeline.model.convert.huggingface_format import MODEL_TYPES, from_huggingface
-from pipeline.model.convert.names import NAMES, Hints
-from pipeline.model.convert.preprocessing import Json
+from pipeline.model.convert.huggingface_format import from_huggingface
+from pipeline.model.convert.names import Hints
 from pipeline.model.convert.reading import pair, read_vit
 from pipeline.model.convert.resnets import is_bit
-from pipeline.model.convert.timm_format import TIMM_KINDS, from_timm
+from pipeline.model.convert.tables import NAMES, TABLES
+from pipeline.model.convert.timm_format import from_timm
 
-# Part of a key -> the unsupported feature that it belongs to.
-_UNSUPPORTED = {
-    "dist_token": "a distillation token",
-    "distillation_token": "a distillation token",
-    "attn.norm.": "a norm inside of the attention (scale_norm)",
-    "mlp.norm.": "a norm inside of the MLP (as EVA-02 of sizes B and L)",
-    "relative_position_bias": "BEiT's table of relative positions",
-    "attn.rope.": "a learned rotation of queries and keys",
-    "rope.freqs": "a learned rotation of queries and keys",
-    "attn_pool.in_proj": "CoCa's attention pooling",
-    "attns.0.": "parallel attentions and MLPs",
-    "in_proj.": "attention and MLP in parallel",
-    "attn.lambda_": "differential attention",
-    "attn.rel_pos.": "timm's relative positions",
-}
 # Tensors that are no weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
 _NO_WEIGHTS = ("num_batches_tracked", "attn.qkv.bias_mask")
-# Model type of Hugging Face -> why it is not read, or what to do instead.
-_OTHER_TYPES = {
-    "siglip2": "SigLIP 2 for any aspect (NaFlex) takes lists of patches; use its models of a fixed size, whose model_type is siglip.",
-    "deit": "Use timm's weights of the model without a distillation token (deit_*).",
-    "beit": "BEiT's attention has a learned table of relative positions for each head, which is not supported.",
-    "data2vec-vision": "Its attention has BEiT's table of relative positions, which is not supported.",
-}
 # Beginnings of the keys of a model with towers for images and text, where the one for images is read.
 _TOWERS = ("vision_model.", "visual.trunk.", "visual.")
 # Kinds of names whose patch embeddings have different names.
@@ -52,13 +30,11 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
 
     Raises UserError naming the key and the shapes, or the feature of the model that is not supported.
     """
-    model_type = _text(config_files.config, "model_type")
-    if model_type and model_type not in MODEL_TYPES:
-        family = next((name for name in _OTHER_TYPES if model_type.startswith(name)), "")
-        remedy = _OTHER_TYPES.get(family, "It is another architecture than the plain ViT: there is no way to load it.")
-        known = ", ".join(MODEL_TYPES)
+    model_type = json_record.convert(config_files.config.get("model_type"), str | None, "config.json", "model_type")
+    if model_type and model_type not in (known := TABLES["huggingface"]["model_types"]):
         raise UserError(
-            f'its config.json says model_type = "{model_type[:100]}"; what can be read is {known}. {remedy}'
+            f'its config.json says model_type = "{model_type[:100]}", which is another architecture or not supported; what can be read is '
+            f"{', '.join(known)} (docs/weights.md)."
         )
     notes: list[str] = []
     tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items() if not key.endswith(_NO_WEIGHTS)}
@@ -70,11 +46,11 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     kind, tensors = _image_tower(tensors, notes)
     for key, tensor in tensors.items():
         check_values(key, tensor)
-        for part, feature in _UNSUPPORTED.items():
+        for part, feature in TABLES["unsupported"].items():
             if key.startswith(part) or f".{part}" in key:
                 raise UserError(f'it has {feature} ("{key}"), which is not supported.')
     if kind == "timm":
-        return _from_timm(tensors, config_files, notes)
+        return from_timm(tensors, config_files.config, notes)
     if kind == "open_clip":
         return _from_open_clip(tensors, config_files, notes)
     return from_huggingface(tensors, kind, config_files, notes)
@@ -84,7 +60,7 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
     """-> (kind of names, a key of NAMES; the tensors of the ViT without a prefix). Raises UserError for names of other projects."""
     if is_bit(tensors):
         return "timm", tensors
-    patches = {f"{NAMES[kind].patch}.weight": kind for kind in _PROJECTS}
+    patches = {f"{NAMES[kind]['patch_embedding']}.weight": kind for kind in _PROJECTS}
     for key in tensors:
         patch = next((patch for patch in patches if key == patch or key.endswith(f".{patch}")), None)
         if patch is None or (patches[patch] == "open_clip" and "ln_post" not in "".join(tensors)):
@@ -101,25 +77,6 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
 def _is_own(key: str, prefix: str) -> bool:
     """Whether a tensor belongs to the model for images whose keys begin with the prefix; one tower has a prefix or none."""
     return key.startswith((prefix, "classifier.")) or not prefix.endswith(_TOWERS)
-
-
-def _from_timm(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: list[str]) -> Weights:
-    try:
-        return from_timm(tensors, config_files.config, notes)
-    except UserError as error:
-        architecture = _text(config_files.config, "architecture")
-        if architecture and not architecture.startswith(TIMM_KINDS):
-            known = "vit_*, deit_*, deit3_*, flexivit_*, eva_*, resnetv2_*_bit"
-            raise UserError(
-                f'its config.json says architecture = "{architecture[:100]}"; of timm\'s models {known} can be read. '
-                f"The first difference: {error}"
-            ) from error
-        raise
-
-
-def _text(config: Json, name: str) -> str:
-    """A text field of config.json; empty if it is missing. Raises UserError for another type."""
-    return json_record.convert(config.get(name), str | None, "config.json", name) or ""
 
 
 @dataclass(frozen=True)

@@ -20,45 +20,15 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import Limits
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import Weights
-from pipeline.model.convert.names import NAMES, Hints, vit_entries
+from pipeline.model.convert.entries import Weights, model_entries
+from pipeline.model.convert.names import Hints
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.reading import check_normalisation, gelu_of, join, pair, read_vit, rename, with_view
 from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
+from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
-
-# timm's names: (our size, patch side) -> its size; stem -> its hybrid; its BiTs.
-_TIMM_NAMES = {
-    ("Ti", 16): "tiny",
-    ("S", 16): "small",
-    ("S", 32): "small",
-    ("B", 8): "base",
-    ("B", 16): "base",
-    ("B", 32): "base",
-    ("L", 16): "large",
-    ("L", 32): "large",
-    ("H", 14): "huge",
-    ("g", 14): "giant",
-    ("G", 14): "gigantic",
-}
-_TIMM_HYBRIDS = {
-    (): "vit_tiny_r_s16_p8_224",
-    (2, 2, 2, 2): "vit_small_r26_s32_224",
-    (3, 4, 9): "vit_base_r50_s16_224",
-    (3, 4, 6, 3): "vit_large_r50_s32_224",
-}
-_TIMM_BITS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")
-
-TIMM_KINDS = ("vit_", "deit", "flexivit", "resnetv2", "dinov2", "eva", "test_vit")
-# Parts that only the names of timm's models tell -> what our ViT does not have.
-_OTHER_PARTS = {
-    "rpn_": "norms after the attention and the MLP (res-post-norm)",
-    "_enormous_": "norms after the attention and the MLP (post-norm)",
-    "_pe_": "the Perception Encoder's rotation, and another number of heads in its pooling",
-}
-
 
 # Names of facebookresearch's and of timm's other models -> those of timm's ViT.
 _PUBLISHED = [
@@ -139,7 +109,7 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
         return Weights(replace(bit, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)
 
     name = found.architecture or ""
-    if other := next((part for key, part in _OTHER_PARTS.items() if key in name), None):
+    if other := next((part for key, part in TABLES["unsupported_names"].items() if key in name), None):
         raise UserError(f"{name[:100]} has {other}, which is not supported.")
     kernel = _published_kernel(tensors)
     is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
@@ -345,7 +315,7 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
         state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
     if config.embedding_norm:
         move_patch_bias(state, config.num_patches)
-    tensors = vit_entries(config, NAMES["timm"]._replace(patch_bias=not config.embedding_norm)).write(state)
+    tensors = model_entries(config, NAMES["timm"] | {"no_patch_bias": config.embedding_norm}).write(state)
     # timm adds none to the class token of such a model
     if config.registers and config.has_class_token and "pos_embed" in tensors:
         positions = tensors["pos_embed"]
@@ -365,8 +335,8 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     channels = {"in_chans": config.pixels.num_channels} if config.pixels.num_channels != 3 else {}
     if isinstance(config, ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
-        if (name := f"{layers}x{config.width / 64:g}") not in _TIMM_BITS:
-            known = ", ".join(_TIMM_BITS)
+        if (name := f"{layers}x{config.width / 64:g}") not in TABLES["timm"]["bits"]:
+            known = ", ".join(TABLES["timm"]["bits"])
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
         return f"resnetv2_{name}_bit", channels
     packed = 2 if config.swiglu and config.rope_base is None else 1
@@ -399,19 +369,16 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
             "fc_norm": config.pool_norm,
         }
     if config.stem is not None:
-        if config.stem not in _TIMM_HYBRIDS:
-            raise UserError(
-                f"timm has no hybrid whose ResNet has units {config.stem}; format = safetensors can hold it."
-            )
-        return _TIMM_HYBRIDS[config.stem], args
+        if (units := ",".join(map(str, config.stem))) not in (hybrids := TABLES["timm"]["hybrids"]):
+            raise UserError(f"timm has no hybrid whose ResNet has units {units}; format = safetensors can hold it.")
+        return hybrids[units], args
     if config.swiglu:
         return "vit_giant_patch14_dinov2", args
     if config.embedding_norm:
         return "vit_base_patch16_clip_224", args  # which has such a norm
-    for (letter, patch), size in _TIMM_NAMES.items():
-        if VARIANTS[letter][:3] == (D, config.depth, M) and patch == config.patch_size:
-            return f"vit_{size}_patch{patch}_224", args
-    return "vit_base_patch16_224", args  # any name will do: the arguments override it
+    size = next((name for name, variant in VARIANTS.items() if variant[:3] == (D, config.depth, M)), "B")
+    # any name will do: the arguments override it
+    return TABLES["timm"]["names"].get(f"{size}/{config.patch_size}", "vit_base_patch16_224"), args
 
 
 def timm_eps(config: ViTConfig) -> float:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.settings.objective_checks import OBJECTIVES
+from pipeline.architecture.objectives import OBJECTIVES
 
 VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"

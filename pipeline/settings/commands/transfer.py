@@ -6,14 +6,13 @@ A protocol fixes everything that makes two scores comparable; `configs/vtab/` ha
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings import effect
 from pipeline.settings.quantities import MAX_TASKS, Length
 from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, seeds
+from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, seeds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,6 @@ class VtabConfig:
         needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
-    kernel: Kernel | None = kernel_setting()
     pretrained_on: list[str] = setting(
         list,
         "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as [datasets/a,datasets/b]; the "

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, share
+from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, share
 from pipeline.settings.yaml_reader import as_typed
 
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -44,11 +43,8 @@ def loss_setting() -> Any:
 class WeightsConfig:
     """Weights and how they compute; shared by all commands that apply them to images."""
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
-    )
+    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)", path=True)
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
-    kernel: Kernel | None = kernel_setting()
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
         "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
@@ -131,7 +127,6 @@ class ExportConfig:
         output="new",
     )
     image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
-    kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
     tolerance: float = setting(
         1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
@@ -150,10 +145,8 @@ class ExportConfig:
             raise UserError(
                 f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
             )
-        if self.format.endswith("mae") and (self.image_size or self.kernel or not self.head):
-            raise UserError(
-                f"format = {self.format} writes MAE as it was trained: leave out image_size, kernel and head."
-            )
+        if self.format.endswith("mae") and (self.image_size or not self.head):
+            raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
 
 
 @dataclass(frozen=True, kw_only=True)

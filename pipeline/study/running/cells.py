@@ -260,7 +260,7 @@ def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     if config.question != "labels":
         return model.settings
     # A new model has neither weights nor what the file does with them.
-    none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false", "init.kernel=null"]
+    none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false"]
     return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else none)]
 
 

@@ -12,6 +12,7 @@ import torch
 from tiny import make_dataset, train_view
 
 from pipeline import objectives
+from pipeline.architecture.objectives import Labels
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -28,7 +29,6 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
-from pipeline.settings.objective_checks import Labels
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_execution import RunProbeConfig
 from pipeline.settings.run_sections import AugmentConfig, DataConfig, MixedSet

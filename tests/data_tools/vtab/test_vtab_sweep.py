@@ -55,7 +55,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
     run = tmp_path_factory.mktemp("runs") / "pretrained"
     step = run / "checkpoints" / "step-00000007"
     step.mkdir(parents=True)
-    models.save_safetensors(
+    models.save(
         models.create("ViT-mu/4", 8, 7),
         step / "model.safetensors",
         {"trained_on": [{"name": "photos", "fingerprint": "f" * 16, "split": "train"}]},

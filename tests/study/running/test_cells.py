@@ -15,7 +15,7 @@ from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.model import create, save, save_safetensors
+from pipeline.model import create, save
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import driver
@@ -335,7 +335,7 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     last = run.folder / "checkpoints" / "step-00000030"
     for path in (last, last.with_name("step-00000010")):
         path.mkdir(parents=True)
-        save_safetensors(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
+        save(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
     (last.parent / "latest").write_text(last.name)
     (run.folder / "model.json").write_text(json.dumps(create("ViT-mu/4", 16, 4).config.to_dict()))
     (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
@@ -355,7 +355,7 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
         checkpoint = run.folder / "checkpoints" / f"step-{steps:08d}"
         checkpoint.mkdir(parents=True)
         model = create("ViT-mu/4", 16, 4)
-        save_safetensors(model, checkpoint / "model.safetensors", {})
+        save(model, checkpoint / "model.safetensors", {})
         (checkpoint.parent / "latest").write_text(checkpoint.name)
         (run.folder / "model.json").write_text(json.dumps(model.config.to_dict()))
         (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
@@ -379,7 +379,7 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
     assert compute_of_runs(second) == pytest.approx([whole, whole])
     third = continued("third", second)
     assert compute_of_runs(third) == pytest.approx([whole, whole, whole])
-    save_safetensors(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
+    save(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
     notes = list[str]()
     models = [
         f"models=[{{name: a, weights: {third}}}, {{name: b, weights: {continued('other', base.parent / 'other.safetensors')}}}]"

@@ -1,0 +1,56 @@
+"""What objectives need of a run's settings and of its model."""
+
+from typing import Any
+
+import pytest
+
+from pipeline import objectives
+from pipeline.architecture.variants import configure
+from pipeline.base.errors import UserError
+from pipeline.objectives.mae import check_encodes_kept
+from pipeline.settings import schema
+from pipeline.settings.run import RunConfig
+
+GIVEN = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "augment.crop=random_resized"]
+
+
+def check(*overrides: str) -> None:
+    objectives.check(schema.load(RunConfig, None, [*GIVEN, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong", "message"),
+    [
+        ("mae", "model.image_size=225", "image_size = 225.*patch_size = 16"),
+        ("mae", "objective.mask_share=0.999", "objective.mask_share = 0.999.* 196 patches"),
+        ("dino", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
+        ("lejepa", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
+        ("lejepa", "model.image_size=100", "image_size = 100.*patch_size = 16"),
+        ("dino", "augment.crop=resize_crop", "augment.crop = resize_crop"),
+        ("lejepa", "augment.crop=resize_crop", "augment.crop = resize_crop"),
+        ("sigmoid", "objective.width=3", "unknown setting objective.width"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(loss: str, wrong: str, message: str) -> None:
+    check(f"train.loss={loss}")
+    with pytest.raises(UserError, match=message):
+        check(f"train.loss={loss}", wrong)
+
+
+def test_a_step_of_one_image_is_refused_where_its_samples_are_compared() -> None:
+    alone = ["data.streams=1", "train.global_batch=1", "train.micro_batch=1"]
+    check("train.loss=masked_pixels", *alone)
+    with pytest.raises(UserError, match=r"train\.global_batch = 1"):
+        check("train.loss=lejepa", *alone)
+    check("train.loss=dino", *alone)
+    with pytest.raises(UserError, match=r"objective\.koleo_weight = 0\.1.*train\.micro_batch = 1"):
+        check("train.loss=dino", "objective.koleo_weight=0.1", *alone)
+
+
+@pytest.mark.parametrize("field", [{"positions": "relative"}, {"pool": "map"}, {"small_stem": (16,)}])
+def test_a_backbone_that_cannot_encode_kept_patches_is_refused_by_the_name_of_the_objective(
+    field: dict[str, Any],
+) -> None:
+    check_encodes_kept(configure("ViT-Ti/4", 32, representation=False), "ijepa")
+    with pytest.raises(UserError, match=r"train\.loss = ijepa"):
+        check_encodes_kept(configure("ViT-Ti/4", 32, representation=False, **field), "ijepa")
