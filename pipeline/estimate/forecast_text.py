@@ -15,7 +15,6 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM
 from pipeline.estimate.forecast import Forecast, make_forecast
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import overrides_of_name
 from pipeline.estimate.step_time import EFFICIENCY
 from pipeline.model import ViTConfig
 from pipeline.settings.commands.operate import PlanConfig
@@ -61,9 +60,7 @@ def _describe_run(forecast: Forecast) -> list[str]:
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
         f"{tokens}{config.engine.precision}",
-        *filter(
-            None, [overrides_of_name(config.model), data.balance, *data.label_notes, *objectives.without_effect(config)]
-        ),
+        *filter(None, [data.balance, *data.label_notes, *objectives.without_effect(config)]),
         "",
         f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
         f"  length       {counted(plan.steps, 'step')} = {plan.epochs:.1f} epochs; warm-up {plan.warmup:,}, "

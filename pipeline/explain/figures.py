@@ -25,7 +25,7 @@ from pipeline.settings.quantities import ImageSize
 def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    config: gives the places of the patches, which may overlap; None for a map whose cells divide the image evenly.
+    config: gives the places of the patches; None for a map whose cells divide the image evenly.
     size: of the image as it is drawn, which may have more pixels than the model reads.
     """
     sides = size if config is None else ImageSize.parse(config.image_size)
@@ -33,8 +33,7 @@ def enlarge(values: np.ndarray, config: ViTConfig | None, size: tuple[int, int])
     def weights(axis: int) -> np.ndarray:
         cells, side, scale = values.shape[axis], size[axis], size[axis] / sides[axis]
         patch = side / cells if config is None else config.patch_pixels * scale
-        step = side / cells if config is None else config.stride * config.reduction * scale
-        centres = patch / 2 + step * np.arange(cells)
+        centres = patch / 2 + patch * np.arange(cells)
         return np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1)
 
     return weights(0) @ values @ weights(1).T
@@ -131,13 +130,13 @@ def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
 def draw_patches(pixels: np.ndarray, config: ViTConfig) -> Figure:
     """An image with the borders of its patches, and cut into them."""
     h, w = config.grid
-    patch, step = config.patch_pixels, config.stride * config.reduction
+    patch = config.patch_pixels
     figure = Figure(figsize=(8.2, 4.5), layout="constrained")
     whole, cut = figure.subplots(1, 2)
     whole.imshow(pixels, extent=(0, pixels.shape[1], pixels.shape[0], 0))
     gap = max(1, round(patch / 8))
     for i, (row, column) in enumerate(np.ndindex(h, w), start=1):
-        corner = column * step, row * step
+        corner = column * patch, row * patch
         whole.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor="white", linewidth=0.7))
         if h * w <= 100:
             left, top = (place * (patch + gap) + 0.04 * patch for place in (column, row))
@@ -150,12 +149,8 @@ def draw_patches(pixels: np.ndarray, config: ViTConfig) -> Figure:
                 va="top",
                 bbox={"facecolor": "black", "alpha": 0.55, "pad": 0.8, "linewidth": 0},
             )
-    overlap = ""
-    if step < patch:
-        overlap = f", one each {step} px"
-        whole.add_patch(Rectangle((0, 0), patch, patch, fill=False, edgecolor=MAP(1.0), linewidth=2))
-    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px{overlap}", fontsize=TEXT)
-    patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::step, ::step][:h, :w]
+    whole.set_title(f"{h} × {counted(w, 'patch')} of {patch} × {patch} px", fontsize=TEXT)
+    patches = sliding_window_view(pixels, (patch, patch), (0, 1))[::patch, ::patch][:h, :w]
     sheet = _sheet(np.moveaxis(patches, 2, -1), gap, 255)
     cut.imshow(sheet, extent=(0, sheet.shape[1], sheet.shape[0], 0))
     token = " and the class token" if config.has_class_token else ""

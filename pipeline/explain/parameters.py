@@ -86,10 +86,9 @@ def costs(config: ViTConfig) -> list[Cost]:
     sides = sorted({*range(step, 3 * config.image_size[0] + 1, step), config.image_size[0]})
     found = []
     for size in sizes:
-        stride = None if config.patch_stride is None else max(1, config.patch_stride * size // config.patch_size)
         for side in sides:
             try:
-                other = replace(config, patch_size=size, patch_stride=stride, image_size=(side, side))
+                other = replace(config, patch_size=size, image_size=(side, side))
             except UserError:  # The patches do not fit the image.
                 continue
             if other.unseen == config.unseen:
