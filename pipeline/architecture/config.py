@@ -52,10 +52,6 @@ class ViTConfig(Fields):
     patch_size: Annotated[int, Limits(1, 2**12)]  # type: ignore[misc]  # P, in pixels; in a hybrid, in cells of the stem's output
     image_size: tuple[int, int]  # type: ignore[misc]  # height, width, in pixels
     num_classes: Annotated[int, Limits(0, 2**24)]  # type: ignore[misc]  # 0: no head, the model returns its features
-    # In a hybrid, in cells of the stem's output. None: patch_size.
-    patch_stride: int | None = option(
-        None, "Distance between patches in pixels; patches overlap if it is below the patch side.", min=1, max=2**12
-    )
     # ViT paper, D.4.
     positions: Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"] = option(
         "learned",
@@ -129,27 +125,6 @@ class ViTConfig(Fields):
         min=0,
         max=_MAX_TOKENS,
     )
-    rope_shift: float = option(
-        0.0,
-        "RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
-        min=0,
-        max=100,
-        only_trains=True,
-    )
-    rope_jitter: float = option(
-        1.0,
-        "RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
-        min=1,
-        max=100,
-        only_trains=True,
-    )
-    rope_rescale: float = option(
-        1.0,
-        "RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
-        min=1,
-        max=100,
-        only_trains=True,
-    )
     qkv_bias: Literal["qkv", "qv", "none"] = option(
         "qkv", "Which of queries, keys and values have a bias; qv in DINOv3."
     )
@@ -189,11 +164,6 @@ class ViTConfig(Fields):
         self._check_norms()
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
-        if not 1 <= self.stride <= self.patch_size:
-            raise UserError(
-                f"model: patch_stride = {self.stride} must be from 1 to patch_size = {self.patch_size}: a larger one "
-                "leaves pixels that no patch covers."
-            )
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
             self.check_covered()
         if self.num_tokens > _MAX_TOKENS:
@@ -231,10 +201,9 @@ class ViTConfig(Fields):
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
-            if self.changes_rope or self.rope_side is not None:
+            if self.rope_side is not None:
                 raise UserError(
-                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have. Set "
-                    "model.rope_base=100, or leave them out."
+                    "model: rope_side changes RoPE, which this model does not have. Set model.rope_base=100."
                 )
             return
         if self.axial or self.positions == "relative":
@@ -271,18 +240,14 @@ class ViTConfig(Fields):
 
     def check_covered(self) -> None:
         """Raise UserError if no patch covers the last rows or columns of pixels, which is a mistake in a new model."""
-        patch, step = self.patch_pixels, self.stride * self.reduction  # in pixels
         for side, unseen in zip(self.image_size, self.unseen, strict=True):
-            if not unseen:
-                continue
-            below = patch + max(side - patch, 0) // step * step
-            nearest = f"{below} or {below + step}" if side >= patch else f"{patch}"
-            if step == patch:
-                why = f"is not divisible by patch_size = {patch}"
-                why += f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
-            else:
-                why = f"is not patch_size = {patch} plus a multiple of the stride {step}"
-            raise UserError(f"model: image_size = {side} {why}. Nearest sizes: {nearest}.")
+            if unseen:
+                patch = self.patch_pixels
+                nearest = " or ".join(str(size) for size in (side - unseen, side - unseen + patch) if size)
+                why = f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
+                raise UserError(
+                    f"model: image_size = {side} is not divisible by patch_size = {patch}{why}. Nearest sizes: {nearest}."
+                )
 
     def check_any_grid(self) -> None:
         """Raise UserError if the model reads images of one size only, because its attention or positions depend on the grid."""
@@ -292,11 +257,6 @@ class ViTConfig(Fields):
                 f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use a model "
                 "without it, or views of one size."
             )
-
-    @property
-    def stride(self) -> int:
-        """Cells from patch to patch; a cell is a pixel, or in a hybrid one position of the stem's output."""
-        return self.patch_size if self.patch_stride is None else self.patch_stride
 
     @property
     def reduction(self) -> int:
@@ -315,16 +275,15 @@ class ViTConfig(Fields):
 
     def grid_at(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of patches of an image of this size, in pixels."""
-        rows, columns = ((side // self.reduction - self.patch_size) // self.stride + 1 for side in (height, width))
+        rows, columns = (side // self.reduction // self.patch_size for side in (height, width))
         return rows, columns
 
     @property
     def unseen(self) -> tuple[int, int]:
         """(rows, columns) of pixels at the lower and right edge that no patch covers, as in the official code (padding
         "VALID"): 6 of the 384 of ViT-H/14 in the ViT paper's fine-tuning."""
-        patch, step = self.patch_pixels, self.stride * self.reduction
-        height, width = (side if side < patch else (side - patch) % step for side in self.image_size)
-        return height, width
+        height, width = self.image_size
+        return height % self.patch_pixels, width % self.patch_pixels
 
     @property
     def unseen_note(self) -> str:
@@ -388,11 +347,6 @@ class ViTConfig(Fields):
     def num_blocks(self) -> int:
         """Number of blocks that run: `depth`, or twice that in an axial ViT."""
         return self.depth * 2 if self.axial else self.depth
-
-    @property
-    def changes_rope(self) -> bool:
-        """Whether the coordinates of RoPE change in training."""
-        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
 
     @property
     def num_features(self) -> int:

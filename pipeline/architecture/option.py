@@ -30,7 +30,6 @@ _FIRST_SAVED = (
     "pool",
     "positions",
     "positions_at",
-    "patch_stride",
     "stem",
     "axial",
     "layer_norm_eps",

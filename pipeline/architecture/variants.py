@@ -2,11 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from pipeline.architecture.config import OPTIONS, Config, ResNetConfig, ViTConfig
+from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -97,22 +96,6 @@ def configure(
     if covered and isinstance(config, ViTConfig):
         config.check_covered()
     return config
-
-
-def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Field -> (the value that the name implies, the value of `changes`), where these differ.
-
-    changes: as of `configure`; None keeps the implied value, and other keys are ignored. Raises UserError for an unknown name.
-    """
-    cls, values = _implied(name)
-    usual = {
-        name: getattr(cls, name) for name, option in OPTIONS.items() if option.setting is None and hasattr(cls, name)
-    }
-    if "patch_size" in values:
-        usual["patch_stride"] = values["patch_size"]
-    values = {**usual, **values}
-    given = {field: value for field, value in changes.items() if field in values and value is not None}
-    return {field: (values[field], value) for field, value in given.items() if value != values[field]}
 
 
 def check_name(name: str) -> None:

@@ -16,7 +16,6 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.cluster import HEADROOM
 from pipeline.estimate.forecast import Forecast, make_forecast
 from pipeline.estimate.memory import refuse_too_large
-from pipeline.estimate.plan import overrides_of_name
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 
@@ -41,7 +40,7 @@ def describe(forecast: Forecast) -> list[str]:
     """The forecast as lines of text."""
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
     name = config.model.name or config.variant or config.init.weights
-    notes = [overrides_of_name(config.model), *data.notes, *objectives.without_effect(config)]
+    notes = [*data.notes, *objectives.without_effect(config)]
     kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
         f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "

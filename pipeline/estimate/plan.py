@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipeline.architecture.objectives import OBJECTIVES
-from pipeline.architecture.variants import as_yaml, overridden
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.quantities import Length
-from pipeline.settings.run import ModelConfig, RunConfig
+from pipeline.settings.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,9 @@ class Plan:
         return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for settings that override model.name, one for a balance of classes, one for a run that no held-out split measures, and one for each
+        """A line for a balance of classes, one for a run that no held-out split measures, and one for each
         setting that was changed to fit."""
-        named = list(filter(None, [overrides_of_name(config.model), self.balance]))
+        named = list(filter(None, [self.balance]))
         probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
         if not self.measures_held_out:
             own = f"train.loss = {config.train.loss} measures nothing on held-out images: {probed}"
@@ -179,13 +178,6 @@ def _interval_that_ends(every: Length, interval: int, steps: int) -> int:
     count = (steps - 1) // interval
     whole = every.unit == "%" and replace(every, amount=every.amount * count).steps(1, 1, steps) >= steps
     return count * interval if whole and 2 * (steps - count * interval) <= interval else 0
-
-
-def overrides_of_name(settings: ModelConfig) -> str:
-    """A line that names the settings whose values are not those of model.name; empty if there are none."""
-    found = overridden(settings.name, vars(settings)) if settings.name else {}
-    values = [f"model.{field} = {as_yaml(given)} instead of {as_yaml(own)}" for field, (own, given) in found.items()]
-    return f"model.name = {settings.name} with {', '.join(values)}" if values else ""
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:

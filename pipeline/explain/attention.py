@@ -166,6 +166,6 @@ def _over_all_tokens(weights: Tensor, grid: tuple[int, int], along_rows: bool) -
 
 def patch_distances(config: ViTConfig) -> Tensor:
     """(h*w, h*w) float32: distances between the centres of patches, in pixels."""
-    rows, columns = (torch.arange(n, dtype=torch.float32) * config.stride * config.reduction for n in config.grid)
+    rows, columns = (torch.arange(n, dtype=torch.float32) * config.patch_pixels for n in config.grid)
     centres = torch.cartesian_prod(rows, columns)
     return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")

@@ -21,12 +21,12 @@ from pipeline.model import ViTConfig
 def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    config: gives the places of the patches, which may overlap. size: of the image as it is drawn, which may have more pixels than the model reads.
+    config: gives the places of the patches. size: of the image as it is drawn, which may have more pixels than the model reads.
     """
     places = []
     for cells, side, own in zip(values.shape, size, config.image_size, strict=True):
-        patch, step = config.patch_pixels * side / own, config.stride * config.reduction * side / own
-        centres = patch / 2 + step * np.arange(cells)
+        patch = config.patch_pixels * side / own
+        centres = patch / 2 + patch * np.arange(cells)
         places.append(np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1))
     rows, columns = places
     return rows @ values @ columns.T

@@ -73,21 +73,15 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         say(line)
     if newest is not None and (newest / "model.safetensors").is_file():
         return newest / "model.safetensors"
-    pointer = folder / LATEST
-    if not pointer.is_file():
-        if (path / "status.json").is_file():
-            raise UserError(
-                f"{path}: this run has no checkpoint in {folder}: it saved none yet, or they were moved. Name a checkpoint."
-            )
-        raise UserError(
-            f"{path}: contains neither checkpoints/latest nor {', '.join(FILES)}. Name a checkpoint, a run, or a file."
-        )
-    name = pointer.read_bytes().decode(errors="replace").strip()
-    if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
-        if damaged:
-            say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
-        return file
-    raise UserError(f'{pointer}: names "{name[:200]}", which contains no weights. Name another checkpoint folder.')
+    if (pointer := folder / LATEST).is_file():
+        name = pointer.read_bytes().decode(errors="replace").strip()
+        if name and name.isprintable() and (file := _weights_in(folder / name)) is not None:
+            if damaged:
+                say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
+            return file
+    raise UserError(
+        f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a run, or a file."
+    )
 
 
 def _weights_in(folder: Path) -> Path | None:

@@ -118,10 +118,10 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def without_effect(config: RunConfig) -> list[str]:
-    """A line for each reason for which settings of a run, or of its objective, have no effect, or little (`Objective.notes`)."""
+    """A line for each reason for which settings of a run, or of its objective, have no effect."""
     objective = kind(config.train.loss)
     of_objective = effect.without_effect(objective.settings(config), "objective.")
-    return effect.without_effect(config) + config.without_effect() + of_objective + objective.notes(config)
+    return effect.without_effect(config) + config.without_effect() + of_objective
 
 
 def teacher_digest(config: RunConfig) -> str:

@@ -347,17 +347,6 @@ class Dino(Objective):
 
 
 # ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)
-def cross_entropy(
-    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
-) -> Tensor:
-    """The loss of one pair of views: the mean over B of the cross-entropy of softmax(student / temperature) to the teacher's.
-
-    student, teacher: outputs (B, K). centre: (K,), subtracted from the teacher's. Returns a scalar, float32.
-    """
-    targets = ((teacher.float() - centre) / teacher_temperature).softmax(1)
-    return _losses(student.float() / student_temperature, targets).mean()
-
-
 def pair_losses(student: Tensor, targets: Tensor) -> Tensor:
     """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of the student.
 

@@ -66,7 +66,7 @@ class Distill(TaughtObjective):
             )
         size = model.image_size
         if isinstance(model, ViTConfig) and isinstance(saved, ViTConfig):
-            height, width = (saved.patch_pixels + (n - 1) * saved.stride * saved.reduction for n in model.grid)
+            height, width = (n * saved.patch_pixels for n in model.grid)
             size = height, width
         return {"image_size": size, "num_classes": 0, "representation": False}
 

@@ -34,6 +34,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _REMOVED = Purpose.named("mae_mask")
+_ENCODER_ALONE = "use its encoder alone: launch/export.py format=safetensors"
 _PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 
@@ -187,53 +188,29 @@ class Mae(Objective):
         """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the settings."""
         if "decoder_embed.weight" not in additions:
             return "init.weights: holds no decoder of MAE, so the decoder starts new"
+        own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
         # All that differs in one message: with one at a time a run was started anew for each setting.
-        differing = [
-            (name, str(own_value).lower(), str(value).lower())
-            for name, own_value, value in (
-                ("decoder_width", self.mask_token.shape[-1], len(additions["decoder_embed.weight"])),
-                ("decoder_depth", len(self.decoder_blocks), decoder_depth(additions)),
-                ("decoder_heads", self.num_heads, facts.num_heads),
-                ("normalise", self.normalise, facts.normalise),
-            )
-            if value not in (None, own_value)
-        ]
-        if differing:
-            raise UserError(
-                f"init.weights: its decoder does not fit {', '.join(f'objective.{name} = {own}' for name, own, _ in differing)}. "
-                f"Set {' '.join(f'objective.{name}={value}' for name, _, value in differing)}."
-            )
+        sizes = {
+            "decoder_width": (own["mask_token"].shape[-1], len(additions["decoder_embed.weight"])),
+            "decoder_depth": (len(self.decoder_blocks), decoder_depth(additions)),
+            "decoder_heads": (self.num_heads, facts.num_heads),
+            "normalise": (self.normalise, facts.normalise),
+        }
+        if wrong := [name for name, (ours, theirs) in sizes.items() if theirs not in (None, ours)]:
+            given = " ".join(f"objective.{name}={str(sizes[name][1]).lower()}" for name in wrong)
+            raise UserError(f"init.weights: its decoder does not fit the settings. Set {given}.")
         if (facts.mean, facts.std) != (self.mean, self.std):
             if self.normalise:
-                known = next((name for name, pixels in _PIXELS.items() if pixels == (facts.mean, facts.std)), None)
                 raise UserError(
-                    f"init.weights: its decoder predicts normalised pixels of images with mean {facts.mean} and deviation {facts.std}. "
-                    + (
-                        f"Set objective.pixels={known}."
-                        if known
-                        else "Use its encoder alone: launch/export.py format=safetensors."
-                    )
+                    f"init.weights: its decoder predicts normalised pixels of images with mean {facts.mean} and deviation {facts.std}. Set "
+                    f"objective.pixels to these ({' or '.join(_PIXELS)}), or {_ENCODER_ALONE}."
                 )
             additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
-        own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
-        table, own_table = additions.get("decoder_positions"), own["decoder_positions"]
-        if table is not None and table.ndim == 3 and table.shape[1] != own_table.shape[1]:
+        shapes, read = ({name: tuple(t.shape) for name, t in state.items()} for state in (own, additions))
+        if odd := [name for name in sorted(shapes | read) if shapes.get(name) != read.get(name)]:
             raise UserError(
-                f"init.weights: its decoder has positions for {counted(table.shape[1], 'token')}, and model.image_size gives "
-                f"{own_table.shape[1]}. Set model.image_size to that of the weights, or use the encoder alone: launch/export.py "
-                "format=safetensors."
-            )
-        for name, tensor in additions.items():
-            if name not in own or own[name].shape != tensor.shape:
-                size = " x ".join(map(str, tensor.shape))
-                raise UserError(
-                    f"init.weights: its decoder does not fit: {name} is {size}. Use its encoder alone: launch/export.py "
-                    "format=safetensors."
-                )
-        missing = own.keys() - additions.keys()
-        if missing:
-            raise UserError(
-                f"init.weights: its decoder has no {min(missing)}. Use its encoder alone: launch/export.py format=safetensors."
+                f"init.weights: {odd[0]} of its decoder is {read.get(odd[0])}, and {shapes.get(odd[0])} here. Set model.image_size to "
+                f"that of the weights, or {_ENCODER_ALONE}."
             )
         self.load_state_dict(additions, strict=False)
         return "init.weights: continued with its decoder"
@@ -301,7 +278,6 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
             "axial": not vit.axial,
             "positions": vit.positions != "relative",
             "positions_at": vit.positions_at == "stem",
-            "patch_stride": vit.stride == vit.patch_size,
             "representation": not vit.representation,
             "pool": not vit.pools_by_attention,
             "pool_norm": not vit.pool_norm,
@@ -310,8 +286,8 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
         if not found:
             return vit
     raise UserError(
-        f"train.loss = {loss} trains a plain ViT, such as ViT-B/16, with a class token or mean pooling, whose patches do not overlap, with "
-        f"positions at the stem and without representation layer; this backbone has {', '.join(found)}."
+        f"train.loss = {loss} trains a plain ViT, such as ViT-B/16, with a class token or mean pooling, with positions "
+        f"at the stem and without representation layer; this backbone has {', '.join(found)}."
     )
 
 

@@ -127,8 +127,8 @@ class Masking:
             planes = normalise(images, images.device, torch.float32, self.config.pixels)
         else:
             planes = images.permute(0, 3, 1, 2)
-        P, stride = self.config.patch_pixels, self.config.stride * self.config.reduction
-        patches = planes.unfold(2, P, stride).unfold(3, P, stride)  # (B, K, rows, columns, P, P)
+        P = self.config.patch_pixels
+        patches = planes.unfold(2, P, P).unfold(3, P, P)  # (B, K, rows, columns, P, P)
         patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, K, P, P)
         patches = patches[torch.arange(len(images), device=images.device)[:, None], corrupted]
         if self.predicts_pixels:

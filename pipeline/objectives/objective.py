@@ -135,11 +135,6 @@ class Objective(nn.Module):
         return ""
 
     @classmethod
-    def notes(cls, config: RunConfig) -> list[str]:
-        """Lines to print about settings of a run that are allowed, and of little use with this objective; often none."""
-        return []
-
-    @classmethod
     def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
         """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them; None for none.
 
@@ -214,7 +209,8 @@ class Objective(nn.Module):
         self.lora: nn.ModuleDict | None = None
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
-        self._num_steps: int | None = None
+        # Steps of the run, set before anything of it is counted or trained; read only in a class with `follows_length`.
+        self.num_steps = 0
 
     def add_teacher(self, *names: str) -> None:
         """Add `self.teacher`, an average of submodules of this module: `self.teacher["backbone"]` is that of `self.backbone`.
@@ -298,20 +294,6 @@ class Objective(nn.Module):
         return self.loss(views, facts) if task == "loss" else self.measure(views, facts)
 
     # ------------------------------------------------------------------ around a step
-    @property
-    def num_steps(self) -> int:
-        """Steps of the run, set before anything of it is counted or trained. Raises TypeError unless the class has `follows_length`."""
-        if not self.follows_length:
-            raise TypeError(
-                f"{type(self).__name__} reads num_steps, so its steps depend on the length of a run: set follows_length = True in the class."
-            )
-        assert self._num_steps is not None, "set num_steps first"
-        return self._num_steps
-
-    @num_steps.setter
-    def num_steps(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-
     def before_step(self, step: int) -> None:
         """Called before the forward passes of step `step` (from 0); sets what depends on the step alone.
 
@@ -400,11 +382,11 @@ def check_small_views(model: Config, size: int) -> None:
     """Raise UserError if a backbone cannot read square images of this size, objective.local_size."""
     if not isinstance(model, ViTConfig):
         return
-    patch, step = model.patch_pixels, model.stride * model.reduction
-    if size < patch or (size - patch) % step:
-        covered = patch + max(0, size - patch) // step * step
+    patch = model.patch_pixels
+    if size % patch:
+        covered = max(size // patch, 1) * patch
         raise UserError(
-            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + step}, or "
+            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + patch}, or "
             "objective.local_views=0."
         )
     if model.grid_at(size, size) != model.grid:

@@ -9,7 +9,7 @@ as many images without a label.
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -76,22 +76,6 @@ class PseudoLabels(Classification):
     def values(cls, config: RunConfig) -> dict[str, Metric]:
         losses_of_kinds = dict.fromkeys(("supervised_loss", "unsupervised_loss"), Metric("loss", "lower"))
         return {**losses_of_kinds, "confident": Metric("share"), "pseudo_classes": Metric(better="higher")}
-
-    @classmethod
-    def notes(cls, config: RunConfig) -> list[str]:
-        # These do nothing without the strength of a distortion.
-        given = ("color_jitter_probability", "randaugment_magnitude", "randaugment_contrast")
-        if (
-            replace(undistorted(config.augment), **{name: getattr(config.augment, name) for name in given})
-            != config.augment
-        ):
-            return []
-        moves = ["crop"] * (config.augment.crop != "none") + ["flip"] * config.augment.flip
-        differ = f"differ by {' and '.join(moves)} alone" if moves else "are the same"
-        return [
-            f"train.loss = pseudo_labels: the teacher's view and the model's {differ}. Distort the model's, as "
-            "augment.randaugment_layers=2 does, or augment.color_jitter, erase, mixup and others"
-        ]
 
     # ------------------------------------------------------------------ module
     @classmethod

@@ -49,31 +49,6 @@ def test_a_micro_batch_that_does_not_divide_is_lowered_and_said() -> None:
     assert (found.accumulation, found.micro_batch) == (15, 2)
 
 
-def test_settings_that_override_the_name_are_said() -> None:
-    def notes(*overrides: str) -> list[str]:
-        config = schema.load(RunConfig, None, [*REQUIRED, *overrides])
-        return make_plan(config, 14_200_000, 8).notes(config)
-
-    recipe = ["model.width=128", "model.depth=4", "model.mlp_width=256", "model.num_heads=4"]  # cifar10_vit's
-    assert notes("model.name=ViT-Ti/8", *recipe) == [
-        "model.name = ViT-Ti/8 with model.width = 128 instead of 192, model.depth = 4 instead of 12, model.mlp_width = 256 "
-        "instead of 768, model.num_heads = 4 instead of 3"
-    ]
-    assert notes("model.pool=gap", "model.patch_stride=8") == [
-        "model.name = ViT-L/16 with model.patch_stride = 8 instead of 16, model.pool = gap instead of token"
-    ]
-    assert notes("model.name=BiT-R50x1", "model.width=32", "model.representation=false") == [
-        "model.name = BiT-R50x1 with model.width = 32 instead of 64"
-    ]
-    assert notes("model.name=R50+ViT-B/32", "model.pool=map")[0].endswith("model.pool = map instead of token")
-    assert notes("model.name=ViT-Ti/1", "model.small_stem=[32]")[0].endswith("small_stem = [32] instead of null")
-    # The name's own values, and what no name says.
-    assert notes("model.width=1024", "model.patch_stride=16", "model.pool=token", "model.positions=sincos2d") == []
-    assert notes("model.name=Axial-ViT-B/16", "model.pool=gap") == []
-    # Beside a line of another kind.
-    assert len(notes("model.width=512", "train.micro_batch=60")) == 2
-
-
 def test_lengths() -> None:
     found = plan(
         "schedule.warmup=10000 steps", "evaluate.every=1 epochs", "checkpoint.every=2%", "checkpoint.keep_every=10%"

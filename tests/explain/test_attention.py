@@ -17,7 +17,6 @@ SIDE = 16
 SMALL = {"width": 24, "depth": 3, "mlp_width": 24, "num_heads": 2}
 KINDS = {
     "token": {},
-    "overlap": {"patch_stride": 2},
     "map": {"pool": "map"},
     "attentive": {"pool": "attentive", "registers": 2},
     "registers": {"registers": 3, "pool": "gap"},
@@ -108,13 +107,13 @@ def test_the_output_is_unchanged_and_no_hook_remains() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("changes", [{}, {"patch_stride": 2}, {"pool": "gap"}], ids=["token", "overlap", "gap"])
+@pytest.mark.parametrize("changes", [{}, {"pool": "gap"}], ids=["token", "gap"])
 def test_mean_distance_of_uniform_attention(changes: dict[str, object]) -> None:
     """By hand: the mean over all pairs of patches, reduced by the share of the class token."""
     model = uniform(size=(8, 12), **changes)
-    (rows, columns), step = model.config.grid, changes.get("patch_stride", 4)
+    rows, columns = model.config.grid
     places = list(itertools.product(range(rows), range(columns)))
-    apart = [math.hypot(a[0] - b[0], a[1] - b[1]) * step for a in places for b in places]
+    apart = [math.hypot(a[0] - b[0], a[1] - b[1]) * 4 for a in places for b in places]
     expected = sum(apart) / len(places) / model.config.num_tokens
     found = compute_attention(model, random_images((8, 12)), 8).distances
     assert found.shape == (2, 3, 2)

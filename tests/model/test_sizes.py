@@ -88,7 +88,7 @@ def test_training_flops_are_those_of_the_paper(name):
     ("name", "changes"),
     [
         *((name, {}) for name in COUNTED),
-        ("ViT-S/16", {"positions": "relative", "pool": "gap", "patch_stride": 8}),
+        ("ViT-S/16", {"positions": "relative", "pool": "gap"}),
         ("Axial-ViT-B/16", {"positions": "relative"}),
         ("ViT-S/16", {"swiglu": True, "rope_base": 100.0, "qkv_bias": "qv", "registers": 4}),
     ],

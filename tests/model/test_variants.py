@@ -103,17 +103,6 @@ def test_relative_attention_adds_a_key_for_each_offset_to_the_logits():
 
 
 @torch.no_grad()
-def test_overlapping_patches():
-    model = randomised(tiny(patch_stride=2))
-    assert model.config.grid == (3, 5)
-    images = random_images()
-    kernel = model.patch_embedding.weight.view(24, -1)
-    patches = [images[:, :, r : r + 4, c : c + 4].reshape(2, -1) for r in (0, 2, 4) for c in (0, 2, 4, 6, 8)]
-    expected = torch.stack([patch @ kernel.T + model.patch_embedding.bias for patch in patches], dim=1)
-    torch.testing.assert_close(model.embed(images), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 def test_axial_attention_sees_its_row_then_its_column():
     model = randomised(tiny("Axial-ViT-mu/4"))
     assert len(model.blocks) == 6
@@ -171,7 +160,7 @@ EVERY = {
     },
     "map": {"name": "ViT-B/16", "pool": "map"},
     "attentive": {"name": "ViT-B/16", "pool": "attentive", "registers": 2},
-    "overlapping": {"name": "ViT-B/16", "patch_stride": 8, "drop_path": 0.3},
+    "drop path": {"name": "ViT-B/16", "drop_path": 0.3},
     "Axial-ViT-B/16": {"drop_path": 0.1},
     "registers, token": {"name": "ViT-B/16", "registers": 2},
     "registers, gap": {"name": "ViT-B/16", "registers": 2, "pool": "gap", "positions": "sincos2d"},
@@ -286,7 +275,7 @@ def test_2d_positions_are_resampled_line_by_line(tmp_path):
     assert torch.equal(positions[:, 3:], model.positions[:, 2:])
 
 
-@pytest.mark.parametrize("case", ["overlapping", "BiT-R50x1"])
+@pytest.mark.parametrize("case", ["drop path", "BiT-R50x1"])
 def test_activation_checkpointing_changes_no_gradient(case):
     images, gradients = random_images(4, (32, 48)), []
     for switch in (False, True):

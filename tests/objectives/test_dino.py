@@ -15,7 +15,7 @@ from pipeline import objectives
 from pipeline.architecture.pixels import RGB8
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, create, forward_macs, save
-from pipeline.objectives.dino import Dino, DinoSettings, cross_entropy, koleo, sinkhorn
+from pipeline.objectives.dino import Dino, DinoSettings, koleo, sinkhorn
 from pipeline.objectives.objective import embedding_std
 from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings import schema
@@ -79,13 +79,12 @@ def read(objective: Dino, batch: Batch):
 
 
 # ---------------------------------------------------------------------- the formulae
-def test_the_cross_entropy_is_the_papers() -> None:
-    student, teacher, centre = normal(5, 7, seed=1), normal(5, 7, seed=2), normal(7, seed=3)
-    found = cross_entropy(student, teacher, 0.1, 0.04, centre)
-    targets = softmax((teacher.double().numpy() - centre.double().numpy()) / 0.04)
-    expected = -(targets * np.log(softmax(student.double().numpy() / 0.1))).sum(1).mean()
-    assert found.shape == ()
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+def cross_entropy(
+    student: Tensor, teacher: Tensor, student_temperature: float, teacher_temperature: float, centre: Tensor
+) -> Tensor:
+    """The loss of one pair of views (DINO, equation 1): outputs (B, K), centre (K,)."""
+    targets = ((teacher - centre) / teacher_temperature).softmax(1)
+    return -(targets * (student / student_temperature).log_softmax(1)).sum(1).mean()
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

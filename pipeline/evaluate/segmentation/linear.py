@@ -58,9 +58,9 @@ def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
     """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches of an image of config.image_size, constant outside of them.
 
     Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices its gradient is deterministic
-    on a GPU, too, and it knows of patches that overlap or leave pixels unseen.
+    on a GPU, too, and it knows of patches that leave pixels unseen.
     """
-    step = config.stride * config.reduction
+    step = config.patch_pixels
     rows, columns = (
         between_centres(length, (config.patch_pixels - 1) / 2 + step * torch.arange(number)).to(logits)
         for length, number in zip(config.image_size, config.grid, strict=True)

@@ -22,8 +22,7 @@ def as_plain(
     """(configuration, state dict) with one learned table of positions, which computes the same function.
 
     2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both bit for
-    bit. Where the format has no place for it, LayerScale is folded into the layers that it scales, and missing biases become
-    zeros. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can hold, the last as
+    bit. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can hold, the last as
     fields of ViTConfig. Raises UserError for a model that it cannot hold.
     """
     config, state = model.config, dict(model.state_dict())
@@ -31,18 +30,11 @@ def as_plain(
         "axial attention": config.axial,
         "relative positions": config.positions == "relative",
         "positions that are added before every block": config.positions_at != "stem",
-        "overlapping patches": config.stride != config.patch_size,
         "register tokens": config.registers > 0 and "registers" not in holds,
         f"pool = {config.pool}": config.pool not in pools,
         "a ResNet stem (a hybrid)": config.stem is not None and not hybrids,
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
     }
-    if "layer_scale" not in holds and config.layer_scale is not None:
-        config, state = replace(config, layer_scale=None), _fold_layer_scale(state)
-    for field in ("qkv_bias", "out_bias", "mlp_bias"):
-        if field not in holds:
-            config = replace(config, **{field: getattr(ViTConfig, field)})
-    _add_biases(state, config)
     harmless = {"registers", "kernel"} | holds | {name for name, option in OPTIONS.items() if option.only_trains}
     unsupported |= {f"{name} = {value}": name not in harmless for name, value in config.added().items()}
     for feature in (feature for feature, is_present in unsupported.items() if is_present):
@@ -54,31 +46,6 @@ def as_plain(
             state["positions"] = position.per_token(model.positions, config)
         config = replace(config, positions="learned")
     return config, state
-
-
-def _fold_layer_scale(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a model whose layers with LayerScale are plain ones that compute the same, but for rounding."""
-    folded = {name: tensor for name, tensor in state.items() if not name.endswith(".scale")}
-    for name, scale in (
-        (n.removesuffix(".scale"), tensor.double()) for n, tensor in state.items() if n.endswith(".scale")
-    ):
-        folded[f"{name}.weight"] = (state[f"{name}.weight"].double() * scale[:, None]).float()
-        if f"{name}.bias" in state:
-            folded[f"{name}.bias"] = (state[f"{name}.bias"].double() * scale).float()
-    return folded
-
-
-def _add_biases(state: dict[str, Tensor], config: ViTConfig) -> None:
-    """Add zeros, in place, for biases that the configuration has and the state dict has not."""
-    layers = {"attention.qkv": config.qkv_bias == "qkv", "attention.out": config.out_bias}
-    layers |= {"mlp.up": config.mlp_bias, "mlp.down": config.mlp_bias}
-    for name in [f"blocks.{i}.{layer}" for i in range(config.depth) for layer, has_bias in layers.items() if has_bias]:
-        kernel, bias = state[f"{name}.weight"], state.get(f"{name}.bias")
-        if bias is None:
-            state[f"{name}.bias"] = kernel.new_zeros(len(kernel))
-        elif len(bias) < len(kernel):  # of q and v only
-            q, v = bias.chunk(2)
-            state[f"{name}.bias"] = torch.cat([q, torch.zeros_like(q), v])
 
 
 def move_patch_bias(state: dict[str, Tensor], num_patches: int) -> None:

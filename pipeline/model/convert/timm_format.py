@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, Kernel, ResNetConfig, ViTConfig
+from pipeline.architecture.config import Config, Kernel, Pool, ResNetConfig, ViTConfig
 from pipeline.architecture.pixels import RGB8
 from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
@@ -131,7 +131,8 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
         tensors = rename(tensors, [(r"mlp\.fc2\.", "mlp.w3.")])
     if is_gated and has_separate and "pos_embed" in tensors:  # no other published model has these three
         name = name or "eva02_"
-    rope = _rope_of(name, args, tensors.pop("rope_embed.periods", None))
+    tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
+    rope = _rope_of(name, args)
     if rope is not None and found.architecture:
         kernel = "bicubic_antialias"  # it is a file of timm, though with other names than those of its ViT
 
@@ -177,8 +178,8 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     return weights
 
 
-def _rope_of(name: str, args: _TimmArgs, periods: Tensor | None) -> _Rope | None:
-    """The rotation of timm's model of this name, with these arguments; None if it has none. periods: of DINOv3 as published."""
+def _rope_of(name: str, args: _TimmArgs) -> _Rope | None:
+    """The rotation of timm's model of this name, with these arguments; None if it has none."""
     rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
     if rope is None:
         return None
@@ -189,25 +190,11 @@ def _rope_of(name: str, args: _TimmArgs, periods: Tensor | None) -> _Rope | None
         )
     side = sides[0] if sides else 0 if args.rope_type and rope.side is None else rope.side
     return _Rope(
-        args.rope_temperature or _base_of(periods) or rope.base,
+        args.rope_temperature or rope.base,
         None if args.rope_type == "dinov3" else side,
         rope.has_x_first if args.rope_grid_indexing is None else args.rope_grid_indexing == "xy",
         rope.is_half if args.rope_rotate_half is None else args.rope_rotate_half,
     )
-
-
-def _base_of(periods: Tensor | None) -> float | None:
-    """RoPE's base, whose powers from 0 up to (not including) 1 are the periods; 100 in all of DINOv3's models."""
-    if periods is None or periods.numel() < 2:
-        return None
-    exponents = torch.arange(len(periods), dtype=torch.float64) / len(periods)
-    base = float(f"{float(periods[-1]) ** (1 / float(exponents[-1])):.4g}")
-    base = 100.0 if abs(base - 100) < 2 else base  # the periods may have been rounded to bfloat16
-    if base <= 1 or not torch.allclose(periods.double().flatten(), base**exponents, rtol=0.02):
-        raise UserError(
-            'its "rope_embed.periods" are not the powers of a base (min_period, max_period), which is not supported.'
-        )
-    return base
 
 
 def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) -> None:
@@ -286,47 +273,28 @@ def to_timm(
 
 
 def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
-    """The state dict of timm's ViT, or of timm's Eva for a model with RoPE. Raises UserError for a model that these do not have."""
-    has_rope = model.config.rope_base is not None
-    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels"}
-    config, state = as_plain(
-        model,
-        "timm's ViT with RoPE" if has_rope else "timm's ViT",
-        ("token", "gap", "mean") if has_rope else ("token", "gap", "map", "mean"),
-        hybrids=not has_rope,
-        representation=False,
-        holds=frozenset(holds | ({"rope_base", "rope_side", "qkv_bias"} if has_rope else {"embedding_norm"})),
-    )
-    if config.swiglu and (config.pool == "map" or config.stem is not None or config.embedding_norm):
-        raise UserError("timm has no ViT with SwiGLU and attention pooling, a ResNet stem or a norm before the blocks.")
-    if config.stem is not None and config.embedding_norm:
-        raise UserError("timm has no hybrid with a norm before the blocks; format = safetensors can hold it.")
-    if has_rope and any(config.unseen):
-        height, width = config.image_size
+    """The state dict of timm's ViT. Raises UserError for a model that it cannot hold."""
+    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels", "embedding_norm"}
+    pools: tuple[Pool, ...] = ("token", "gap", "map", "mean")
+    config, state = as_plain(model, "timm's ViT", pools, hybrids=True, representation=False, holds=frozenset(holds))
+    others = [config.pool == "map", config.stem is not None, config.embedding_norm]
+    if (config.swiglu and any(others)) or all(others[1:]):
         raise UserError(
-            f"timm's ViT with RoPE reads no images of {height} x {width} px, of which patches of {config.patch_size} px leave some "
-            "unseen. Export with another image_size=N, or use format=safetensors."
+            "timm has no ViT with two of SwiGLU, a ResNet stem and a norm before the blocks, nor SwiGLU and attention pooling; "
+            "format = safetensors can hold it."
         )
-    if has_rope and config.gelu != "erf" and not config.swiglu:
-        raise UserError(f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors or onnx can.")
-    if (config.swiglu or has_rope) and config.layer_scale is None:  # timm's models with these have it
+    if config.swiglu and config.layer_scale is None:  # timm's model with it has this too
         config = replace(config, layer_scale=1.0)
         layers = [f"blocks.{i}.{part}" for i in range(config.depth) for part in ("attention.out", "mlp.down")]
         state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
     if config.embedding_norm:
         move_patch_bias(state, config.num_patches)
-    tensors = model_entries(config, NAMES["timm"] | {"no_patch_bias": config.embedding_norm}).write(state)
+    names = NAMES["timm"] | {"no_patch_bias": config.embedding_norm, "gated.up": "mlp.fc1", "gated.down": "mlp.fc2"}
+    tensors = model_entries(config, names).write(state)
     # timm adds none to the class token of such a model
-    if config.registers and config.has_class_token and "pos_embed" in tensors:
+    if config.registers and config.has_class_token:
         positions = tensors["pos_embed"]
         tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
-    if config.swiglu:
-        tensors = rename(tensors, [(r"mlp\.w12\.", "mlp.fc1."), (r"mlp\.w3\.", "mlp.fc2.")])
-    if has_rope:
-        tensors = rename(tensors, [(r"\.ls([12])\.gamma$", r".gamma_\1")])
-    for i in range(config.depth if config.qkv_bias == "qv" else 0):
-        parts = tensors.pop(f"blocks.{i}.attn.qkv.bias").chunk(2)
-        tensors |= {f"blocks.{i}.attn.{letter}_bias": part.clone() for letter, part in zip("qv", parts, strict=True)}
     return tensors
 
 
@@ -339,8 +307,7 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
             known = ", ".join(TABLES["timm"]["bits"])
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
         return f"resnetv2_{name}_bit", channels
-    packed = 2 if config.swiglu and config.rope_base is None else 1
-    D, M = config.width, packed * config.mlp_width
+    D, M = config.width, (2 if config.swiglu else 1) * config.mlp_width
     args: dict[str, Any] = {
         "img_size": list(config.image_size),
         "patch_size": config.patch_size,
@@ -350,16 +317,14 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
         "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
         **channels,
     }
-    if config.gelu != "erf" and not config.swiglu and config.rope_base is None:
+    if config.gelu != "erf" and not config.swiglu:
         args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
     if config.layer_scale is not None:
         args["init_values"] = config.layer_scale or 1.0  # With 0, timm's ViT has no LayerScale.
-    if config.registers and config.rope_base is None:
+    if config.registers:
         args |= {"reg_tokens": config.registers, "no_embed_class": True}
     if config.qk_norm:
         args["qk_norm"] = True
-    if config.rope_base is not None:
-        return _timm_eva(config, args)
     if config.pool == "mean":
         args |= {"global_pool": "avg", "fc_norm": config.pool_norm}
     elif config.pool != "token":
@@ -383,30 +348,4 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
 
 def timm_eps(config: ViTConfig) -> float:
     """The epsilon of LayerNorm of the model that `timm_architecture` names: timm's config.json has no place for it."""
-    is_of_dinov3 = config.rope_base is not None and config.layer_norm_eps >= 1e-5
-    return 1e-5 if config.embedding_norm or is_of_dinov3 else 1e-6
-
-
-def _timm_eva(config: ViTConfig, args: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The same for a model with RoPE; args: of the sizes."""
-    is_dinov3 = config.rope_side is None
-    args |= {
-        "class_token": config.has_class_token,
-        "num_reg_tokens": config.registers,
-        "no_embed_class": config.registers > 0,
-        "global_pool": "token" if config.pool == "token" else "avg",
-        "use_fc_norm": config.pool_norm,
-        "swiglu_mlp": config.swiglu,
-        "use_abs_pos_emb": config.positions != "none",
-        "qkv_bias": config.qkv_bias != "none",
-        "attn_type": "rope" if config.qkv_bias == "qkv" else "eva",
-        "rope_type": "dinov3" if is_dinov3 else "cat",
-        "rope_temperature": config.rope_base,
-        "rope_rotate_half": True,
-        "rope_grid_indexing": "ij",
-    }
-    if config.rope_side:
-        args["ref_feat_shape"] = [config.rope_side, config.rope_side]
-    if timm_eps(config) == 1e-5:
-        return "vit_base_patch16_dinov3", args
-    return "vit_base_patch16_rope_224" if config.rope_side == 0 else "vit_base_patch16_rope_reg1_gap_256", args
+    return 1e-5 if config.embedding_norm else 1e-6
