@@ -20,6 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipeline.base.words import counted
@@ -76,7 +77,7 @@ class BucketPath:
 
     @property
     def name(self) -> str:
-        return self.key.rpartition("/")[2]
+        return PurePosixPath(self.key).name
 
     @property
     def parent(self) -> "BucketPath":
@@ -84,11 +85,11 @@ class BucketPath:
 
     @property
     def stem(self) -> str:
-        return self.name.rpartition(".")[0] or self.name
+        return PurePosixPath(self.key).stem
 
     @property
     def suffix(self) -> str:
-        return "." + self.name.rpartition(".")[2] if "." in self.name else ""
+        return PurePosixPath(self.key).suffix
 
     @property
     def bucket(self) -> str:
