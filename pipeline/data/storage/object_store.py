@@ -246,7 +246,7 @@ def key_in_url(key: str) -> str:
 
 def key_of_url(text: str) -> str:
     """The inverse of `key_in_url`."""
-    return _ESCAPED.sub(lambda found: f"%{found[1][2:]}3F" if found[1] else "?", text)
+    return _ESCAPED.sub(lambda match: f"%{match[1][2:]}3F" if match[1] else "?", text)
 
 
 class ObjectReader:
@@ -278,10 +278,10 @@ class ObjectReader:
                 raise
             return data
 
-        found = self.path.request(attempt)
-        if found is None:
+        data = self.path.request(attempt)
+        if data is None:
             raise OSError(f"{self.path} ends before byte {offset + size}")
-        return found
+        return data
 
     def copy_to(self, file: int) -> None:
         """Write the whole object to a file descriptor, over several connections. Raises OSError."""
