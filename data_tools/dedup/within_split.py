@@ -40,7 +40,7 @@ from data_tools.dedup.thumbnails import FINE, PLAIN, load
 from pipeline import ray_tasks
 from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
-from pipeline.data.dataset.exclusion import EXCLUDED, NEAR_COPIES, excluded_rows, names_of_lists
+from pipeline.data.dataset.exclusion import EXCLUDED, NEAR_COPIES, excluded_rows, paths_of_lists
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree
 from pipeline.settings.commands.data import DedupConfig
@@ -64,7 +64,7 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
     states = read_images([own], config)[0]
     # An image that another list excludes cannot stand for its copies.
-    others = [name for name in names_of_lists(own.dataset) if name != LIST]
+    others = [name for name in paths_of_lists(own.dataset) if name != LIST]
     elsewhere, _ = excluded_rows(own.dataset, own.split, others)
     copies = _search(own, states, elsewhere, config)
     marks, pictures, other_labels = _describe(own, copies)

@@ -15,7 +15,7 @@ from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.exclusion import names_of_lists
+from pipeline.data.dataset.exclusion import paths_of_lists
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.loading.decode import ARRAYS, EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
@@ -150,7 +150,7 @@ def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group
             lines.append(
                 f"warning: the groups of {folder} are not taken over, since tars do not name them. group_pattern finds groups in keys"
             )
-        if lists := names_of_lists(dataset):
+        if lists := paths_of_lists(dataset):
             lines.append(
                 f"warning: the lists of excluded samples of {folder} ({', '.join(lists)}) are not taken over: images that they exclude "
                 "are used. launch/verify.py and launch/dedup.py make them anew"

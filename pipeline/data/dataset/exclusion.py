@@ -50,18 +50,13 @@ def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath
     return folder / file
 
 
-def names_of_lists(dataset: ManifestTables) -> list[str]:
-    """The names of all lists of a data set, which are not read."""
-    return list(_find(dataset))
-
-
 def read_lists(dataset: ManifestTables, choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
     choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError for a list that is
     missing, damaged or made for other data.
     """
-    paths = _find(dataset)
+    paths = paths_of_lists(dataset)
     if isinstance(choice, str):
         by_word = {"all": list(paths), "none": []}
         chosen = by_word.get(choice, sorted({name.strip() for name in choice.split(",")}))
@@ -114,7 +109,8 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     return rows[places > last]
 
 
-def _find(dataset: ManifestTables) -> dict[str, AnyPath]:
+def paths_of_lists(dataset: ManifestTables) -> dict[str, AnyPath]:
+    """Name -> path of all lists of a data set, which are not read."""
     there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
     return {path.stem: path for path in sorted(there, key=str)}
 

@@ -62,8 +62,8 @@ class SampleTable:
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""
         tables = zip(self._starts, self.read(["key"]), strict=False)
-        found = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
-        return np.concatenate([np.empty(0, np.int64), *found]).tolist()
+        rows = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
+        return np.concatenate([np.empty(0, np.int64), *rows]).tolist()
 
     @cached_property
     def _starts(self) -> np.ndarray:

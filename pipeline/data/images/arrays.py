@@ -66,9 +66,9 @@ def _header(data: bytes) -> tuple[int, np.dtype, tuple[int, ...], Literal["C", "
     size_of_length = 2 if data[6:7] == b"\1" else 4
     begin = 8 + size_of_length + int.from_bytes(data[8 : 8 + size_of_length], "little")
     header = data[8 + size_of_length : begin].decode("latin-1")
-    found = [re.search(pattern, header) for pattern in _FIELDS]
-    if not all(found):
+    matches = [re.search(pattern, header) for pattern in _FIELDS]
+    if not all(matches):
         raise DecodeError("an .npy without one type, order and shape in its header")
-    kind, fortran, shape = (match[1] for match in found if match)
+    kind, fortran, shape = (match[1] for match in matches if match)
     sides = tuple(int(side) for side in shape.split(",") if side.strip())
     return begin, np.dtype(kind), sides, "F" if fortran == "True" else "C"

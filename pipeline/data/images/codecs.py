@@ -46,27 +46,27 @@ def open_png(data: bytes) -> StoredImage | None:
 
 def _chunks(png: bytes) -> dict[bytes, bytes]:
     """The content of each chunk but those of pixels, by name."""
-    found, at = {}, 8
+    chunks, at = {}, 8
     while at + 8 <= len(png):
         size, name = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
         if name != b"IDAT":
-            found[name] = png[at + 8 : at + 8 + size]
+            chunks[name] = png[at + 8 : at + 8 + size]
         at += 12 + size
-    return found
+    return chunks
 
 
 def open_pnm(data: bytes) -> StoredImage | None:
     """PGM and PPM of more than 8 bits: big-endian, of two bytes a value."""
-    found = _PNM.match(data)
-    if not found or int(found[4]) < 256:
+    header = _PNM.match(data)
+    if not header or int(header[4]) < 256:
         return None
-    channels, width, height = 1 if found[1] == b"5" else 3, int(found[2]), int(found[3])
+    channels, width, height = 1 if header[1] == b"5" else 3, int(header[2]), int(header[3])
 
     def read(number: int) -> tuple[np.ndarray, None]:
         count = height * width * channels
-        if len(data) - found.end() < 2 * count:
+        if len(data) - header.end() < 2 * count:
             raise DecodeError("cut off: it has fewer values than its header names")
-        values = np.frombuffer(data, ">u2", count, found.end())
+        values = np.frombuffer(data, ">u2", count, header.end())
         return values.astype(np.uint16).reshape(height, width, channels), None
 
     return StoredImage("pgm" if channels == 1 else "ppm", height, width, channels, "uint16", read)

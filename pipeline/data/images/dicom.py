@@ -73,25 +73,25 @@ for _syntax in _DECODERS:
 
 def open_dicom(data: bytes) -> StoredImage:
     """Raises DecodeError for a DICOM without an image."""
-    found = pydicom.dcmread(io.BytesIO(data), force=True)
-    if "Rows" not in found or "PixelData" not in found:
-        raise DecodeError(f"a DICOM without an image (modality {found.get('Modality', 'unknown')})")
-    if "TransferSyntaxUID" not in found.file_meta:
-        found.file_meta.TransferSyntaxUID = uid.ExplicitVRBigEndian if data[0] == 0 else uid.ExplicitVRLittleEndian
-    plugin = _PLUGIN if found.file_meta.TransferSyntaxUID in _DECODERS else ""
-    is_palette = found.PhotometricInterpretation == "PALETTE COLOR"
-    channels = 3 if is_palette else int(found.SamplesPerPixel)
-    kind, low, high = _values_after_rescaling(found)
-    padding = _padding(found)
+    dataset = pydicom.dcmread(io.BytesIO(data), force=True)
+    if "Rows" not in dataset or "PixelData" not in dataset:
+        raise DecodeError(f"a DICOM without an image (modality {dataset.get('Modality', 'unknown')})")
+    if "TransferSyntaxUID" not in dataset.file_meta:
+        dataset.file_meta.TransferSyntaxUID = uid.ExplicitVRBigEndian if data[0] == 0 else uid.ExplicitVRLittleEndian
+    plugin = _PLUGIN if dataset.file_meta.TransferSyntaxUID in _DECODERS else ""
+    is_palette = dataset.PhotometricInterpretation == "PALETTE COLOR"
+    channels = 3 if is_palette else int(dataset.SamplesPerPixel)
+    kind, low, high = _values_after_rescaling(dataset)
+    padding = _padding(dataset)
 
     def read(number: int) -> Page:
-        stored = pixels.pixel_array(found, index=number, decoding_plugin=plugin)
-        stored = stored.reshape(found.Rows, found.Columns, -1)
+        stored = pixels.pixel_array(dataset, index=number, decoding_plugin=plugin)
+        stored = stored.reshape(dataset.Rows, dataset.Columns, -1)
         missing = ((stored >= padding[0]) & (stored <= padding[1])).all(axis=2) if padding else None
         if is_palette:
-            return pixels.apply_color_lut(stored[..., 0], found), missing
-        values = pixels.apply_modality_lut(stored, found) if channels == 1 else stored
-        if found.PhotometricInterpretation == "MONOCHROME1":
+            return pixels.apply_color_lut(stored[..., 0], dataset), missing
+        values = pixels.apply_modality_lut(stored, dataset) if channels == 1 else stored
+        if dataset.PhotometricInterpretation == "MONOCHROME1":
             values = low + high - values
         values = values if missing is None else np.where(missing[..., None], 0, values)
         typed = values.astype(kind)
@@ -99,23 +99,23 @@ def open_dicom(data: bytes) -> StoredImage:
             raise DecodeError(f"values from {values.min():g} to {values.max():g}, which {kind} does not hold")
         return typed, missing
 
-    frames = int(found.get("NumberOfFrames") or 1)
-    return StoredImage("dcm", int(found.Rows), int(found.Columns), channels, kind, read, pages=frames)
+    frames = int(dataset.get("NumberOfFrames") or 1)
+    return StoredImage("dcm", int(dataset.Rows), int(dataset.Columns), channels, kind, read, pages=frames)
 
 
-def _values_after_rescaling(found: pydicom.Dataset) -> tuple[str, float, float]:
+def _values_after_rescaling(dataset: pydicom.Dataset) -> tuple[str, float, float]:
     """(type, lowest and highest value) after the modality LUT: an integer type that holds them, or float32."""
-    signed, bits = bool(found.get("PixelRepresentation")), int(found.BitsStored)
+    signed, bits = bool(dataset.get("PixelRepresentation")), int(dataset.BitsStored)
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    if found.PhotometricInterpretation == "PALETTE COLOR":
-        bits = int(found.RedPaletteColorLookupTableDescriptor[2])
+    if dataset.PhotometricInterpretation == "PALETTE COLOR":
+        bits = int(dataset.RedPaletteColorLookupTableDescriptor[2])
         return f"uint{bits}", 0, 2**bits - 1
-    if "ModalityLUTSequence" in found:
-        bits = int(found.ModalityLUTSequence[0].LUTDescriptor[2])
+    if "ModalityLUTSequence" in dataset:
+        bits = int(dataset.ModalityLUTSequence[0].LUTDescriptor[2])
         return "uint16" if bits > 8 else "uint8", 0, 2**bits - 1
-    if "RescaleSlope" not in found or int(found.SamplesPerPixel) > 1:
-        return f"{'' if signed else 'u'}int{max(int(found.BitsAllocated), 8)}", low, high
-    slope, intercept = float(found.RescaleSlope), float(found.get("RescaleIntercept") or 0)
+    if "RescaleSlope" not in dataset or int(dataset.SamplesPerPixel) > 1:
+        return f"{'' if signed else 'u'}int{max(int(dataset.BitsAllocated), 8)}", low, high
+    slope, intercept = float(dataset.RescaleSlope), float(dataset.get("RescaleIntercept") or 0)
     low, high = sorted(value * slope + intercept for value in (low, high))
     if not (slope.is_integer() and intercept.is_integer()):
         return "float32", low, high
@@ -126,8 +126,8 @@ def _values_after_rescaling(found: pydicom.Dataset) -> tuple[str, float, float]:
     return fits[0] if fits else "float32", low, high
 
 
-def _padding(found: pydicom.Dataset) -> tuple[float, float] | None:
+def _padding(dataset: pydicom.Dataset) -> tuple[float, float] | None:
     """The lowest and highest stored value that marks a missing pixel; None without any."""
-    values = [found.get(name) for name in ("PixelPaddingValue", "PixelPaddingRangeLimit")]
+    values = [dataset.get(name) for name in ("PixelPaddingValue", "PixelPaddingRangeLimit")]
     given = [float(value) for value in values if isinstance(value, int | float)]
     return (min(given), max(given)) if given else None

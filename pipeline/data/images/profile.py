@@ -19,7 +19,7 @@ def has_other_colours(profile: bytes | None) -> bool:
         places[profile[at : at + 4]] = int.from_bytes(profile[at + 4 : at + 8], "big") + 8
     for tag, expected in _SRGB.items():
         at = places.get(tag, len(profile))
-        found = (int.from_bytes(profile[at + 4 * n : at + 4 * n + 4], "big", signed=True) / 65536 for n in range(3))
-        if any(abs(a - b) > _TOLERANCE for a, b in zip(found, expected, strict=True)):
+        primary = (int.from_bytes(profile[at + 4 * n : at + 4 * n + 4], "big", signed=True) / 65536 for n in range(3))
+        if any(abs(a - b) > _TOLERANCE for a, b in zip(primary, expected, strict=True)):
             return True
     return False

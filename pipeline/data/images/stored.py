@@ -224,8 +224,8 @@ def described_channels(description: object) -> tuple[tuple[str, ...], tuple[int,
     """(names, lacking) by `describe_channels`; both are empty for any other description."""
     if not (isinstance(description, str) and description.startswith(_CHANNELS)):
         return (), ()
-    found = json.loads(description)
-    return tuple(found["channels_of_data_set"]), tuple(found["lacking"])
+    names = json.loads(description)
+    return tuple(names["channels_of_data_set"]), tuple(names["lacking"])
 
 
 def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

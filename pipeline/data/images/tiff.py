@@ -34,17 +34,17 @@ def open_tiff(data: bytes) -> StoredImage:
     if len(series) != 1:
         shown = "; ".join(f"{one.axes} {one.shape} {one.dtype}" for one in series[:4])
         raise DecodeError(f"a TIFF of {len(series)} images of different size or type ({shown})")
-    (found,) = series
-    first, axes = found.keyframe, found.axes
-    if found.dtype is None or first.photometric not in _READ:
+    (largest,) = series
+    first, axes = largest.keyframe, largest.axes
+    if largest.dtype is None or first.photometric not in _READ:
         what = {_PALETTE: "colours of a palette", _CMYK: "colours of print (CMYK)"}.get(first.photometric)
         raise DecodeError(f"a TIFF with {what or f'pixels of kind {first.photometric!r}'}, which is not read")
     end = max(map(sum, zip(first.dataoffsets, first.databytecounts, strict=True)), default=0)
     if end > len(data):
         raise DecodeError(f"cut off: a TIFF of {len(data):,} bytes, of which a strip or tile ends at {end:,}")
-    sizes = dict(zip(axes, found.shape, strict=True))
+    sizes = dict(zip(axes, largest.shape, strict=True))
     others = [place for place, axis in enumerate(axes) if axis not in "YXS"]  # Of which two may be unnamed.
-    num_pages, samples = prod(found.shape[place] for place in others), sizes.get("S", 1)
+    num_pages, samples = prod(largest.shape[place] for place in others), sizes.get("S", 1)
     alpha = tuple(samples - len(first.extrasamples) + n for n, kind in enumerate(first.extrasamples) if kind in _ALPHA)
     orientation = int(first.tags.valueof(_ORIENTATION) or 1)
     height, width = (sizes["X"], sizes["Y"]) if orientation >= 5 else (sizes["Y"], sizes["X"])
@@ -53,11 +53,11 @@ def open_tiff(data: bytes) -> StoredImage:
     def all_pages() -> np.ndarray:
         """(pages, H, W, S), of a file whose one header describes all pages, as ImageJ's."""
         order = [*others, *(axes.index(axis) for axis in "YXS" if axis in sizes)]
-        return found.asarray().transpose(order).reshape(num_pages, sizes["Y"], sizes["X"], samples)
+        return largest.asarray().transpose(order).reshape(num_pages, sizes["Y"], sizes["X"], samples)
 
     def read(number: int) -> tuple[np.ndarray, None]:
-        if len(found.pages) == num_pages:
-            values = found.pages[number].asarray()
+        if len(largest.pages) == num_pages:
+            values = largest.pages[number].asarray()
             values = np.moveaxis(values, 0, 2) if first.axes == "SYX" else values
         else:
             values = all_pages()[number]
@@ -72,7 +72,7 @@ def open_tiff(data: bytes) -> StoredImage:
         height,
         width,
         samples - len(alpha),
-        found.dtype.name,
+        largest.dtype.name,
         read,
         pages=num_pages,
         axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED),

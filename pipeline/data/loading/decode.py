@@ -203,26 +203,26 @@ def stored_image(data: bytes) -> StoredImage:
     ext = _format(data)
     if stored := _stored(data, ext):
         return stored
-    found, orientation = with_pillow(data, lambda image: (_header(image, data, ext), _orientation(image)))
-    height, width = (found.width, found.height) if orientation >= 5 else (found.height, found.width)
+    header, orientation = with_pillow(data, lambda image: (_header(image, data, ext), _orientation(image)))
+    height, width = (header.width, header.height) if orientation >= 5 else (header.height, header.width)
 
     def read(number: int) -> Page:
-        return decode(data)[..., : found.channels], None
+        return decode(data)[..., : header.channels], None
 
-    return replace(found, height=height, width=width, read=read)
+    return replace(header, height=height, width=width, read=read)
 
 
-def left_out(found: StoredImage, pixels: Pixels | None) -> set[str]:
+def left_out(image: StoredImage, pixels: Pixels | None) -> set[str]:
     """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
     of_rgb8 = pixels is not None and pixels.is_rgb8
-    uses_pages = pixels is not None and not of_rgb8 and found.channels * found.pages == pixels.num_channels
+    uses_pages = pixels is not None and not of_rgb8 and image.channels * image.pages == pixels.num_channels
     facts = {
-        "alpha": found.alpha,
-        "pages": found.pages > 1 and not uses_pages,
-        "bits": of_rgb8 and found.type not in ("uint8", "bool"),
-        "bands": of_rgb8 and found.channels > 3,
-        "channels": bool(found.lacking),
-        "profile": found.profile,
+        "alpha": image.alpha,
+        "pages": image.pages > 1 and not uses_pages,
+        "bits": of_rgb8 and image.type not in ("uint8", "bool"),
+        "bands": of_rgb8 and image.channels > 3,
+        "channels": bool(image.lacking),
+        "profile": image.profile,
     }
     return {what for what, is_so in facts.items() if is_so}
 
@@ -446,13 +446,13 @@ class _HeicFile(ImageFile.ImageFile):
 
     def load(self) -> "Image.core.PixelAccess | None":
         if self._found is not None:
-            found, self._found = self._found, None
-            pixels = found.data
-            (width, height), _ = found.size_mode
+            photograph, self._found = self._found, None
+            pixels = photograph.data
+            (width, height), _ = photograph.size_mode
             if (width, height) != self.size:
                 raise DecodeError(f"{width} x {height} pixels, where its header says {self.width} x {self.height}")
             self.load_prepare()
-            self.frombytes(pixels, "raw", (self.mode, found.stride))
+            self.frombytes(pixels, "raw", (self.mode, photograph.stride))
         return super().load()
 
 
@@ -464,10 +464,10 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "AVIF":
         image.info.pop("xmp", None)  # Pillow would read an orientation there that does not count.
     try:
-        found = image.getexif().get(_EXIF_ORIENTATION, 1)
+        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # As above.
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
 def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
@@ -487,8 +487,8 @@ def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
 
 
 def _tiff_tag(image: Image.Image, tag: int, default: int | tuple[()]) -> tuple[int, ...]:
-    found = image.tag_v2.get(tag, default)  # type: ignore[attr-defined]
-    return found if isinstance(found, tuple) else (found,)
+    value = image.tag_v2.get(tag, default)  # type: ignore[attr-defined]
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:

@@ -132,11 +132,11 @@ class SampleOrder(Order):
         uses = epochs if self.balance is None else np.empty_like(epochs)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            block, found = self._find_in_epoch(int(epoch), within[of_epoch])
+            block, place = self._find_in_epoch(int(epoch), within[of_epoch])
             if contents := self._epoch(int(epoch)).contents:
-                found = contents.rows[found]
-                uses[of_epoch] = contents.used[found] + contents.copies[block]
-            rows[of_epoch] = found
+                place = contents.rows[place]
+                uses[of_epoch] = contents.used[place] + contents.copies[block]
+            rows[of_epoch] = place
         return rows, uses
 
     def uses(self, row: int, end: int) -> list[tuple[int, int]]:

@@ -56,13 +56,13 @@ def view_seed(seed: int, number: int) -> int:
 
 def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
     """(pixels, read_as) for the functions below, with which a model reads a split. Raises UserError as `Pixels.reading`."""
-    found = [
+    readings = [
         model.reading(part.pixels, "the model", where) for part, where in zip(split.parts, split.set_names, strict=True)
     ]
-    if model.type != ANY_TYPE and len({*found}) == 1:
-        return found[0], None
+    if model.type != ANY_TYPE and len({*readings}) == 1:
+        return readings[0], None
     firsts = np.cumsum([len(part) for part in split.parts]).tolist()
-    return model, lambda row: found[bisect_right(firsts, row)]
+    return model, lambda row: readings[bisect_right(firsts, row)]
 
 
 def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None) -> ViewWriter:
@@ -130,12 +130,12 @@ def shown_view(
     return eval_view(config, image_size, pixels, read_as, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
 
 
-def noting_left_out(writer: ViewWriter, found: dict[int, set[str]]) -> ViewWriter:
+def noting_left_out(writer: ViewWriter, noted: dict[int, set[str]]) -> ViewWriter:
     """The writer, which also notes for each row what decoding leaves out of the image (`decode.left_out`)."""
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         writer.write(data, outs, epoch, row)
-        found[row] = left_out(inspect(data, decode_all=False), writer.pixels)
+        noted[row] = left_out(inspect(data, decode_all=False), writer.pixels)
 
     return replace(writer, write=write)
 

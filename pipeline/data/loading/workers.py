@@ -119,11 +119,11 @@ class WorkerProcesses:
         worker = self._idle.get()
         try:
             worker.connection.send((samples.rows, samples.epochs, samples.labels.shape[1]))
-            found, retries = self._answer(worker)
+            answer, retries = self._answer(worker)
             self.retry.add(retries)
-            if isinstance(found, BaseException):
-                raise found
-            bad, samples.labels[:], samples.valid[:] = found
+            if isinstance(answer, BaseException):
+                raise answer
+            bad, samples.labels[:], samples.valid[:] = answer
             for own, shared in zip(samples.views, _views(worker.shared, self.writer, len(samples.rows)), strict=True):
                 own[:] = shared
         except (OSError, EOFError):
@@ -186,12 +186,12 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writer: ViewW
             views = list(_views(shared, writer, count))
             samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
             try:
-                found: object = fill(reader, writer, samples), samples.labels, samples.valid
+                answer: object = fill(reader, writer, samples), samples.labels, samples.valid
             except UserError as error:
-                found = error
+                answer = error
             except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.
-                found = RuntimeError(f"in a process that decodes images:\n{traceback.format_exc()}")
-            connection.send((found, retry.retries - before))
+                answer = RuntimeError(f"in a process that decodes images:\n{traceback.format_exc()}")
+            connection.send((answer, retry.retries - before))
 
 
 def _bytes_per_sample(writer: ViewWriter) -> int:
@@ -205,6 +205,6 @@ def _views(shared: mmap.mmap, writer: ViewWriter, samples: int) -> Iterator[np.n
     at = 0
     for count, height, width in writer.shapes:
         shape = (count, samples, height, width, writer.pixels.num_channels)
-        found: np.ndarray = np.ndarray(shape, writer.pixels.batch_type, shared, at)
-        yield found
-        at += found.nbytes
+        group: np.ndarray = np.ndarray(shape, writer.pixels.batch_type, shared, at)
+        yield group
+        at += group.nbytes

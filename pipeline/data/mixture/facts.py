@@ -34,10 +34,10 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
 
 def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
     """What a run's identity says of its first batches, in words: equal texts have equal batches."""
-    found = identity.get(MIXTURE) or _one_set(identity)
-    phases = [(start, counts) for start, counts in found["phases"] if start < max(batches, 1)]
+    mixture = identity.get(MIXTURE) or _one_set(identity)
+    phases = [(start, counts) for start, counts in mixture["phases"] if start < max(batches, 1)]
     words = []
-    for number, one in enumerate(found["sets"]):
+    for number, one in enumerate(mixture["sets"]):
         counts = [of_phase[number] for _, of_phase in phases]
         if not any(counts):
             continue

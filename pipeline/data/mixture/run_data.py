@@ -58,8 +58,8 @@ class RunData:
 
     def not_held_out(self, trained: Sequence[TrainedSet]) -> dict[str, str]:
         """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs (`trained_by`)."""
-        found = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
-        return {name: runs for name, runs in found.items() if runs}
+        names = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
+        return {name: runs for name, runs in names.items() if runs}
 
     def notes(self) -> list[str]:
         """Lines to print about the splits."""
@@ -256,7 +256,7 @@ def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]
 
 
 def _add_evaluated(
-    found: dict[str, tuple[Dataset, Split]],
+    evaluated: dict[str, tuple[Dataset, Split]],
     name: str,
     dataset: Dataset,
     split_name: str,
@@ -265,7 +265,7 @@ def _add_evaluated(
     label_map: np.ndarray | None = None,
 ) -> None:
     """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing or second one."""
-    if name in found:
+    if name in evaluated:
         raise UserError(
             f"{where}: there are metrics {name}_... of another split already. Rename a folder, or leave one out."
         )
@@ -273,7 +273,7 @@ def _add_evaluated(
         split = dataset.split(split_name, exclude)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    found[name] = dataset, split if label_map is None else split.relabelled(label_map)
+    evaluated[name] = dataset, split if label_map is None else split.relabelled(label_map)
 
 
 def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_labels: bool) -> None:

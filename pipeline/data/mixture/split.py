@@ -80,16 +80,16 @@ class MixedSplit(Split):
 
     def rows_of(self, key: str) -> list[int]:
         """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
-        found, first_error = [], None
+        rows, first_error = [], None
         for number, part in enumerate(self.sets):
             try:
-                found.append(self.first_rows[number] + part.row_of(key))
+                rows.append(self.first_rows[number] + part.row_of(key))
             except UserError as error:
                 first_error = first_error or error
-        if not found:
+        if not rows:
             assert first_error is not None
             raise first_error
-        return found
+        return rows
 
     @property
     def set_names(self) -> list[str]:

@@ -88,8 +88,8 @@ def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tu
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while waiting:
         here, parents = waiting.pop()
-        found = here.stat()
-        own = found.st_dev, found.st_ino
+        status = here.stat()
+        own = status.st_dev, status.st_ino
         if own in parents:
             continue  # A link to a folder that it lies in: following it would not end.
         for path in here.iterdir():

@@ -126,11 +126,11 @@ class ShardCache:
             os.ftruncate(file, size)
             with open(os.dup(file), "rb") as content:
                 content.seek(0)
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found == sha256:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            if digest == sha256:
                 return
         raise OSError(
-            f"{path} is not the shard in the manifest (sha256 {found[:12]}, not {sha256[:12]}): it was replaced or damaged. "
+            f"{path} is not the shard in the manifest (sha256 {digest[:12]}, not {sha256[:12]}): it was replaced or damaged. "
             "Copy it again, or run the same launch/shard.py again to re-make it."
         )
 

@@ -20,6 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipeline.base.words import counted
@@ -76,7 +77,7 @@ class BucketPath:
 
     @property
     def name(self) -> str:
-        return self.key.rpartition("/")[2]
+        return PurePosixPath(self.key).name
 
     @property
     def parent(self) -> "BucketPath":
@@ -84,11 +85,11 @@ class BucketPath:
 
     @property
     def stem(self) -> str:
-        return self.name.rpartition(".")[0] or self.name
+        return PurePosixPath(self.key).stem
 
     @property
     def suffix(self) -> str:
-        return "." + self.name.rpartition(".")[2] if "." in self.name else ""
+        return PurePosixPath(self.key).suffix
 
     @property
     def bucket(self) -> str:
@@ -245,7 +246,7 @@ def key_in_url(key: str) -> str:
 
 def key_of_url(text: str) -> str:
     """The inverse of `key_in_url`."""
-    return _ESCAPED.sub(lambda found: f"%{found[1][2:]}3F" if found[1] else "?", text)
+    return _ESCAPED.sub(lambda match: f"%{match[1][2:]}3F" if match[1] else "?", text)
 
 
 class ObjectReader:
@@ -277,10 +278,10 @@ class ObjectReader:
                 raise
             return data
 
-        found = self.path.request(attempt)
-        if found is None:
+        data = self.path.request(attempt)
+        if data is None:
             raise OSError(f"{self.path} ends before byte {offset + size}")
-        return found
+        return data
 
     def copy_to(self, file: int) -> None:
         """Write the whole object to a file descriptor, over several connections. Raises OSError."""
