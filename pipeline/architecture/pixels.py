@@ -141,18 +141,15 @@ class Pixels:
         mean = 1.0 if self.is_rgb8 else sum(self.mean[place] for place in self.shown) / 3
         return math.log(_SHOWN_MEAN) / math.log(min(max(mean, 0.001), _SHOWN_MEAN))
 
-    def describe_shown(self, by: str = ", by the recorded range and mean") -> str:
-        """The caption of a picture, such as "Shown: channel ct, by the recorded range and mean."; "" for 8-bit RGB.
-
-        by: what makes values colours.
-        """
+    def describe_shown(self) -> str:
+        """The caption of a picture, such as "Shown: channel ct, by the recorded range and mean."; "" for 8-bit RGB."""
         names = tuple(self.channels[place] for place in self.shown)
         said = f"channels {', '.join(names)} as red, green and blue"
         if len({*names}) == 1:
             said = f"channel {names[0]}"
         elif names == RGB_CHANNELS:
             said = "channels red, green and blue"
-        return "" if self.is_rgb8 else f"Shown: {said}{by}."
+        return "" if self.is_rgb8 else f"Shown: {said}, by the recorded range and mean."
 
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.

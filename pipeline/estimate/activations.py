@@ -1,5 +1,6 @@
 """Counts the bytes that a forward pass saves for the backward pass, on the meta device: no arithmetic, no memory."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.model import Config, Model, ResNetConfig, VisionTransformer, build
+from pipeline.model import Config, Model, VisionTransformer, ViTConfig, build
 from pipeline.objectives import on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
 from pipeline.objectives.parameters.freeze import NOTHING, freeze
@@ -73,9 +74,12 @@ def _counts(config: Config, dtype: torch.dtype, checkpointing: bool, frozen: str
 @cache
 def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool, frozen: str) -> Saved:
     with torch.device("meta"):
-        model = build(config).to(dtype)
+        model, masks = build(config).to(dtype), []
+        pixels = torch.empty(images, config.pixels.num_channels, *config.image_size, dtype=dtype)
+        if isinstance(config, ViTConfig) and config.masked:
+            counts = (math.prod(config.grid), config.num_corrupted)
+            masks = [torch.empty(images, count, dtype=torch.int64) for count in counts]
     freeze(model, frozen)
-    pixels, *masks = meta_inputs(config, images, dtype)
     model.activation_checkpointing = checkpointing
     return _saved_by(model, lambda: model(pixels, *masks), [*model.parameters(), pixels])
 
@@ -182,17 +186,6 @@ def _saved_by(
     assert out.is_meta
     outside = max((kept[key].nbytes() for key in kept.keys() - of_blocks), default=0)
     return Saved(total(), outside, until_added or total(), tuple(uses))
-
-
-def meta_inputs(config: Config, images: int, dtype: torch.dtype) -> list[Tensor]:
-    """Inputs of a model on the meta device: pixels, and for masked patch prediction the masks."""
-    with torch.device("meta"):
-        pixels = torch.empty(images, config.pixels.num_channels, *config.image_size, dtype=dtype)
-        if isinstance(config, ResNetConfig) or not config.masked:
-            return [pixels]
-        rows, columns = config.grid
-        masks = [torch.empty(images, count, dtype=torch.int64) for count in (rows * columns, config.num_corrupted)]
-    return [pixels, *masks]
 
 
 class OperatorsOfAGpu(TorchFunctionMode):

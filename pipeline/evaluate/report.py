@@ -74,21 +74,24 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
     dataset = open_dataset(config.data)
-    if config.classify or any(config.shots) or config.neighbours:
-        dataset.refuse_without_labels(
-            "data",
-            "Scores need some: name a data set with labels (of other classes: classify=false). Without: launch/features.py.",
-        )
+    if config.classify or config.reads_labels:
+        dataset.refuse_without_labels("data", "Scores need some. Without: launch/features.py.")
     split = dataset.split(config.split, config.exclude)
     split.refuse_without_score(config.data, config.classify or config.reads_labels)
-    train = _train_split(config, dataset) if config.reads_labels else None
+    train = None
+    if config.reads_labels:  # Before the forward pass of the other split.
+        train = dataset.split(config.train_split, config.exclude)
+        train.refuse_without_score(f"train_split of {config.data}", True)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     scored, scored_split = (
         _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
     )
-    folder = _folder(config)
+    data = to_path(config.data)
+    name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
+    folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
+    hold(folder)
     trained = trained_by(recorded(loaded.extra), dataset.fingerprint, split.name)
     of_weights = [not_held_out(split.name, trained)] if trained else []
     for line in dict.fromkeys(split.notes() + (train.notes() if train else []) + of_weights):
@@ -245,37 +248,15 @@ def _in_classes_of_weights(
 def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
-        head = f"{counted(num_classes, 'class')}" if num_classes else "no head"
         raise UserError(
-            f"{config.weights} has {head}, {config.data} has {counted(dataset.num_classes, 'class')}. {remedy}"
+            f"{config.weights} has {counted(num_classes, 'class')}, {config.data} has {counted(dataset.num_classes, 'class')}. {remedy}"
         )
-    if names is None:
-        return
-    for number, (there, here) in enumerate(zip(names, dataset.classes, strict=True)):
+    for number, (there, here) in enumerate(zip(names or [], dataset.classes, strict=False)):
         if there != here:
             raise UserError(
                 f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {remedy} "
                 "If only the names differ: match_classes=false."
             )
-
-
-def _train_split(config: ScoreConfig, dataset: Dataset) -> Split:
-    split = dataset.split(config.train_split, config.exclude)
-    # Before the forward pass of the other split. Where lists exclude all images with labels, `_probe` refuses it.
-    if missing := "no images" if not len(split) else "" if split.max_labels else "images, but no labels":
-        raise UserError(
-            f"{config.data}: split {config.train_split!r} has {missing}, so no shots and neighbours can be chosen from it. Name another "
-            "train_split, or use shots=0 neighbours=0."
-        )
-    return split
-
-
-def _folder(config: ScoreConfig) -> Path:
-    data = to_path(config.data)
-    name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
-    folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
-    hold(folder)
-    return folder
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:

@@ -6,7 +6,6 @@ Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the 
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -50,17 +49,16 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
 
     distances: (blocks, H) in pixels. uniform: the distance for uniform attention.
     """
-    num_blocks, num_heads = distances.shape
-    figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * num_blocks), 3.4), layout="constrained")
+    blocks = range(1, len(distances) + 1)
+    figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * len(distances)), 3.4), layout="constrained")
     axes = figure.add_subplot()
-    ordered = distances.sort(dim=1).values
-    for head in range(num_heads):
-        colour = MAP(0.9 * head / max(num_heads - 1, 1))
-        label = "head" if head == num_heads // 2 else None
-        axes.plot(range(1, num_blocks + 1), ordered[:, head], "o", markersize=4, color=colour, alpha=0.85, label=label)
-    axes.plot(range(1, num_blocks + 1), distances.mean(1), color="black", linewidth=1, label="mean of heads")
+    axes.plot(blocks, distances, "o", markersize=4, color=MAP(0.5), alpha=0.6)
+    axes.plot(blocks, distances.mean(1), color="black", linewidth=1, label="mean of heads")
     axes.axhline(uniform, color=GREY, linestyle="--", linewidth=1, label="uniform attention")
-    _style(axes, "block", "mean attention distance (pixels)")
+    axes.set_xlabel("block", fontsize=TEXT)
+    axes.set_ylabel("mean attention distance (pixels)", fontsize=TEXT)
+    axes.tick_params(labelsize=SMALL)
+    style_axes(axes)
     axes.set_title(title, fontsize=TITLE, weight="bold", parse_math=False)
     axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.
@@ -109,10 +107,3 @@ def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
     height, width = filters.components.shape[2:]
     note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
     return gallery([tiles[i : i + 7] for i in range(0, count, 7)], "Filters of the first layer", note)
-
-
-def _style(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=TEXT)
-    axes.set_ylabel(y, fontsize=TEXT)
-    axes.tick_params(labelsize=SMALL)
-    style_axes(axes)

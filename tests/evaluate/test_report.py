@@ -192,9 +192,7 @@ def test_a_split_without_images_or_labels_has_no_scores(
                 report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
         # Neither read a split of thousands of images first.
         monkeypatch.setattr(report, "_forward", lambda *given: pytest.fail("read images"))
-        with pytest.raises(
-            UserError, match=f"photos: split '{split}' has {has}, so no shots and neighbours can be chosen from it."
-        ):
+        with pytest.raises(UserError, match=f"train_split .*split '{split}' has {has}"):
             report.run(
                 config(weights, data, "split=train", f"train_split={split}", f"out={tmp_path / 'out'}", "shots=1")
             )
@@ -209,7 +207,7 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
         assert not (tmp_path / "out").exists()
 
     refused(r"nine.pt has 9 classes, .*photos has 6 classes\. .*classify=false", save(tmp_path / "nine.pt", 9))
-    refused("headless.pt has no head", save_headless(tmp_path / "headless.pt"))
+    refused("headless.pt has 0 classes", save_headless(tmp_path / "headless.pt"))
     other = save(tmp_path / "other.pt", K, classes=["ant", "cat|dog", "wasp", *CLASSES[3:]])
     refused(r"class 1 is 'cat\|dog' in .*other.pt, but 'bee' in .*match_classes=false", other)
     # Names of classes may be left of a head, or stand for two classes: a match by name would be one of anything.

@@ -4,28 +4,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import remove_unfinished
-from pipeline.base.gallery import MAX_IMAGES, Tile, gallery
+from pipeline.base.gallery import DPI, Tile, folded, gallery
+from pipeline.base.page import png
 from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.storage.atomic import replacing
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate.adhoc_split import open_adhoc_split
-from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.loaded_model import LoadedModel, print_unreadable
 from pipeline.evaluate.segmentation.linear import LinearHead
 from pipeline.evaluate.segmentation.masks import MaskClasses
-from pipeline.evaluate.segmentation.pairs import in_order, names_in, read_image
+from pipeline.evaluate.segmentation.pairs import in_order, names_in, read_image, reason_or
 from pipeline.evaluate.segmentation.score import segment
 from pipeline.settings.commands.segment import SegmentConfig
 
-# The longest side of a picture of a sheet, and the number of classes that it explains.
+# The longest side of a picture of a sheet, and the number of classes that it names.
 _SIDE, _MAX_NAMED = 360, 24
 
 
@@ -65,62 +65,55 @@ def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> OtherImag
 
 
 def write_masks(
-    config: SegmentConfig, others: OtherImages, loaded: LoadedModel, head: LinearHead, classes: MaskClasses
-) -> tuple[Figure, dict[int, str]]:
-    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from.
+    config: SegmentConfig,
+    others: OtherImages,
+    loaded: LoadedModel,
+    head: LinearHead,
+    classes: MaskClasses,
+    sheet: Path,
+    budget: BadBudget,
+) -> None:
+    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from, and a sheet of the first.
 
-    Returns (a sheet of the first images, row of an image -> why it cannot be read). Raises UserError if none can be.
+    Raises UserError for more images that cannot be read than the budget allows, and if none can be.
     """
     files = {row: others.folder / f"{name}.png" for name, row in others.names.items()}
     names = {file.name for file in files.values()}
     for folder in {file.parent for file in files.values()}:
         remove_unfinished(folder, names)
     reader, problems = ShardReader(others.images), dict[int, str]()
-    drawn: list[tuple[str, np.ndarray, np.ndarray]] = []
+    tiles: tuple[list[Tile], list[Tile]] = [], []
+    colours, seen = classes.colours(), np.zeros(len(classes.values), np.int64)
     head.eval()
 
-    def read(row: int) -> np.ndarray | str:
-        try:
-            return read_image(reader, row, others.pixels, loaded.pixels)[0]
-        except (DecodeError, OSError) as error:
-            return str(error)
+    def read(row: int) -> np.ndarray:
+        return read_image(reader, row, others.pixels, loaded.pixels)[0]
 
     with tqdm(total=len(others.names), desc="masks", unit=" images", disable=None) as bar:
-        found = in_order(read, others.names.values(), config.threads, 2 * config.threads)
+        found = in_order(reason_or(read), others.names.values(), config.threads, 2 * config.threads)
         for (row, file), image in zip(files.items(), found, strict=True):
+            bar.update()
             if isinstance(image, str):
                 problems[row] = image
-            else:
-                numbers = segment(image, loaded, head, config)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(file) as out:
-                    out.write(classes.encoded(numbers))
-                if len(drawn) < config.num_drawn:
-                    step = -(-max(numbers.shape) // _SIDE)
-                    small, of_small = image[::step, ::step], numbers[::step, ::step]
-                    drawn.append((file.stem, to_rgb(small, loaded.pixels).copy(), of_small.copy()))
-            bar.update()
+                continue
+            numbers = segment(image, loaded, head, config)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as out:
+                out.write(classes.encoded(numbers))
+            if len(tiles[0]) < config.num_drawn:
+                step = -(-max(numbers.shape) // _SIDE)
+                picture = to_rgb(image[::step, ::step], loaded.pixels).copy()
+                tiles[0].append(Tile(picture, [file.stem]))
+                tiles[1].append(Tile(colours[numbers[::step, ::step]]))
+                seen += np.bincount(numbers.ravel(), minlength=len(seen))
     reader.close()
-    if not drawn:
-        row, why = next(iter(problems.items()))
-        raise UserError(
-            f"none of the {counted(len(problems), 'image')} of apply can be read; {others.images.keys([row])[0]}: {why}."
-        )
-    return _draw(drawn, classes, config.weights), problems
-
-
-def _draw(drawn: list[tuple[str, np.ndarray, np.ndarray]], classes: MaskClasses, weights: str) -> Figure:
-    """Rows of images, and below each its mask. drawn: (name, picture uint8 (H, W, 3), numbers of classes int16 (H, W)) of each."""
-    colours = classes.colours()
-    rows = []
-    for first in range(0, len(drawn), MAX_IMAGES):
-        part = drawn[first : first + MAX_IMAGES]
-        rows += [
-            [Tile(picture, [name]) for name, picture, _ in part],
-            [Tile(colours[numbers]) for *_, numbers in part],
-        ]
-    seen = np.bincount(np.concatenate([numbers.ravel() for *_, numbers in drawn]), minlength=len(colours))
+    print_unreadable(problems, others.images.keys, "no mask")
+    excess = budget.excess(problems, others.images, len(files)) or "no image of apply can be read" * (not tiles[0])
+    if excess:
+        raise UserError(excess)
     named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
     legend = [(classes.names[number], colours[number] / 255) for number in named]
     note = "Images, and below each the mask that a linear layer on frozen patch tokens predicts."
-    return gallery(rows, f"Masks by {weights}", note, legend=legend)
+    figure = gallery(folded(tiles), f"Masks by {config.weights}", note, legend=legend)
+    write_files(sheet.parent, {sheet.name: png(figure, DPI, loaded.pixels.describe_shown())}, mark=sheet.name)
+    print(f"{counted(len(files) - len(problems), 'mask')}: {others.folder}; look at {sheet}")

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
-from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
 from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode, exif_orientation, upright
@@ -104,12 +102,6 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     if config.val_images:
         return train, _paired(config, model, config.val_images, config.val_masks, config.val_split, "val_")
     if is_dataset(config.images) and config.val_split:
-        splits = open_dataset(config.images[0]).splits
-        if config.val_split not in splits:
-            raise UserError(
-                f"{config.images[0]} has no split {config.val_split!r}. It has: {', '.join(splits)}. Set val_split, or val_split='' to hold out "
-                "val_share of the images."
-            )
         return train, _paired(config, model, config.images, config.masks, config.val_split)
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
@@ -204,19 +196,18 @@ class PairReader:
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
         """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
-        try:
-            image, orientation = read_image(
-                self._images, int(self.pairs.rows[number]), self.pairs.pixels, self.pairs.model
-            )
-            mask = decode_mask(self._masks.read(int(self.pairs.mask_rows[number])))
-        except (DecodeError, OSError) as error:
-            return str(error)
+        return reason_or(self._read)(number)
+
+    def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        row, mask_row = int(self.pairs.rows[number]), int(self.pairs.mask_rows[number])
+        image, orientation = read_image(self._images, row, self.pairs.pixels, self.pairs.model)
+        mask = decode_mask(self._masks.read(mask_row))
         height, width = image.shape[:2]
         stored = (width, height) if orientation >= 5 else (height, width)
         if mask.shape == stored != (height, width):  # It was drawn on the image as stored.
             mask = upright(mask, orientation)
         if mask.shape != (height, width):
-            return f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}"
+            raise DecodeError(f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
         return image, self.classes.numbers(mask)
 
 
@@ -258,7 +249,11 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
         for pairs, of_pairs in zip(of, values, strict=True):
             problems: dict[int, str] = {}
             reader, rows = ShardReader(pairs.masks), pairs.mask_rows.tolist()
-            all_found = in_order(partial(_values_of, reader), rows, config.threads, 2 * config.threads)
+
+            def values_of(row: int, reader: ShardReader = reader) -> set[int]:
+                return set(np.unique(decode_mask(reader.read(row))).tolist())
+
+            all_found = in_order(reason_or(values_of), rows, config.threads, 2 * config.threads)
             for row, found in zip(rows, all_found, strict=True):
                 if isinstance(found, str):
                     problems[row] = found
@@ -280,9 +275,13 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
     return classes
 
 
-def _values_of(reader: ShardReader, row: int) -> set[int] | str:
-    """The values of a mask, or why it cannot be read. Raises StorageError."""
-    try:
-        return set(np.unique(decode_mask(reader.read(row))).tolist())
-    except (DecodeError, OSError) as error:
-        return str(error)
+def reason_or(work: Callable[[int], Result]) -> Callable[[int], Result | str]:
+    """`work`, which returns why an image or mask cannot be read instead of raising. Raises StorageError."""
+
+    def found(item: int) -> Result | str:
+        try:
+            return work(item)
+        except (DecodeError, OSError) as error:
+            return str(error)
+
+    return found

@@ -12,9 +12,7 @@ from tqdm import tqdm
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import DPI
 from pipeline.base.metric import metric_of
-from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -22,7 +20,7 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.report import send_scores
-from pipeline.evaluate.segmentation.apply import OtherImages, open_others, write_masks
+from pipeline.evaluate.segmentation.apply import open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.linear import LinearHead, train
 from pipeline.evaluate.segmentation.masks import MaskClasses
@@ -125,7 +123,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     files = [folder / name for name in contents]
     if others is not None:
         files.append(folder / _SHEET)
-        _apply(config, others, loaded, head, classes, files[-1])
+        budget = replace(_budget(config), least=LookConfig.least_bad)
+        write_masks(config, others, loaded, head, classes, files[-1], budget)
     if config.mlflow:
         about_scored = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         facts = DatasetFacts(
@@ -225,19 +224,6 @@ def _train(
     _refuse(problems, pairs, config)
     print_unreadable(problems, pairs.named, "not learnt from")
     return problems
-
-
-def _apply(
-    config: SegmentConfig, others: OtherImages, loaded: LoadedModel, head: LinearHead, classes: MaskClasses, sheet: Path
-) -> None:
-    """Write the masks of other images and a sheet of some. Raises UserError for too many that cannot be read."""
-    drawn, problems = write_masks(config, others, loaded, head, classes)
-    write_files(sheet.parent, {sheet.name: png(drawn, DPI, loaded.pixels.describe_shown())}, mark=sheet.name)
-    print_unreadable(problems, others.images.keys, "no mask")
-    print(f"{counted(len(others.names) - len(problems), 'mask')}: {others.folder}; look at {sheet}")
-    budget = replace(_budget(config), least=LookConfig.least_bad)
-    if excess := budget.excess(problems, others.images, len(others.images)):
-        raise UserError(excess)
 
 
 def _in_words(found: SegmentationScore) -> str:
