@@ -43,7 +43,7 @@ from pipeline import ray_tasks
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_csv, did_you_mean
+from pipeline.base.files import as_csv
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
@@ -362,8 +362,7 @@ def resolve(setting: str, value: str) -> AnyPath:
     """The absolute path or URL of the folder or file in a setting."""
     path = ray_tasks.shared_path(setting, value)
     if setting == "source" and not path.exists():
-        hint = did_you_mean(path) or " Give the path of your images: source=..."
-        raise UserError(f"source = {value}: no such file or folder.{hint}")
+        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
     return path
 
 

@@ -6,10 +6,8 @@ removes it. It is locked while it is written, so that those of other processes s
 """
 
 import csv
-import difflib
 import fcntl
 import io
-import itertools
 import os
 import re
 import shutil
@@ -21,9 +19,7 @@ from typing import Any, BinaryIO
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock
-from pipeline.base.words import printable
 
-_MAX_COMPARED = 10_000  # Names of a folder that a misspelt one is compared with.
 # Name of the hidden file of `replacing`, which `remove_unfinished` recognises.
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
@@ -187,23 +183,3 @@ def _replacing(
         if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise
-
-
-def did_you_mean(path: object) -> str:
-    """The hint " Did you mean PATH?" for a missing file or folder; empty if nothing is called like it, or like its first missing folder.
-
-    path: a Path; of others, such as of a bucket, nothing is known here.
-    """
-    if not isinstance(path, Path):
-        return ""
-    missing, rest = path, Path()
-    try:
-        while not missing.parent.is_dir() and missing != missing.parent:
-            missing, rest = missing.parent, missing.name / rest
-        with os.scandir(missing.parent) as entries:
-            names = sorted(entry.name for entry in itertools.islice(entries, _MAX_COMPARED))
-        near = [missing.with_name(name) / rest for name in difflib.get_close_matches(missing.name, names)]
-        found = [printable(str(path)) for path in near if path.exists()]
-    except (OSError, ValueError):  # A folder that may not be read, and the path "..", which is no name.
-        return ""
-    return f" Did you mean {' or '.join(found)}?" if found else ""

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
 # Timeout of a host's answer: one whose disks hang accepts the connection and says nothing.
 _ANSWER_SECONDS = 120.0
+_TIMED_OUT = 124  # Exit code of timeout(1).
 # Begins the line of a host's answer.
 _ANSWER = b"host_check: "
 
@@ -130,28 +130,17 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except OSError as error:
-        return {"error": f"ssh cannot be started here ({error.strerror})"}
+    limit = ["timeout", f"{_ANSWER_SECONDS:g}"]
+    command = [*limit, "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
-    is_late = threading.Event()
-
-    def give_up() -> None:
-        is_late.set()
-        process.kill()
-
-    timeout = threading.Timer(_ANSWER_SECONDS, give_up)
-    timeout.start()
     try:
         # A host's shell may print before it, as a greeting in ~/.bashrc does, also without a new line.
         line = next((found for line in process.stdout if (found := line.partition(_ANSWER)[2])), b"")
-        if is_late.is_set():
-            return {"error": f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:.0f} s"}
-        timeout.cancel()
         if not line:
             lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
+            if process.returncode == _TIMED_OUT:
+                lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
         facts: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
         _connect(facts["addresses"], facts["port"]).close()
@@ -159,8 +148,7 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"error": str(error)}
     finally:
-        timeout.cancel()
-        process.kill()
+        process.terminate()
         process.communicate()
 
 

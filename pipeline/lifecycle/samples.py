@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import did_you_mean, table_csv
+from pipeline.base.files import table_csv
 from pipeline.base.words import aligned, counted
 from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, checksum, read_state
 from pipeline.data.dataset.manifest import Dataset
@@ -118,7 +118,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
         except FileNotFoundError:
             raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"run = {path}: no such run folder, checkpoint or file of settings.{did_you_mean(path)}")
+        raise UserError(f"run = {path}: no such run folder, checkpoint or file of settings.")
     return schema.load(RunConfig, path)
 
 

@@ -76,13 +76,11 @@ def connect(num_cpus: int = 0) -> int:
                 "include_dashboard": False,
                 "object_store_memory": 256 * 2**20,
             }
+        where = os.environ.get("RAY_ADDRESS", "")[:200] or (
+            "the cluster of this job" if _JOB in os.environ else "this machine"
+        )
         try:
             # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was about.
-            where = (
-                os.environ.get("RAY_ADDRESS") or "the cluster of this job"
-                if "address" not in options
-                else "this machine"
-            )
             with waits.waiting(f"Ray to start on {where}", _START_SECONDS):
                 ray.init(logging_level="ERROR", log_to_driver=False, **options)
         except SystemExit as error:
@@ -90,15 +88,9 @@ def connect(num_cpus: int = 0) -> int:
                 raise
             raise KeyboardInterrupt from None  # Ray's handler of SIGTERM exits with the signal's number, without a word.
         except Exception as error:  # Ray raises a bare one when its node does not start in time.
-            if address := os.environ.get("RAY_ADDRESS"):
-                if isinstance(error, (ConnectionError, ray.exceptions.RpcError)):
-                    raise _no_cluster(address, first_line(error)) from None
-                raise UserError(
-                    f"RAY_ADDRESS = {address[:200]}: Ray did not join this cluster: {on_one_line(error)[:600] or type(error).__name__}"
-                ) from None
             raise UserError(
-                f"Ray did not start on this machine: {on_one_line(error)[:600]} Run the same command again when the machine is less busy, "
-                "or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs: ray/session_latest/logs."
+                f"Ray did not start on {where}: {on_one_line(error)[:600] or type(error).__name__} Run the same command again when the machine "
+                "is less busy, check RAY_ADDRESS, or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs."
             ) from None
     # As Ctrl-C. Ray's own handler aborts this process 3 s later, while it waits for the tasks that it cancels.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -121,17 +113,19 @@ def capacity(num_cpus: int, gpus: float) -> tuple[int, float]:
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_gpus = gpus if any(node.get("GPU") for node in nodes) else 0.0
-    num_fitting = [int(node.get("CPU", 0) // num_cpus) for node in nodes]
-    if num_gpus:
-        of_nodes = [int(node.get("GPU", 0)) for node in nodes]
-        tasks = [n * int(1 / num_gpus + 1e-6) if num_gpus < 1 else int(n // num_gpus) for n in of_nodes]
-        num_fitting = [min(pair) for pair in zip(num_fitting, tasks, strict=True)]
-        if not any(tasks):
-            raise UserError(f"gpus = {gpus:g}, but no node of this cluster has so many GPUs: {max(of_nodes)} at most.")
-    if not sum(num_fitting):
-        most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
-        raise UserError(f"threads = {num_cpus}, but no node of this cluster has so many CPUs: {most} at most.")
-    return sum(num_fitting), num_gpus
+
+    def fitting(node: dict[str, float]) -> int:
+        by_cpu = int(node.get("CPU", 0) // num_cpus)
+        if not num_gpus:
+            return by_cpu
+        have = int(node.get("GPU", 0))  # Shares of one GPU, or whole ones.
+        return min(by_cpu, have * int(1 / num_gpus + 1e-6) if num_gpus < 1 else int(have // num_gpus))
+
+    if not (total := sum(map(fitting, nodes))):
+        raise UserError(
+            f"threads = {num_cpus}, gpus = {num_gpus:g}: no node of this cluster has so many CPUs and GPUs."
+        )
+    return total, num_gpus
 
 
 def _prepare_environment() -> None:

@@ -23,8 +23,6 @@ from pipeline.ray_tasks.cluster import first_line
 _POLL_SECONDS = 0.5
 
 
-# This many nodes are named in an error.
-_NAMED = 8
 # Lines of output that are kept of a rank, and printed if it fails.
 _KEPT_LINES = 50
 
@@ -51,14 +49,9 @@ def ranks_that_fit(
     most = sum(fitting)
     if 0 < (num_ranks or most) <= most:
         return num_ranks or most, share
-    arithmetic = ", ".join(
-        f"{count} on {address} ({amounts({name: has.get(name, 0) for name in share})})"
-        for count, (address, has) in zip(fitting[:_NAMED], nodes, strict=False)
-    )
-    more = f" and {counted(len(nodes) - _NAMED, 'more node')}" if len(nodes) > _NAMED else ""
-    asked = f"--ranks {num_ranks} do not fit" if num_ranks else "no rank fits"
+    arithmetic = ", ".join(f"{count} on {address}" for count, (address, _) in zip(fitting, nodes, strict=True) if count)
     raise UserError(
-        f"{asked} on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic}{more}."
+        f"--ranks {num_ranks} do not fit on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic or 'none'}."
     )
 
 

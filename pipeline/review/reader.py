@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import did_you_mean
 from pipeline.base.words import counted
 from pipeline.evaluate import architecture
 from pipeline.lifecycle.run_folder import holder, read_status
@@ -171,5 +170,5 @@ def read(address: str) -> RunRecord:
     path = Path(address)
     path = path.parent if path.suffix == ".json" else path
     if not path.exists():
-        raise UserError(f"{address} does not exist.{did_you_mean(path)} Name the folder of a run.")
+        raise UserError(f"{address} does not exist. Name the folder of a run.")
     return from_folder(path)

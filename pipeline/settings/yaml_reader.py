@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import yaml
 
 from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.files import did_you_mean
 from pipeline.base.json_record import MAX_QUOTED, convert, quoted, shortened
 from pipeline.base.words import on_one_line
 from pipeline.process.installed import shipped
@@ -89,8 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} is no config file: it has more than {_MAX_BYTES:,} bytes.")
         tree = copy.deepcopy(_parse_file(content))
     except FileNotFoundError:
-        hint = did_you_mean(path) or " Shipped ones are in configs/."
-        raise UserError(f"{as_typed(str(path))}: no such config file.{hint}") from None
+        raise UserError(f"{as_typed(str(path))}: no such config file. Shipped ones are in configs/.") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder, not a config file.") from None
     except UserError:

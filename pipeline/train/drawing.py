@@ -42,7 +42,8 @@ class DrawingProcess:
         with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
             if predictions is not None and split is not None:
                 self._keep(predictions, split)
-            if time.monotonic() - self._begun >= self.every and not self._is_drawing():
+            is_drawing = self._process is not None and self._process.poll() is None
+            if time.monotonic() - self._begun >= self.every and not is_drawing:
                 self._process = self._start(("nice", "-n", "19", *self.command))
 
     def end(self, last: bool) -> None:
@@ -85,10 +86,7 @@ class DrawingProcess:
             quiet = subprocess.DEVNULL
             return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)
 
-    def _is_drawing(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
     def _kill(self) -> None:
-        if self._process is not None and self._is_drawing():
-            self._process.kill()
+        if self._process is not None:
+            self._process.kill()  # No-op once it has ended.
             self._process.wait()

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
-from pipeline.train.training_run import Progress, RunContext, RunCounts, TrainingRun
+from pipeline.train.training_run import Progress, RunContext, RunCounts, StartingPoint, TrainingRun
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
 # What is saved with a checkpoint beside the settings.
@@ -88,13 +88,11 @@ _FACTS = {
 
 def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
-    context = _connect_on_all_ranks(stop, prepared)
-    start = _find_start_on_all_ranks(context)
-    context = replace(context, trained_on=start.trained_on)
+    start = _find_start_on_all_ranks(_connect_on_all_ranks(stop, prepared))
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
-        engine, feed = _build_training_on_all_ranks(context, start, undone)
-        run = _begin_run_on_all_ranks(context, start, engine, feed, undone)
+        engine, feed = _build_training_on_all_ranks(start, undone)
+        run = _begin_run_on_all_ranks(start, engine, feed, undone)
         run.evaluators.extend(evaluators_of(run))
         undone.pop_all()
     return run
@@ -156,25 +154,7 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- where to start: checkpoint, weights or afresh
-@dataclass(frozen=True)
-class _StartingPoint:
-    """resumed: the checkpoint to continue; None without one. damaged: names of damaged ones. state: of `resumed`.
-
-    config: with the path of the weights in place of their address. origin: of the weights that a first start begins with.
-    model: not trained yet; the engine loads the checkpoint's tensors. trained_on: see `RunContext`.
-    """
-
-    checkpoints: Checkpoints
-    resumed: AnyPath | None
-    damaged: set[str]
-    state: State
-    config: RunConfig
-    origin: WeightsOrigin | None
-    model: Model
-    trained_on: list[TrainedSet]
-
-
-def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
+def _find_start_on_all_ranks(context: RunContext) -> StartingPoint:
     config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
     dataset, pixels = context.data.dataset, context.data.split.pixels
     gpu_memory = device_memory(ranks.device)
@@ -202,7 +182,15 @@ def _find_start_on_all_ranks(context: RunContext) -> _StartingPoint:
     if not config.model.name:
         ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
     state = State(step=0) if resumed is None else read_state(resumed)
-    return _StartingPoint(checkpoints, resumed, damaged, state, config, origin, model, trained_on)
+    return StartingPoint(
+        **vars(context) | {"trained_on": trained_on},
+        checkpoints=checkpoints,
+        resumed=resumed,
+        damaged=damaged,
+        state=state,
+        origin=origin,
+        model=model,
+    )
 
 
 def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
@@ -302,12 +290,10 @@ def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     )
     if before == after:
         return []
-    text = f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on"
-    batch, ranks = now["train.global_batch"], now["ranks"]
-    micro_batch = max(1, before // ranks)
-    if batch // accumulation(batch, micro_batch, ranks) == before:
-        text += f". Micro-batches of {before} on all ranks would be train.micro_batch={micro_batch}"
-    return [text]
+    return [
+        f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on "
+        "(train.micro_batch)"
+    ]
 
 
 def initial_model(
@@ -359,15 +345,13 @@ def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequ
 
 
 # ---------------------------------------------------------------------- what trains
-def _build_training_on_all_ranks(
-    context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack
-) -> tuple[Engine, Feed]:
+def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitStack) -> tuple[Engine, Feed]:
     """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails."""
-    config, plan, ranks = context.config, context.plan, context.ranks
+    config, plan, ranks = start.config, start.plan, start.ranks
     clock = StepClock(ranks.device)
 
     def begin_feed() -> Feed:
-        feed = Feed(config, plan, context.data.split, ranks, context.stop, clock, start.model.config.pixels)
+        feed = Feed(config, plan, start.data.split, ranks, start.stop, clock, start.model.config.pixels)
         undone.enter_context(feed.loader)
         return feed
 
@@ -378,33 +362,33 @@ def _build_training_on_all_ranks(
     objective.num_steps = plan.steps
     if start.resumed is None and start.origin is not None and objective.continues_additions:
         weights = ranks.on_all(partial(read_weights, start.origin.path))
-        context.console.say(ranks.on_all(partial(objective.load_additions, weights.added, weights.decoder)))
+        start.console.say(ranks.on_all(partial(objective.load_additions, weights.added, weights.decoder)))
         del weights  # whose tensors the objective has copied
-    fused = context.identity["fused_optimizer"]
+    fused = start.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
-        dry_run_on_all_ranks(engine, context)
+        dry_run_on_all_ranks(engine, start)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)
         if start.state.step:
             # An evaluation that a kill prevented is made up with what that step sets, such as DINO's temperature.
             objective.before_step(start.state.step - 1)
-        context.stop.step = start.state.step
-        context.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
+        start.stop.step = start.state.step
+        start.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
-        context.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
+        start.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
     return engine, feed
 
 
 # ---------------------------------------------------------------------- what measures
 def _begin_run_on_all_ranks(
-    context: RunContext, start: _StartingPoint, engine: Engine, feed: Feed, undone: contextlib.ExitStack
+    start: StartingPoint, engine: Engine, feed: Feed, undone: contextlib.ExitStack
 ) -> TrainingRun:
     """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
-    config, ranks, folder, console = context.config, context.ranks, context.folder, context.console
-    dataset, state = context.data.dataset, start.state
+    config, ranks, folder, console = start.config, start.ranks, start.folder, start.console
+    dataset, state = start.data.dataset, start.state
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
@@ -414,28 +398,26 @@ def _begin_run_on_all_ranks(
     )
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
-    tracker = _start_tracker(context, start, hosts) if ranks.is_main else None
+    tracker = _start_tracker(start, hosts) if ranks.is_main else None
     if tracker:
-        context.stop.show_end = lambda how, reason: tracker.finish(
+        start.stop.show_end = lambda how, reason: tracker.finish(
             "FAILED", in_a_hurry=True, outcome=f"{how} before training began: {reason}"
         )
         for line in tracker.notes:
             console.say(line)
     # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word of a last
     # start that had finished, beside settings by which there is more to train.
-    context.stop.committed(state.step)
+    start.stop.committed(state.step)
     if tracker:
-        _write_facts(context, start.model, engine)
-    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, context.stop.record_failure)
+        _write_facts(start, engine)
+    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, start.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
     return TrainingRun(
-        **vars(context),
+        **vars(start),
         engine=engine,
         feed=feed,
-        peak_lr=peak_rate(config.optimizer, context.plan.global_batch),
-        checkpoints=start.checkpoints,
-        damaged=start.damaged,
+        peak_lr=peak_rate(config.optimizer, start.plan.global_batch),
         progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
         host_meter=HostMeter(ranks),
@@ -445,24 +427,25 @@ def _begin_run_on_all_ranks(
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=watchdog,
         tracker=tracker,
-        drawing=DrawingProcess(folder, context.draw) if draws and context.draw else None,
-        saver=_begin_saving(context, start, undone),
+        drawing=DrawingProcess(folder, start.draw) if draws and start.draw else None,
+        saver=_begin_saving(start, undone),
     )
 
 
-def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str]) -> Tracker:
+def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
-    config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
-    data, model = context.data, start.model
+    config, plan, ranks, folder = start.config, start.plan, start.ranks, start.folder
     page, saved = PageFolder(folder), None
     with contextlib.suppress(UserError):  # There are none before the first start.
         saved = page.read_facts().facts
     # Of a resumed run, the weights that its first start found.
     origin = start.origin if start.resumed is None else saved.origin if saved else None
-    facts = run_facts(start.config, plan, model, data, ranks.device, origin, context.run_probe, context.trained_on)
-    changed = changes_since(start.state, context.identity) if start.resumed is not None else []
+    if start.origin is not None:  # With the path of the weights in place of their address.
+        config = replace(config, init=replace(config.init, weights=start.origin.path))
+    facts = run_facts(config, plan, start.model, start.data, ranks.device, origin, start.run_probe, start.trained_on)
+    changed = changes_since(start.state, start.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.stop.folder.before, changed=told)
+    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=start.stop.folder.before, changed=told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -476,14 +459,14 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     )
 
 
-def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:
+def _write_facts(start: StartingPoint, engine: Engine) -> None:
     """Write what the run folder shows beside the metrics. Rank 0 only."""
-    folder, page = context.folder, PageFolder(context.folder)
-    write_settings(context.config, folder)
+    folder, page = start.folder, PageFolder(start.folder)
+    write_settings(start.config, folder)
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
-    page.write_text("environment.txt", environment(context.ranks.device))
-    page.write_text("plan.txt", plan_lines(context.config, context.plan, model))
+    write_text(folder / architecture.FILE, json.dumps(start.model.config.to_dict(), indent=1))
+    page.write_text("environment.txt", environment(start.ranks.device))
+    page.write_text("plan.txt", plan_lines(start.config, start.plan, start.model))
 
 
 def write_settings(config: RunConfig, folder: Path) -> None:
@@ -494,16 +477,16 @@ def write_settings(config: RunConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def _begin_saving(context: RunContext, start: _StartingPoint, undone: contextlib.ExitStack) -> Saver:
-    config = context.config
+def _begin_saving(start: StartingPoint, undone: contextlib.ExitStack) -> Saver:
+    config = start.config
     if config.train.stop_after_minutes:
-        context.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
+        start.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
     saver = Saver(
         str(start.checkpoints.folder),
-        context.ranks,
+        start.ranks,
         60 * config.data.retry_minutes,
         start.state.step,
-        context.console.say,
+        start.console.say,
         60 * commit_minutes(config),
     )
     undone.callback(saver.close)

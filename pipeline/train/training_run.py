@@ -22,11 +22,14 @@ from pipeline.checkpoint.writer import Commit, Retention
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.lifecycle.run_folder import RUN_FOLDER, Ending
 from pipeline.lifecycle.stop import Stop
+from pipeline.model import Model
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
+from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
@@ -115,11 +118,24 @@ class RunCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRun(RunContext):
-    """Everything that the training loop uses; made by `setup.set_up`.
+class StartingPoint(RunContext):
+    """Where a run begins. resumed: the checkpoint to continue, None without one. state: of it.
 
-    tracker, drawing: rank 0 only. damaged: names of damaged checkpoints, which do not count as kept ones.
+    damaged: names of damaged checkpoints, which do not count as kept ones. origin: of the weights that a first start begins with.
+    model: not trained yet; the engine loads the checkpoint's tensors.
     """
+
+    checkpoints: Checkpoints
+    resumed: AnyPath | None
+    damaged: set[str]
+    state: State
+    origin: WeightsOrigin | None
+    model: Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(StartingPoint):
+    """Everything that the training loop uses; made by `setup.set_up`. tracker, drawing: rank 0 only."""
 
     engine: "Engine"
     feed: Feed
@@ -133,9 +149,7 @@ class TrainingRun(RunContext):
     watchdog: Watchdog
     tracker: Tracker | None
     drawing: DrawingProcess | None
-    checkpoints: Checkpoints
     saver: Saver
-    damaged: set[str]
     progress: Progress
     evaluators: list["Evaluator"] = field(default_factory=list)
 

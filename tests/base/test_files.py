@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.base import files
-from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import open_dataset
-from pipeline.model.files import find_file
-from pipeline.settings.yaml_reader import read_yaml
 
 
 def test_an_error_names_the_file_and_not_its_hidden_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,28 +60,3 @@ def test_the_first_creates_a_file(tmp_path: Path) -> None:
     assert not files.create(tmp_path / "a", b"second")
     assert (tmp_path / "a").read_bytes() == b"first"
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_a_misspelt_path_is_compared_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also below a folder whose name is misspelt, and of a relative path; nothing is offered that does not exist."""
-    for name in ("recipes/own_images.yaml", "recipes/other", "photos/cat.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    for missing, hint in {
-        "recipes/own_image.yaml": " Did you mean recipes/own_images.yaml?",
-        "recipe/own_images.yaml": " Did you mean recipes/own_images.yaml?",
-        f"{tmp_path}/photo": f" Did you mean {tmp_path}/photos?",
-        "recipe/mine.yaml": "",
-        "photos/cat.jpg/x": "",
-        "..": "",
-        "elsewhere": "",
-    }.items():
-        assert files.did_you_mean(Path(missing)) == hint, missing
-    for read in (read_yaml, open_dataset, find_file):
-        with pytest.raises(UserError, match=r"^photo: no such .*\. Did you mean photos\?"):
-            read(Path("photo"))
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert files.did_you_mean(Path("a/b")) == ""

@@ -171,7 +171,7 @@ def test_as_many_tasks_fit_as_nodes_have_cpus_and_gpus_for(monkeypatch: pytest.M
     assert ray_tasks.capacity(1, 1 / 3) == (48, 1 / 3)
     nodes((64, 8), (64, 4))
     assert ray_tasks.capacity(4, 8) == (1, 8)
-    with pytest.raises(UserError, match=r"gpus = 16, but no node of this cluster has so many GPUs: 8 at most\."):
+    with pytest.raises(UserError, match="gpus = 16"):
         ray_tasks.capacity(4, 16)
     nodes((4, 0))
     assert ray_tasks.capacity(2, 8) == (2, 0.0)

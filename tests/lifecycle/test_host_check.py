@@ -29,14 +29,14 @@ def test_hostfiles_with_a_mistake(tmp_path: Path, text: str) -> None:
 
 
 def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
     monkeypatch.setenv("PATH", str(tmp_path))
-    error = "ssh cannot be started here (No such file or directory)"
-    assert host_check.ask("node1", [], "out") == {"error": error}
+    assert "ssh" in host_check.ask("node1", [], "out")["error"]
 
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 0.2)
-    assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0 s"}
+    assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0.2 s"}
 
 
 def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,38 +55,16 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "output"),
     [
-        ("file", "/file is not a folder"),
-        ("file/x", "/file is not a folder"),
-        ("file/x/y", "/file is not a folder"),
-        ("nowhere", "/nowhere is not a folder"),
-        ("/proc/x", ""),
+        *((path, "folder") for path in ("file", "file/x", "file/x/y", "nowhere", "/proc/x")),
+        *((path, "file") for path in ("folder.csv", "/tmp", "file/x.csv", "missing/x.csv", "/dev/stdout", "/dev/null")),
+        *((path, "new") for path in ("folder", "file/x.npz")),
     ],
 )
-def test_folders_that_cannot_be(path: str, said: str, place: Path) -> None:
+def test_outputs_that_cannot_be(path: str, output: Output, place: Path) -> None:
     before = everything_in(place)
-    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path for the output\.$"):
-        try_output("out", place / path)
-    assert everything_in(place) == before
-
-
-@pytest.mark.parametrize(
-    ("path", "said", "output"),
-    [
-        ("folder.csv", "it is a folder, not a file", "file"),
-        ("/tmp", "it is a folder, not a file", "file"),
-        ("file/x.csv", "/file is not a folder", "file"),
-        ("missing/x.csv", "there is no folder .*/missing", "file"),
-        ("/dev/stdout", "it is not a regular file", "file"),
-        ("/dev/null", "it is not a regular file", "file"),
-        ("folder", "this folder exists already", "new"),
-        ("file/x.npz", "/file is not a folder", "new"),
-    ],
-)
-def test_files_that_cannot_be(path: str, said: str, output: Output, place: Path) -> None:
-    before = everything_in(place)
-    with pytest.raises(UserError, match=rf"^out = .*{said}\. Choose another path"):
+    with pytest.raises(UserError, match=r"^out = "):
         try_output("out", place / path, output)
     assert everything_in(place) == before
 

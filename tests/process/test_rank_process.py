@@ -40,13 +40,8 @@ def test_ranks_fit_into_nodes_not_into_their_sum() -> None:
     assert ranks_that_fit(two, 0, 2) == (2, {"CPU": 2})
     with pytest.raises(UserError) as error:
         ranks_that_fit(two, 3, 2)
-    assert str(error.value) == (
-        "--ranks 3 do not fit on this cluster. A rank needs 2 CPUs of one node, so 2 fit: 1 on 10.0.0.1 (3 CPUs), 1 on "
-        "10.0.0.2 (3 CPUs)."
-    )
-    with pytest.raises(
-        UserError, match=r"^no rank fits on this cluster. A rank needs 4 CPUs of one node, so 0 fit: 0 on"
-    ):
+    assert "so 2 fit: 1 on 10.0.0.1, 1 on 10.0.0.2." in str(error.value)
+    with pytest.raises(UserError, match="needs 4 CPUs of one node, so 0 fit"):
         ranks_that_fit(two, 0, 4)
     # A GPU's rank needs a CPU of that node, too; nodes without GPUs have none.
     assert ranks_that_fit([("a", {"CPU": 4.0, "GPU": 8.0}), ("b", {"CPU": 64.0})], 0, 9) == (4, {"CPU": 1, "GPU": 1})

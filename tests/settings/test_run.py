@@ -62,6 +62,7 @@ HOLDERS = {
     "ShardingJob": ("config", ShardConfig),
     "Prepared": ("config", RunConfig),
     "RunContext": ("config", RunConfig),
+    "StartingPoint": ("config", RunConfig),
     "TrainingRun": ("config", RunConfig),
 }
 TREES = [

@@ -110,8 +110,14 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(monkeypatch: pytest.Mon
     loader = Loader()
     ranks = SimpleNamespace(device=torch.device("cpu"), on_all=lambda function: function())
     config = SimpleNamespace(engine=SimpleNamespace(activation_checkpointing=False))
-    context: Any = SimpleNamespace(config=config, plan=None, ranks=ranks, stop=None, data=SimpleNamespace(split=None))
-    start: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(pixels=None)))
+    start: Any = SimpleNamespace(
+        config=config,
+        plan=None,
+        ranks=ranks,
+        stop=None,
+        data=SimpleNamespace(split=None),
+        model=SimpleNamespace(config=SimpleNamespace(pixels=None)),
+    )
 
     def broken(*of: object) -> None:
         assert loader.is_open
@@ -120,5 +126,5 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(monkeypatch: pytest.Mon
     monkeypatch.setattr(setup, "Feed", lambda *of: SimpleNamespace(loader=loader))
     monkeypatch.setattr(setup.objectives, "create", broken)
     with pytest.raises(UserError, match="no room"), contextlib.ExitStack() as undone:
-        setup._build_training_on_all_ranks(context, start, undone)
+        setup._build_training_on_all_ranks(start, undone)
     assert not loader.is_open

@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.files import did_you_mean
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
@@ -152,9 +151,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     storage = storage or Storage()
     path = to_path(path, storage.retry)
     if not path.exists():
-        raise UserError(
-            f"{path}: no such data set.{did_you_mean(path)} Shard it first: python launch/shard.py source=... out={path}"
-        )
+        raise UserError(f"{path}: no such data set. Shard it first: python launch/shard.py source=... out={path}")
     remedy = (
         f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was interrupted, run its "
         "command again."
