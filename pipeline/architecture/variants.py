@@ -62,8 +62,6 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     known = [field.name for field in fields(cls)]
     if unknown := sorted(map(str, values.keys() - set(known))):
         raise UserError(f"model: unknown field {unknown[0][:200]!r}{_did_you_mean(unknown[0][:200], known)}")
-    if type(side := values.get("image_size")) is int:
-        values = {**values, "image_size": [side, side]}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return json_record.convert(plain, cls, "model")
 
@@ -162,8 +160,6 @@ def as_yaml(value: object) -> str:
 
 
 def _did_you_mean(word: str, known: list[str]) -> str:
-    # In lower case, so that "vit-l/16" finds "ViT-L/16". `max` returns the first of several equal entries.
-    def similarity(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
-
-    return f'; did you mean "{max(known, key=similarity)}"? Known: {", ".join(known)}.'
+    lower = {candidate.lower(): candidate for candidate in known}  # so that "vit-l/16" finds "ViT-L/16"
+    (nearest,) = difflib.get_close_matches(word.lower(), lower, 1, 0)
+    return f'; did you mean "{lower[nearest]}"? Known: {", ".join(known)}.'

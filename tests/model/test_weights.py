@@ -72,14 +72,11 @@ def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
     assert same_values(load(str(tmp_path)), tiny())
 
     (tmp_path / "checkpoints" / "latest").write_text("step-000030\n")
-    with pytest.raises(UserError, match=r'names "step-000030", which contains no weights'):
-        load(tmp_path)
-    with pytest.raises(UserError, match=r"contains neither checkpoints/latest nor model\.safetensors"):
-        load(tmp_path / "checkpoints")
     (tmp_path / "new").mkdir()
     (tmp_path / "new/status.json").write_text("{}")
-    with pytest.raises(UserError, match=r"new: this run has no checkpoint in .*new/checkpoints: it saved none yet"):
-        load(tmp_path / "new")
+    for folder in (tmp_path, tmp_path / "checkpoints", tmp_path / "new"):
+        with pytest.raises(UserError, match=r"model\.safetensors.*checkpoint"):
+            load(folder)
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")
 

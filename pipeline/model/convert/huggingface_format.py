@@ -8,10 +8,9 @@ from torch import Tensor
 from pipeline.architecture.config import Pool, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import ConfigFiles, Weights, model_entries
-from pipeline.model.convert.names import HIDDEN_ACTS, Hints
+from pipeline.model.convert.names import Hints, sizes_of
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
 from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename
@@ -127,12 +126,9 @@ def _without_other_head(tensors: dict[str, Tensor], kind: str) -> str:
 
 def _class_names(labels: dict[str, str]) -> list[str] | None:
     """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class number."""
-    if odd := sorted(labels.keys() - {str(i) for i in range(len(labels))}):
-        raise UserError(
-            f"config.json: id2label has the key {json_record.quoted(odd[0])}, where {counted(len(labels), 'class')} should have the numbers 0 "
-            f"to {len(labels) - 1}."
-        )
-    names = [labels[str(i)] for i in range(len(labels))]
+    if labels.keys() != (numbers := {str(i): None for i in range(len(labels))}).keys():
+        raise UserError(f"config.json: the keys of id2label must be the numbers 0 to {len(labels) - 1}.")
+    names = [labels[number] for number in numbers]
     return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
 
 
@@ -177,15 +173,7 @@ def to_huggingface(
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": HIDDEN_ACTS[config.gelu],
-        "layer_norm_eps": config.layer_norm_eps,
-        "image_size": height if height == width else [height, width],
-        "patch_size": config.patch_size,
-        "num_channels": config.pixels.num_channels,
+        **sizes_of(config),
         **preprocessing.saved_pixels(config.pixels),
         **own,
     }

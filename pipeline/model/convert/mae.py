@@ -16,7 +16,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import DecoderFacts, Entries, Weights, key_pattern, model_entries
-from pipeline.model.convert.names import HIDDEN_ACTS
+from pipeline.model.convert.names import sizes_of
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
 from pipeline.model.convert.tables import NAMES
@@ -121,15 +121,7 @@ def to_huggingface(
     found = {
         "architectures": ["ViTMAEForPreTraining"],
         "model_type": "vit_mae",
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": HIDDEN_ACTS[config.gelu],
-        "layer_norm_eps": config.layer_norm_eps,
-        "image_size": config.image_size[0],
-        "patch_size": config.patch_size,
-        "num_channels": 3,
+        **sizes_of(config),
         "qkv_bias": True,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,

@@ -186,3 +186,19 @@ def _image_size(
         token = "a class token and " if has_token else ""
         raise UserError(f'"{table}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
     return side * cell, side * cell
+
+
+def sizes_of(config: ViTConfig) -> dict[str, Any]:
+    """The fields of config.json that all families have."""
+    height, width = config.image_size
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": height if height == width else [height, width],
+        "patch_size": config.patch_size,
+        "num_channels": config.pixels.num_channels,
+    }
