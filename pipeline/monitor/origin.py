@@ -14,7 +14,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
-from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.monitor.page_folder import RUN_FILE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.process.committed import GONE, NAME, read_checksums
 
@@ -81,7 +81,7 @@ def _sha256(file: Path) -> str:
 
 def _run_folder(file: Path, named: Path) -> Path | None:
     """The folder of the run that made a weights file, which may lie in another one (checkpoint.folder); None for other weights."""
-    beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / PAGE).is_dir())
+    beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / RUN_FILE).exists())
     return next(beside, None) or tracked_folder_of(str(file))
 
 

@@ -173,7 +173,8 @@ class RunFacts:
     what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended. changed: settings
     that were others until this start.
     origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
-    objective and evaluators declare of theirs, the most telling first.
+    objective and evaluators declare of theirs, the most telling first. model: the model as built, of `pipeline.model.config_from_dict`. checkpoint_folder:
+    the setting, for `process/committed.py`.
     """
 
     name: str
@@ -195,6 +196,8 @@ class RunFacts:
     origin: WeightsOrigin | None = None
     objective: str = ""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    checkpoint_folder: str = ""
 
     def metric(self, name: str) -> Metric:
         """What a metric of this run is."""

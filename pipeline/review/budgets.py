@@ -12,17 +12,14 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
-from pipeline.review.record import RunRecord, Score, Series, best_first, title_of
+from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
-# More runs than colours differ by the style of their lines. Of more than both tell apart, the best are named, the others grey.
+# More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
-_MAX_LOOKS = len(COLOURS) * len(_STYLES)
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
 _SMOOTH, SMOOTH_FROM = 0.02, 100
-# With more runs, only the running means of training losses are drawn.
-_MAX_RAW = 8
 
 
 @dataclass(frozen=True)
@@ -153,30 +150,20 @@ def draw_curves(
         series.steps[-1] > 0 for series in chosen.values()
     ):  # Weights that were evaluated by themselves have no steps.
         return None
-    groups = [[name for name in group if name in chosen] for group in seeds]
-    groups = [group for group in groups if group]
-    best = sorted(groups, key=lambda group: best_first(records[group[0]].last_score))[:_MAX_LOOKS]
-    groups.sort(key=lambda group: group in best)
-    num_others = len(groups) - len(best)
+    groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
-    num_names = len(best) + bool(num_others)
-    legend_rows = -(-num_names // 4) if num_names > 1 else 0
+    legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
     for number, axis in enumerate(axes_used, 1):
         axes = figure.add_subplot(1, len(axes_used), number)
-        for place, group in enumerate(groups, -num_others):
-            if place < 0:
-                look = {"color": "0.8", "linestyle": "-"}
-                title_of_group = f"others ({num_others})" if place == -num_others else ""
-            else:
-                look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS)]}
-                title_of_group = in_seeds(group)
+        for place, group in enumerate(groups):
+            style = _STYLES[place // len(COLOURS) % len(_STYLES)]
+            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
-                shown = chosen[name].values * (100 if percent else 1)
-                amounts = axis.amounts(records[name], chosen[name].steps)
-                label = shorten(title_of_group, _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
-                    draw_line(axes, amounts, shown, look, label, smooth, len(chosen) <= _MAX_RAW)
+                    amounts = axis.amounts(records[name], chosen[name].steps)
+                    label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
+                    draw_line(axes, amounts, chosen[name].values * (100 if percent else 1), look, label, smooth)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
@@ -185,7 +172,7 @@ def draw_curves(
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, num_names), fontsize=9)
+        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
     return png(figure)
 
 
@@ -203,13 +190,11 @@ def draw_line(
     look: dict[str, str],
     label: str | None,
     smooth: bool = True,
-    raw: bool = True,
 ) -> None:
-    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean; raw: and the values, faintly."""
+    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean, and the values faintly."""
     values = finite(values)
     if smooth and len(values) >= SMOOTH_FROM:
-        if raw:
-            axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
     axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]

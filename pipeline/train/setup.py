@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
@@ -22,8 +20,8 @@ from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, com
 from pipeline.data.mixture.label_use import data_notes
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
-from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
@@ -41,7 +39,6 @@ from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.console import Console
 from pipeline.process.distributed import from_environment, use_exact_arithmetic
-from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import resume
 from pipeline.train.drawing import DrawingProcess
@@ -274,17 +271,8 @@ def _write_facts(context: RunContext, model: Model, engine: Engine) -> None:
     folder, page = context.folder, PageFolder(context.folder)
     write_settings(context.config, folder)
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    write_text(folder / architecture.FILE, json.dumps(model.config.to_dict(), indent=1))
     page.write_text("environment.txt", environment(context.ranks.device))
     page.write_text("plan.txt", plan_lines(context.config, context.plan, model))
-
-
-def write_settings(config: RunConfig, folder: Path) -> None:
-    """Write config.json and config.yaml, without the password of the tracking URI."""
-    settings = schema.to_dict(config)
-    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
-    write_text(folder / "config.json", json.dumps(settings, indent=1))
-    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 # ---------------------------------------------------------------------- what saves

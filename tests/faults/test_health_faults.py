@@ -139,7 +139,7 @@ def test_a_spike_is_said(out: Path) -> None:
     assert metrics(out / "said", "skipped_steps")[STEPS] == 0
     # What was counted is in the checkpoint: a second start counts on, and describes the whole run.
     assert metrics(out / "said", "loss_spikes")[STEPS + 1] == 1
-    assert "Warnings: 1 loss spikes." in (out / "said" / "page" / "end.json").read_text()
+    assert "Warnings: 1 loss spikes." in (out / "said" / "run.json").read_text()
 
 
 def test_a_spike_can_be_left_out_of_the_weights(out: Path) -> None:
