@@ -80,75 +80,58 @@ def in_units(amount: float, axis: Axis) -> str:
 
 # ---------------------------------------------------------------------- figures
 def curves(records: Records) -> list[PngImage]:
-    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
-    losses = by_loss(records)
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside.
+
+    A metric has a figure for each thing that it measures: for each loss, and for images that are trained on.
+    """
+    losses, seeds = by_loss(records), seed_groups(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
-    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
-    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
-    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
-    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
-    return [
-        *_curves(records, "accuracy", accuracies, {n: r.of_split("top1") for n, r in records.items()}, percent=True),
-        *_curves(records, "held_out_loss", evaluation, {n: r.of_split("loss") for n, r in records.items()}),
-        *_curves(
-            records, "training_loss", training, {n: r.metrics.get("loss") for n, r in records.items()}, smooth=True
-        ),
-        *_further_curves(records, evaluated),
-    ]
+    found: dict[str, dict[str, dict[str, tuple[Series, bool]]]] = {}
+    for run, record in records.items():
+        for file, title, series, percent in _lines(record, loss_of.get(run, "")):
+            if series is not None and len(series):
+                found.setdefault(file, {}).setdefault(title, {})[run] = series, percent
+    pictures = []
+    for file, by_title in found.items():
+        drawn = 0
+        for title, lines in by_title.items():
+            runs = {run: records[run] for run in records if run in lines}
+            percent = all(is_share for _, is_share in lines.values())
+            if content := draw_curves(runs, title, {run: series for run, (series, _) in lines.items()}, seeds, percent):
+                drawn += 1
+                name = f"{file}.png" if drawn == 1 else f"{file}_{drawn}.png"
+                about = f"{title} of {listed(list(runs), MAX_NAMED)} against steps, images seen and training FLOPs"
+                pictures.append(PngImage(name, about, content))
+    return pictures
 
 
-def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
-    """evaluated: run -> on which images."""
-    for key in dict.fromkeys(key for record in records.values() for key in record.further):
-        found = {run: record for run, record in records.items() if key in record.further}
-        title = title_of(key)
-        title = title if title[1:2].isupper() else title[:1].upper() + title[1:]  # "mIoU" stays.
-        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
-        percent = all(record.metric(record.further[key]).is_share for record in found.values())
-        file = "metric_" + re.sub(r"[^\w.-]", "_", key)  # Of a probe, it contains the name of a data folder.
-        series = {run: record.metrics[record.further[key]] for run, record in found.items()}
-        yield from _curves(found, file, about, series, percent=percent, smooth=True)
-
-
-def _evaluated_images(record: RunRecord) -> str:
-    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+def _lines(record: RunRecord, loss: str) -> Iterator[tuple[str, str, Series | None, bool]]:
+    """(file, title, values, whether they are shares) of each metric of a run. loss: added to the title of one."""
     train = record.dataset("training")
     trained = train.split if train else str(record.settings.get("data.train_split", "train"))
-    return "training images" if record.split == trained else "held-out images"
-
-
-def _curves(
-    records: Records, file: str, about: Mapping[str, str], values: Mapping[str, Series | None], **how: bool
-) -> Iterator[PngImage]:
-    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures. values: of each run."""
-    seeds = seed_groups(records)
-    number = 0
-    for title in dict.fromkeys(about.values()):
-        runs = {name: record for name, record in records.items() if about[name] == title}
-        if content := draw_curves(runs, title, values, seeds, **how):
-            number += 1
-            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
-            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
-            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+    on = f"on {'training' if record.split == trained else 'held-out'} images"
+    yield "accuracy", f"Top-1 accuracy {on}", record.of_split("top1"), True
+    yield "held_out_loss", f"Loss {on}{loss}", record.of_split("loss"), False
+    yield "training_loss", f"Training loss{loss}", record.metrics.get("loss"), False
+    for own, name in record.further.items():
+        file = "metric_" + re.sub(r"[^\w.-]", "_", own)  # Of a probe, it contains the name of a data folder.
+        title = title_of(own) if own == name else f"{title_of(own)} {on}"
+        yield file, title, record.metrics[name], record.metric(name).is_share
 
 
 def draw_curves(
     records: Records,
     title: str,
-    values: Mapping[str, Series | None],
+    chosen: Mapping[str, Series],
     seeds: Sequence[Sequence[str]],
-    percent: bool = False,
-    smooth: bool = False,
+    percent: bool,
 ) -> bytes | None:
-    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it, or none after step 0.
+    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if there is no value after step 0.
 
-    values: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
-    legend. percent: the values are shares. smooth: draw running means of long series.
+    chosen: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
+    legend. percent: the values are shares.
     """
-    chosen = {name: series for name in records if (series := values[name]) is not None and len(series)}
-    if not any(
-        series.steps[-1] > 0 for series in chosen.values()
-    ):  # Weights that were evaluated by themselves have no steps.
+    if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
     groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
@@ -163,7 +146,7 @@ def draw_curves(
                 if axis.per_step(records[name]):
                     amounts = axis.amounts(records[name], chosen[name].steps)
                     label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
-                    draw_line(axes, amounts, chosen[name].values * (100 if percent else 1), look, label, smooth)
+                    draw_line(axes, amounts, chosen[name].values * (100 if percent else 1), look, label)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
@@ -189,11 +172,10 @@ def draw_line(
     values: np.ndarray,
     look: dict[str, str],
     label: str | None,
-    smooth: bool = True,
 ) -> None:
-    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean, and the values faintly."""
+    """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)
-    if smooth and len(values) >= SMOOTH_FROM:
+    if len(values) >= SMOOTH_FROM:
         axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None

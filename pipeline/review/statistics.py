@@ -278,25 +278,39 @@ def by_evaluation(records: Records) -> dict[Hashable, list[str]]:
     return _by_value(records, _measure)
 
 
-def _measure(record: RunRecord) -> Hashable:
-    score = record.last_score
+def _measure(record: RunRecord) -> tuple[str, str, int, str]:
+    """(data, split, number of images, measure unless it is the accuracy of the run's head), in which comparable scores agree; () without a score."""
+    score, results = record.last_score, record.results
     if score is None:
-        return None
+        return ()  # type: ignore[return-value]
     if record.kind == "vtab":
-        protocol = record.results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
-        return ("VTAB-1k", score.name, protocol)
+        return (
+            "VTAB-1k",
+            "",
+            0,
+            score.name + (results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")),
+        )
+    is_probe, loss = record.scored in record.probes, record.settings.get("train.loss")
+    measure = f"{score.name}{_fit(record)}" if is_probe else "" if score.is_accuracy else f"{score.name} {loss}"
     if any(probed := record.scored_split):
-        return (*probed, score.name, _fit(record))
+        return *probed, 0, measure
     facts = record.dataset("evaluation")
-    data = (facts.digest or facts.source) if facts else str(record.results.get("data") or record.tags.get("data", ""))
-    kind = f"{score.name} {record.settings.get('train.loss')}{_fit(record)}" if _is_named(record) else "accuracy"
-    split = record.split or str(record.results.get("split", ""))
-    return (data, split, score.num_samples, kind)
+    data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))
+    return data, record.split or str(results.get("split", "")), score.num_samples, measure
 
 
-def _is_named(record: RunRecord) -> bool:
-    """Whether a run's score is another than the accuracy of its head, so that its name says what it compares with."""
-    return record.scored in record.probes or not (record.last_score and record.last_score.is_accuracy)
+def scored_on(record: RunRecord) -> str:
+    """What `_measure` says, in words."""
+    data, split, count, measure = _measure(record)
+    facts = None if any(record.scored_split) else record.dataset("evaluation")
+    named = f"{facts.name}, fingerprint {data}" if facts else Path(data).name
+    parts = [
+        named,
+        f"split {split}" if split else "",
+        counted(count, "image") if count else "",
+        f"by {measure}" if measure else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _fit(record: RunRecord) -> str:
@@ -360,20 +374,6 @@ def by_loss(records: Records) -> dict[str, list[str]]:
         return f"{record.settings.get('train.loss', 'unknown')}{smoothed}" if record.settings else ""
 
     return _by_value(records, loss)
-
-
-def scored_on(record: RunRecord) -> str:
-    score, facts = record.last_score, record.dataset("evaluation")
-    assert score is not None
-    if record.kind == "vtab":
-        return f"VTAB-1k, {score.name}"
-    if any(probed := record.scored_split):
-        return f"{Path(probed[0]).name}, split {probed[1]}, by {score.name}{_fit(record)}"
-    name = facts.name if facts else Path(str(record.results.get("data", "unknown data"))).name
-    split = record.split or record.results.get("split", "unknown")
-    count = f", {counted(score.num_samples, 'image')}" if score.num_samples else ""
-    fingerprint = f", fingerprint {facts.digest}" if facts and facts.digest else ""
-    return f"{name}, split {split}{count}{fingerprint}{f', by {score.name}{_fit(record)}' if _is_named(record) else ''}"
 
 
 def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list[str]]:
