@@ -43,7 +43,7 @@ class Start:
 
     time: Time
     step: Count
-    hosts: list[str]
+    hosts: tuple[str, ...] = ()
     before: str = ""
     changed: str = ""
 

@@ -170,8 +170,7 @@ class RunFacts:
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
-    what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended. changed: settings
-    that were others until this start.
+    what; by default the data of the evaluation.
     origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
     objective and evaluators declare of theirs, the most telling first. model: the model as built, of `pipeline.model.config_from_dict`. checkpoint_folder:
     the setting, for `process/committed.py`.
@@ -189,9 +188,6 @@ class RunFacts:
     flops_per_image: Annotated[float, Limits(0, 1e30)] = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
-    hosts: tuple[str, ...] = ()
-    before: str = ""
-    changed: str = ""
     scored_on: str = ""
     origin: WeightsOrigin | None = None
     objective: str = ""
@@ -262,23 +258,14 @@ class RunFacts:
 
 def flops_until(step: int, steps: int, per_image: float, parameters: Mapping[str, Any]) -> float:
     """FLOPs of training on one image of each of the first `step` steps of a run. per_image: mean of the run. steps: of the run."""
-    parts = _numbers_above_0(str(parameters.get(FLOPS_OF_PARTS, "")))
-    if not parts or len(parts) > steps:
+    parts = [float(flops) for flops in str(parameters.get(FLOPS_OF_PARTS, "")).split()]
+    if not parts:
         return step * per_image
     begins = [steps * number // len(parts) for number in range(len(parts))]  # As `Feed.part` divides a run.
     ends = [*begins[1:], max(step, steps)]
     done = [min(max(step - begin, 0), end - begin) for begin, end in zip(begins, ends, strict=True)]
     mean = sum(parts) / len(parts)
     return per_image * sum(count * flops for count, flops in zip(done, parts, strict=True)) / mean
-
-
-def _numbers_above_0(text: str) -> list[float]:
-    """The numbers in a parameter; none if it is damaged."""
-    try:
-        numbers = [float(word) for word in text.split()]
-    except ValueError:
-        return []
-    return numbers if all(0 < number < 1e30 for number in numbers) else []
 
 
 def source_tags() -> dict[str, str]:

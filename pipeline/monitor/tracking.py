@@ -29,7 +29,7 @@ class Tracker:
     """Writes metrics to `<folder>/metrics.jsonl` and exports the folder. For rank 0 only.
 
     start: step that the run continues from. Records of later steps are removed, because these steps run again. None keeps all.
-    find_models: the checkpoints that are shown as logged models. notes: lines for the log that say what was removed.
+    find_models: the checkpoints that are shown as logged models. began: more on this start. notes: lines for the log that say what was removed.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Tracker:
         start: int | None = None,
         timing: ExportTiming | None = None,
         find_models: FindModels | None = None,
+        began: Start | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
@@ -55,10 +56,9 @@ class Tracker:
         )
         self._page = PageFolder(folder)
         # With other settings, the steps that run again have other values. A resumed run knows of these itself.
-        repeats = not facts.changed and (start != 0 or self._page.has_parameters(facts.parameters))
-        self._page.begin(
-            config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before, facts.changed)
-        )
+        began = began or Start(time.time(), start or 0)
+        repeats = not began.changed and (start != 0 or self._page.has_parameters(facts.parameters))
+        self._page.begin(config.experiment, facts, began)
         self._exports = exports_of(config, out, folder, facts, timing, find_models)
         self.facts = facts
         # Metrics that the step `start` already has.

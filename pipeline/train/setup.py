@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import statistics
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from pipeline.model.files import find_file
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.profile import Meter, StepClock, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
@@ -252,7 +253,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     )
     changed = resume.changes_since(start.state, context.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=context.before, changed=told)
+    began = Start(time.time(), start.state.step, tuple(sorted(set(hosts))), context.before, told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -263,6 +264,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
         facts,
         start.state.step,
         find_models=partial(logged_models, start.checkpoints),
+        began=began,
     )
 
 

@@ -17,6 +17,7 @@ from tracked_steps import log_step, warnings_in
 
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
@@ -49,9 +50,9 @@ def start(
         {"data": "abc"},
         steps=1000,
         artifacts=("config.yaml", "scores.json"),
-        changed=changed,
     )
-    return Tracker(TrackConfig(uri=uri, enabled=enabled), out, out / "run", facts, step, timing)
+    track, began = TrackConfig(uri=uri, enabled=enabled), Start(0, step or 0, changed=changed)
+    return Tracker(track, out, out / "run", facts, step, timing, began=began)
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:

@@ -17,7 +17,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.estimate.plan import make_plan
 from pipeline.model import build, configure, training_flops_per_image
 from pipeline.monitor.profile import StepClock
-from pipeline.monitor.run_page import FLOPS_OF_PARTS, RunFacts, flops_until
+from pipeline.monitor.run_page import FLOPS_OF_PARTS, RunFacts
 from pipeline.process.distributed import from_environment
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -96,8 +96,6 @@ def test_arithmetic_until_a_step_is_that_of_its_parts(steps: int) -> None:
     for step in range(1, steps + 1):
         done = sum(parts[((before + 1) * 3 - 1) // steps] for before in range(step))  # As `Feed.part` says.
         assert facts.axes(step)["exaflops"] == pytest.approx(8 * done / 1e18)
-    for damaged in ("1 x", "1 nan", "1 -1", "", "1 " * 99):
-        assert flops_until(2, steps, 7.0, {FLOPS_OF_PARTS: damaged}) == 14
 
 
 def test_arithmetic_of_each_part_is_known_with_lora() -> None:
