@@ -42,16 +42,8 @@ FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.fl
 AXES = (STEPS, IMAGES, FLOPS)
 
 
-@dataclass(frozen=True)
-class AtBudget:
-    """The newest evaluation within a budget. score: None if the run has none within it. used: the amount at it."""
-
-    score: Score | None
-    used: float
-
-
-def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, AtBudget]]:
-    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest evaluation within that).
+def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, Score | None]]:
+    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that, None without).
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
@@ -62,14 +54,11 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
     budget = float(min(of_run[-1] for of_run in amounts.values()))
     if not budget:
         return 0.0, {}
-    found = {}
+    found: dict[str, Score | None] = {}
     for name, record in records.items():
         # Rounding must not exclude the evaluation that defines the budget.
         within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
-        last = int(within[-1]) if len(within) else None
-        found[name] = (
-            AtBudget(None, 0.0) if last is None else AtBudget(record.score_at(last), float(amounts[name][last]))
-        )
+        found[name] = record.score_at(int(within[-1])) if len(within) else None
     return budget, found
 
 
@@ -88,7 +77,7 @@ def curves(records: Records) -> list[PngImage]:
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
     found: dict[str, dict[str, dict[str, tuple[Series, bool]]]] = {}
     for run, record in records.items():
-        for file, title, series, percent in _lines(record, loss_of.get(run, "")):
+        for file, title, series, percent in lines_of(record, loss_of.get(run, "")):
             if series is not None and len(series):
                 found.setdefault(file, {}).setdefault(title, {})[run] = series, percent
     pictures = []
@@ -105,7 +94,7 @@ def curves(records: Records) -> list[PngImage]:
     return pictures
 
 
-def _lines(record: RunRecord, loss: str) -> Iterator[tuple[str, str, Series | None, bool]]:
+def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series | None, bool]]:
     """(file, title, values, whether they are shares) of each metric of a run. loss: added to the title of one."""
     train = record.dataset("training")
     trained = train.split if train else str(record.settings.get("data.train_split", "train"))

@@ -154,8 +154,8 @@ class Group:
             budget, found = at_equal_budget(self.records, axis)
             if found:
                 header.append(f"score within {in_units(budget, axis)}")
-                for name, at in found.items():
-                    rows[name].append(f"{at.score}, step {shown(at.score.step)}" if at.score else "–")
+                for name, score in found.items():
+                    rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
         return Table(header, [rows[name] for name in sorted(rows, key=lambda name: best_first(scored[name]))])
 
     def noise(self) -> Table:
