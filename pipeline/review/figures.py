@@ -53,12 +53,14 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, series, percent, beside) in enumerate(panels, 1):
+    for number, (title, series, percent, others_lines) in enumerate(panels, 1):
         axes, scale = figure.add_subplot(rows, 2, number), 100.0 if percent else 1.0
-        for place, grey in enumerate(beside):
-            label = None if place else f"other runs ({len(beside)})"
+        for place, grey in enumerate(others_lines):
+            label = None if place else f"other runs ({len(others_lines)})"
             axes.plot(grey.steps, scale * running_mean(grey.values), color="0.8", linewidth=1, label=label)
-        draw_line(axes, series.steps, scale * series.values, {"color": COLOURS[0]}, "this run" if beside else None)
+        draw_line(
+            axes, series.steps, scale * series.values, {"color": COLOURS[0]}, "this run" if others_lines else None
+        )
         _leave_out_spikes(axes, scale * series.values)
         _finish(axes, f"{title}, %" if percent else title)
     if shares:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
@@ -74,11 +73,9 @@ class LastPredictions:
 
 def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
     """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
-    try:
-        found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
-    except UserError as error:
-        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
-    return LastPredictions(**found)
+    return LastPredictions(
+        **npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
+    )
 
 
 @dataclass(frozen=True)
@@ -168,8 +165,8 @@ class RunRecord:
         """Name of the data that the run is about; "" if it is unknown."""
         if self.kind == "vtab":
             return "VTAB-1k"
-        train, named = self.dataset("training"), self.results.get("data")
-        return train.name if train else Path(named).name if isinstance(named, str) else self.tags.get("dataset", "")
+        train = self.dataset("training")
+        return train.name if train else self.tags.get("dataset") or Path(str(self.results.get("data", ""))).name
 
     @property
     def model(self) -> str:
@@ -214,8 +211,8 @@ class RunRecord:
     @cached_property
     def period(self) -> tuple[float, float]:
         """Times of the first and the last record, seconds since 1970; (0, 0) without metrics."""
-        ends = [(series.times.min(), series.times.max()) for series in self.metrics.values() if len(series)]
-        return (float(min(a for a, _ in ends)), float(max(b for _, b in ends))) if ends else (0.0, 0.0)
+        times = np.concatenate([series.times for series in self.metrics.values()] or [np.zeros(1)])
+        return float(times.min()), float(times.max())
 
     # ------------------------------------------------------------------ scores
     @cached_property
