@@ -271,14 +271,11 @@ def flops_until(step: int, steps: int, per_image: float, parameters: Mapping[str
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
     program = _relative(sys.argv[0])
-    is_job = any(
-        name in os.environ for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-    )
     return {
         "mlflow.user": _user(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
         "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
-        "mlflow.source.type": "JOB" if is_job else "LOCAL",
+        "mlflow.source.type": "LOCAL",
         **_revision(),
     }
 

@@ -9,7 +9,6 @@ each step has one record. After a kill they repeat the numbers that were sent, a
 
 import contextlib
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,10 +85,6 @@ class Tracker:
     def run_id(self) -> str:
         """ID of the MLflow run; "" until MLflow answered."""
         return next((export.run_id for export in self._exports), "")
-
-    def has_at_start(self, names: Iterable[str]) -> bool:
-        """Whether the step that the run continues from has a record of one of these metrics."""
-        return any(accepted_name(name) in self._logged for name in names)
 
     def value_at_start(self, name: str) -> float | None:
         """The recorded value of a metric at the step that the run continues from."""

@@ -4,7 +4,7 @@ import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +181,6 @@ class Group:
         return Table(header, rows)
 
     @property
-    def num_clear(self) -> int:
-        return sum(pair.corrected < LEVEL for pair in self.pairs)
-
-    @property
-    def methods(self) -> set[str]:
-        return {pair.difference.method for pair in self.pairs}
-
-    @property
     def untested(self) -> list[str]:
         tested = {name for pair in self.pairs for name in (*pair.first.names, *pair.second.names)}
         return [name for name in self.records if name not in tested]
@@ -235,6 +227,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         pictures,
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
+        level=LEVEL,
         sections={title: _differing(values) for title, values in sections.items()},
     )
 
@@ -279,15 +272,5 @@ def _p(value: float) -> str:
 
 
 def _pair_row(pair: Pair) -> dict[str, Any]:
-    d = pair.difference
-    return {
-        "first": pair.first.title,
-        "second": pair.second.title,
-        "difference": d.value,
-        "low": d.low,
-        "high": d.high,
-        "p": d.p,
-        "p_corrected": pair.corrected,
-        "verdict": in_words(d, pair.corrected),
-        "test": d.method,
-    }
+    tested = {"p_corrected": pair.corrected, "verdict": in_words(pair.difference, pair.corrected)}
+    return {"first": pair.first.title, "second": pair.second.title, **asdict(pair.difference), **tested}

@@ -284,12 +284,8 @@ def _measure(record: RunRecord) -> tuple[str, str, int, str]:
     if score is None:
         return ()  # type: ignore[return-value]
     if record.kind == "vtab":
-        return (
-            "VTAB-1k",
-            "",
-            0,
-            score.name + (results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")),
-        )
+        protocol = results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
+        return "VTAB-1k", "", 0, f"{score.name}, protocol {protocol}"
     is_probe, loss = record.scored in record.probes, record.settings.get("train.loss")
     measure = f"{score.name}{_fit(record)}" if is_probe else "" if score.is_accuracy else f"{score.name} {loss}"
     if any(probed := record.scored_split):
