@@ -6,7 +6,7 @@ differ. Runs are read from their folders; those of another machine from what `ml
 
   python launch/compare.py runs=[runs/vit,runs/resnet]
 
-Writes report.md, report.html (self-contained), figures (.png), table.csv and pairs.csv.
+Writes report.md, report.html (self-contained), figures (.png), runs.parquet and pairs.csv.
 """
 
 import sys

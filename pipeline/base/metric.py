@@ -1,6 +1,6 @@
 """What a metric of a run is: declared by whoever measures it, kept with the run, read by all that show it.
 
-A run's declarations are in its page/facts.json. So a name that no reader
+A run's declarations are in its run.json. So a name that no reader
 has heard of is checked, grouped, ranked and drawn like any other.
 """
 
@@ -47,7 +47,7 @@ class Metric:
 
 # What a probe measures of features without labels.
 SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
-# What runs log that declare nothing: those of earlier versions, reports, and the training loop itself. The first pattern that fits.
+# What reports and the training loop itself log, which declare nothing. The first pattern that fits.
 _KNOWN = {
     "loss": Metric("loss", "lower", "train"),
     **dict.fromkeys(("lr", "grad_norm", "epoch", "images_seen", "exaflops"), Metric(group="train")),

@@ -9,8 +9,6 @@ from pipeline import model as models
 from pipeline.architecture.variants import HYBRIDS, RESNET_UNITS, VARIANTS
 from pipeline.settings.quantities import ImageSize
 
-FILE = "model.json"
-
 
 def as_settings(config: models.Config) -> dict[str, Any]:
     """Returns `model.name`, `model.width`, ... without the fields that do not apply to this model."""

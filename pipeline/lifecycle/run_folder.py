@@ -18,15 +18,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, write_text
 from pipeline.base.locks import FileLock
+from pipeline.monitor.run_page import hide_passwords
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
+from pipeline.settings.yaml_reader import parse_yaml
 
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
+SETTINGS_FILE = "config.yaml"
+# Of a YAML document. A file that was cut short would otherwise have the defaults of the settings that it lacks.
+_END_OF_SETTINGS = "\n...\n"
 _UNKNOWN_HOLDER = "an unidentified run"
 # In the identity of a checkpoint: the folder of its run, whatever folder a relative `out` began in.
 RUN_FOLDER = "the run's folder"
@@ -159,9 +166,24 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_settings(path: Path) -> RunConfig:
-    """Read config.json. Raises FileNotFoundError, and UserError for a damaged file."""
-    file = path / "config.json"
-    return schema.build(RunConfig, json_record.read(file, dict[str, Any]), str(file))
+    """Read config.yaml. Raises FileNotFoundError, and UserError for a damaged file."""
+    file = path / SETTINGS_FILE
+    try:
+        text = file.read_text("utf-8")
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: {error}") from None
+    if not text.endswith(_END_OF_SETTINGS):
+        raise UserError(f"{file} is damaged: its end is missing.")
+    return schema.build(RunConfig, tree, str(file))
+
+
+def write_settings(config: RunConfig, path: Path) -> None:
+    """Write config.yaml, without the password of the tracking URI."""
+    settings = schema.to_dict(config)
+    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, explicit_end=True)
+    write_text(path / SETTINGS_FILE, text)
 
 
 def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

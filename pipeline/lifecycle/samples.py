@@ -22,7 +22,7 @@ from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
-from pipeline.lifecycle.run_folder import read_settings
+from pipeline.lifecycle.run_folder import SETTINGS_FILE, read_settings
 from pipeline.process.committed import read_checksums
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences, fact_of, facts_of
@@ -86,7 +86,7 @@ def _newest_state(path: Path) -> State | None:
     if (path / _STATE).exists():
         return read_state(path)
     folder: AnyPath = path / "checkpoints"
-    if (path / "config.json").exists() and (config := read_settings(path)).checkpoint.folder:
+    if (path / SETTINGS_FILE).exists() and (config := read_settings(path)).checkpoint.folder:
         folder = checkpoint_folder(config)
     committed = Checkpoints(folder).candidates()
     for checkpoint in committed:
@@ -116,7 +116,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
         try:
             return read_settings(path)
         except FileNotFoundError:
-            raise UserError(f"{path} is not a run folder: it has neither checkpoints nor config.json.") from None
+            raise UserError(f"{path} is not a run folder: it has neither checkpoints nor {SETTINGS_FILE}.") from None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         raise UserError(f"run = {path}: no such run folder, checkpoint or file of settings.")
     return schema.load(RunConfig, path)

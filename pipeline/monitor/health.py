@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from pipeline.base.words import counted
 from pipeline.process.distributed import Ranks, name_ranks
 from pipeline.settings.run import HealthConfig
 
@@ -135,22 +134,13 @@ class SlowRanks:
         self._before, self._named = set(slow), self._named.union(new).difference(over)
         lines = []
         if new:
-            whose, most = ("its", "") if len(new) == 1 else ("their", "up to ")
             ratio = max(slow[rank] for rank in new)
-            lines.append(
-                f"{self._named_with_hosts(new, 'slow')}: {whose} data and forward passes take {most}{ratio:.1f} times the median rank's"
-            )
+            lines.append(f"slow: {self._where(new)}: data and forward passes take {ratio:.1f} times the median rank's")
         if over:
-            lines.append(self._named_with_hosts(over, "no longer slow"))
+            lines.append(f"no longer slow: {self._where(over)}")
         return lines
 
-    def _named_with_hosts(self, ranks: Sequence[int], what: str) -> str:
-        """One rank in a sentence, or the number of several and where they are: a network or a storage slows many at once."""
-        of_host: dict[str, list[int]] = {}
-        for rank in ranks:
-            of_host.setdefault(self.hosts[rank], []).append(rank)
-        places = [f"{name_ranks(some)} on {host}" for host, some in of_host.items()]
-        if len(ranks) == 1:
-            return f"{places[0]} is {what}"
-        more = f" and on {counted(len(places) - _NAMED_HOSTS, 'more host')}" if len(places) > _NAMED_HOSTS else ""
-        return f"{counted(len(ranks), 'rank')} are {what} ({', '.join(places[:_NAMED_HOSTS])}{more})"
+    def _where(self, ranks: Sequence[int]) -> str:
+        """The ranks, and where they are: a network or a storage slows many at once."""
+        hosts = sorted({self.hosts[rank] for rank in ranks})
+        return f"{name_ranks(ranks)} on {', '.join(hosts[:_NAMED_HOSTS])}{', ...' * (len(hosts) > _NAMED_HOSTS)}"

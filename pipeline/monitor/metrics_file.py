@@ -6,26 +6,18 @@ import functools
 import hashlib
 import json
 import math
-import posixpath
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
-from pipeline.base.json_record import MAX_SECONDS
+from typing import BinaryIO
 
 METRICS_FILE = "metrics.jsonl"
-# Steps, times and byte counts above this mean a damaged file; trackers store 64 bits.
-MAX_INTEGER = 1 << 53
-# Metrics are numbers of float32: a larger one means a damaged file, and its square or its share in per cent would be infinite.
+# Metrics are numbers of float32; the square of a larger one, or its share in per cent, would be infinite.
 _MAX_VALUE = 1e39
-_MAX_MILLISECONDS = 1000 * MAX_SECONDS
 # MLflow takes 250 characters, of which the group and the objective need some.
 _MAX_NAME = 200
-_METRIC_NAME = re.compile(r"[/\w.\- :]{1,250}")
 
 
 @dataclass(frozen=True)
@@ -45,13 +37,6 @@ class Record:
 
 
 @dataclass(frozen=True)
-class _MetricsLine:
-    step: int
-    metrics: dict  # Checked by `_number`, which is faster: there are millions of values.
-    time: int = 0
-
-
-@dataclass(frozen=True)
 class Repair:
     """New content of metrics.jsonl for a run that continues from a step. See `repair`.
 
@@ -66,12 +51,9 @@ class Repair:
 
 
 def repair(path: Path, last_step: int) -> Repair:
-    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last.
-
-    Raises UserError for a folder.
-    """
+    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last."""
     old: list[bytes] = []
-    with contextlib.suppress(FileNotFoundError), _open(path) as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
     lines, removed, num_damaged = list[bytes](), list[int](), 0
     seen: dict[int, dict[str, float]] = {}
@@ -105,11 +87,8 @@ def repair(path: Path, last_step: int) -> Repair:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file of lines for new ones, after a line break if a kill cut the last line short. Raises UserError for a folder."""
-    try:
-        file = open(path, "ab+")  # noqa: SIM115  (closed by the caller)
-    except IsADirectoryError:
-        raise _is_folder(path) from None
+    """Open a file of lines for new ones, after a line break if a kill cut the last line short."""
+    file = open(path, "ab+")  # noqa: SIM115  (closed by the caller)
     if file.tell():
         file.seek(-1, 2)
         if file.read(1) != b"\n":
@@ -118,8 +97,8 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
-    """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError and UserError."""
-    with _open(path) as file:
+    """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
         lines = [line for line in file if line.strip()]
     records = [record for line in lines if (record := parse_line(line))]
     return records, len(lines) - len(records)
@@ -137,32 +116,11 @@ def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
 def parse_line(line: bytes) -> Record | None:
     """One line of metrics.jsonl; None if it is damaged, for example cut short by a kill."""
     try:
-        parsed = json_record.parse(line.decode(), _MetricsLine, METRICS_FILE)
-        metrics = {name: _number(value) for name, value in parsed.metrics.items()}
-    except (ValueError, OverflowError):
+        found = json.loads(line)
+        metrics = {name: float(value) for name, value in found["metrics"].items()}
+        return Record(operator.index(found["step"]), operator.index(found["time"]), metrics)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    in_range = 0 <= parsed.step < MAX_INTEGER and 0 <= parsed.time <= _MAX_MILLISECONDS
-    return Record(parsed.step, parsed.time, metrics) if in_range and all(map(_is_metric_name, metrics)) else None
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except IsADirectoryError:
-        raise _is_folder(path) from None
-
-
-def _is_folder(path: Path) -> UserError:
-    return UserError(f"{path} is a folder. Remove it, or start another run with name=...")
-
-
-def _number(value: Any) -> float:
-    """A value as `Record.to_line` writes it. Raises ValueError for any other."""
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    if type(value) in (float, int) and abs(value) <= _MAX_VALUE:
-        return float(value)
-    raise ValueError
 
 
 @functools.cache
@@ -175,9 +133,3 @@ def accepted_name(name: str) -> str:
     if len(name) <= _MAX_NAME:
         return name
     return f"{name[: _MAX_NAME // 2]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}_{name[10 - _MAX_NAME // 2 :]}"
-
-
-@functools.cache
-def _is_metric_name(name: str) -> bool:
-    """Whether MLflow accepts this name. It refuses the whole batch for one that it does not accept."""
-    return bool(_METRIC_NAME.fullmatch(name)) and posixpath.normpath(name) == name and not name.startswith((".", "/"))

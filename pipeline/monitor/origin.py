@@ -5,16 +5,16 @@ A run in progress goes on: its last score is later not that of the weights that 
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
+import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
-from pipeline.monitor.page_folder import PAGE, PageFolder
+from pipeline.monitor.page_folder import RUN_FILE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.process.committed import GONE, NAME, read_checksums
 
@@ -26,10 +26,10 @@ def find_origin(file: Path, named: str) -> WeightsOrigin:
     """
     made_by = _made_by(file)
     is_checkpoint = NAME.fullmatch(file.parent.name)
-    step = int(is_checkpoint[1]) if is_checkpoint else made_by.step
+    step = int(is_checkpoint[1]) if is_checkpoint else made_by.get("step")
     folder = _run_folder(file, Path(named))
     run_id = run_id_of(folder) if folder else None
-    name, score = _described_by_its_run(folder, step) if folder else (made_by.run, "")
+    name, score = _described_by_its_run(folder, step) if folder else (made_by.get("run", ""), "")
     try:
         sha256 = _sha256(file)
     except FileNotFoundError:
@@ -46,29 +46,18 @@ def sha256_now(named: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _MadeBy:
-    """What our weights files say of their run."""
-
-    run: str = ""
-    step: int | None = None
-
-
-@dataclass(frozen=True)
-class _Description:
-    extra: _MadeBy = _MadeBy()
-
-
-def _made_by(file: Path) -> _MadeBy:
-    if file.suffix != ".safetensors":
-        return _MadeBy()
+def _made_by(file: Path) -> dict[str, Any]:
+    """What a weights file of ours says of its run: its name ("run") and the step."""
     from pipeline.model.weights import METADATA  # Late: imports torch.
 
     # `load` says what is wrong with a file.
-    with contextlib.suppress(OSError, SafetensorError, UserError), safe_open(file, framework="np") as tensors:
-        metadata = tensors.metadata() or {}
-        return json_record.parse(metadata.get(METADATA, "{}"), _Description, str(file)).extra
-    return _MadeBy()
+    with (
+        contextlib.suppress(OSError, SafetensorError, ValueError, KeyError),
+        safe_open(file, framework="np") as tensors,
+    ):
+        found: dict[str, Any] = json.loads((tensors.metadata() or {})[METADATA])["extra"]
+        return found
+    return {}
 
 
 def _sha256(file: Path) -> str:
@@ -81,7 +70,7 @@ def _sha256(file: Path) -> str:
 
 def _run_folder(file: Path, named: Path) -> Path | None:
     """The folder of the run that made a weights file, which may lie in another one (checkpoint.folder); None for other weights."""
-    beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / PAGE).is_dir())
+    beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / RUN_FILE).exists())
     return next(beside, None) or tracked_folder_of(str(file))
 
 

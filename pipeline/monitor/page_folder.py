@@ -1,12 +1,10 @@
-"""The folder `page/` of a run: what its MLflow page shows beside the metrics, as files.
+"""run.json and `page/` of a run: what is known of it beside its metrics.
 
-    facts.json         `RunFacts` and the experiment; written at each start
-    starts.jsonl       one `Start` a line
-    end.json           `End`: how the last start ended; missing while the run goes on, and after a kill
-    environment.txt    versions of the system, of GPUs and of all installed packages
-    plan.txt           steps, batches and predicted memory
-    predictions.npz    what the last evaluation predicted for each image
-    figures/*.png      drawn at evaluations
+    run.json                `RunFile`: facts, model, starts and the end of the last one; replaced as a whole
+    page/environment.txt    versions of the system, of GPUs and of all installed packages
+    page/plan.txt           steps, batches and predicted memory
+    page/predictions.npz    what the last evaluation predicted for each image
+    page/figures/*.png      drawn at evaluations
 
 The run folder is the truth and MLflow a copy: these files are uploaded under the same names, so that a run's downloaded artifacts are
 a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another store.
@@ -17,22 +15,21 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, naming
+from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import Count, Time
 from pipeline.base.words import counted
-from pipeline.monitor.metrics_file import open_to_append
 from pipeline.monitor.run_page import RunFacts
 
+RUN_FILE = "run.json"
 PAGE = "page"
 # Folder of the figures that MLflow shows, in a run folder or that of a sweep, grid or study.
 FIGURES = f"{PAGE}/figures"
-_FACTS, _STARTS, _END = "facts.json", "starts.jsonl", "end.json"
 _MAX_STARTS_SHOWN = 20
 LOG = "drawing.log"  # Not uploaded.
 
@@ -46,7 +43,7 @@ class Start:
 
     time: Time
     step: Count
-    hosts: list[str]
+    hosts: tuple[str, ...] = ()
     before: str = ""
     changed: str = ""
 
@@ -60,28 +57,29 @@ class End:
 
 
 @dataclass(frozen=True)
-class SavedFacts:
-    """Content of facts.json. experiment: name of the MLflow experiment."""
+class RunFile:
+    """Content of run.json. experiment: name of the MLflow experiment. end: None while the run goes on, and after a kill."""
 
     experiment: str
     facts: RunFacts
+    starts: tuple[Start, ...] = ()
+    end: End | None = None
+    format: Literal[1] = 1
 
 
 class PageFolder:
-    """The files in `page/` of one run folder. Only rank 0 of a run writes them."""
+    """run.json and `page/` of one run folder. Only rank 0 of a run writes them."""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder, self.path = run_folder, run_folder / PAGE
+        self.file = run_folder / RUN_FILE
+        self._began: RunFile | None = None
 
     def begin(self, experiment: str, facts: RunFacts, start: Start) -> None:
-        """Write the facts, and record the start of a run; a report has no starts."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / _END).unlink(missing_ok=True)
-        write_text(self.path / _FACTS, json.dumps(asdict(SavedFacts(experiment, facts)), indent=1))
-        if facts.steps:
-            path = self.path / _STARTS
-            with naming(path), open_to_append(path) as file:
-                file.write(json.dumps(asdict(start)).encode() + b"\n")
+        """Write the facts and the start of a run, which has no end; a report has no starts."""
+        starts = (*self.starts(), start) if facts.steps else ()
+        self._began = RunFile(experiment, facts, starts)
+        self._write(self._began)
 
     def write_text(self, name: str, lines: list[str]) -> None:
         """Write a text file, such as plan.txt."""
@@ -90,58 +88,49 @@ class PageFolder:
 
     def end(self, end: End) -> None:
         """Write how the start ended."""
-        write_text(self.path / _END, json.dumps(asdict(end), indent=1))
+        self._write(replace(self._began or self.read_facts(), end=end))
 
-    def read_facts(self) -> SavedFacts:
-        """Raises UserError for a run folder without facts.json: of a run that never started, or of an earlier version."""
+    def _write(self, content: RunFile) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.file, json.dumps(asdict(content), indent=1))
+
+    def read_facts(self) -> RunFile:
+        """Content of run.json. Raises UserError for a folder without one: of a run that never started."""
         try:
-            return json_record.read(self.path / _FACTS, SavedFacts)
+            return json_record.read(self.file, RunFile)
         except FileNotFoundError:
-            raise UserError(
-                f"{self.path / _FACTS} is missing: {self.run_folder} is not the folder of a run, or an earlier version wrote it. "
-                "Starting the run's command again writes the file, also for a finished run."
-            ) from None
+            raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.") from None
+
+    def _saved(self) -> RunFile | None:
+        with contextlib.suppress(UserError):
+            return self.read_facts()
+        return None
 
     def has_parameters(self, parameters: Mapping[str, Any]) -> bool:
         """Whether the start before, if there was one, had these parameters."""
-        with contextlib.suppress(UserError):
-            before, now = (json.dumps(found, default=str) for found in (self.read_facts().facts.parameters, parameters))
-            return before == now
-        return True
+        saved = self._saved()
+        return saved is None or json.dumps(saved.facts.parameters) == json.dumps(parameters, default=str)
 
     def read_end(self) -> End | None:
         """None while the run goes on, and after a kill."""
-        with contextlib.suppress(FileNotFoundError, UserError):
-            return json_record.read(self.path / _END, End)
-        return None
+        saved = self._saved()
+        return saved.end if saved else None
 
-    def starts(self) -> list[Start]:
-        """All starts, the first one first; damaged lines, as of a kill, are left out."""
-        with contextlib.suppress(FileNotFoundError):
-            return parse_starts((self.path / _STARTS).read_bytes())[0]
-        return []
+    def starts(self) -> tuple[Start, ...]:
+        """All starts, the first one first."""
+        saved = self._saved()
+        return saved.starts if saved else ()
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
         """Yield (file, name among the artifacts) of each file to upload that exists. names: of files beside `page/`."""
         in_page = [path.relative_to(self.run_folder) for path in sorted(self.path.rglob("*"))]
         shown = [path for path in in_page if path.name != LOG and not path.name.startswith(".")]
-        for path in dict.fromkeys([*map(Path, names), *shown]):
+        for path in dict.fromkeys([Path(RUN_FILE), *map(Path, names), *shown]):
             if (found := self.run_folder / path).is_file():
                 yield found, path.as_posix()
 
 
-def parse_starts(content: bytes) -> tuple[list[Start], int]:
-    """Returns (starts in the content of starts.jsonl, the first one first; number of damaged lines)."""
-    starts, num_damaged = list[Start](), 0
-    for line in content.splitlines():
-        try:
-            starts.append(json_record.parse(line, Start, _STARTS))
-        except UserError:
-            num_damaged += bool(line.strip())
-    return starts, num_damaged
-
-
-def describe(description: str, starts: list[Start]) -> str:
+def describe(description: str, starts: tuple[Start, ...]) -> str:
     """The description of a run, with what ended its earlier starts, and which hosts went or came. Markdown."""
     lines = []
     for before, start in itertools.pairwise(starts):

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.benchmark import Timer
 
 from pipeline.monitor.gpus import find_gpu
 from pipeline.process.distributed import Ranks
@@ -22,8 +23,8 @@ _USABLE = 0.94
 # Matrix products are timed with doubled sides until one takes so long: a smaller one measures the time of its launch.
 _LONG_ENOUGH = 1e-3
 _SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-# Of each side, so many products at least, and as many as this time allows.
-_LEAST_PRODUCTS, _MEASURE_SECONDS = 5, 0.1
+# Of each side, as many products as this time allows.
+_MEASURE_SECONDS = 0.1
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -67,17 +68,10 @@ def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _product_seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest product of two (side, side) matrices, in seconds. The first one, which loads kernels and starts threads, does not count."""
-    a = torch.ones(side, side, dtype=dtype, device=device)
-    times = list[float]()
-    begin = time.perf_counter()
-    while len(times) <= _LEAST_PRODUCTS or time.perf_counter() - begin < _MEASURE_SECONDS:
-        start = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    """The fastest product of two (side, side) matrices, in seconds."""
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    timer = Timer("a @ a", globals={"a": matrix}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=_MEASURE_SECONDS).times)
 
 
 def peak_memory(device: torch.device) -> float:

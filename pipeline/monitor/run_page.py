@@ -166,10 +166,10 @@ class RunFacts:
     and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
     score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
-    what; by default the data of the evaluation. hosts: on which the run trains. before: how its last start ended. changed: settings
-    that were others until this start.
+    what; by default the data of the evaluation.
     origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
-    objective and evaluators declare of theirs, the most telling first.
+    objective and evaluators declare of theirs, the most telling first. model: the model as built, of `pipeline.model.config_from_dict`. checkpoint_folder:
+    the setting, for `process/committed.py`.
     """
 
     name: str
@@ -184,13 +184,12 @@ class RunFacts:
     flops_per_image: Annotated[float, Limits(0, 1e30)] = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
-    hosts: tuple[str, ...] = ()
-    before: str = ""
-    changed: str = ""
     scored_on: str = ""
     origin: WeightsOrigin | None = None
     objective: str = ""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    checkpoint_folder: str = ""
 
     def metric(self, name: str) -> Metric:
         """What a metric of this run is."""
@@ -255,14 +254,11 @@ class RunFacts:
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
     program = _relative(sys.argv[0])
-    is_job = any(
-        name in os.environ for name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-    )
     return {
         "mlflow.user": _user(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
         "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
-        "mlflow.source.type": "JOB" if is_job else "LOCAL",
+        "mlflow.source.type": "LOCAL",
         **_revision(),
     }
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import psutil
 
@@ -17,19 +17,6 @@ _MAX_HOSTS = 16
 # NVIDIA's library of GPU readings, which its driver installs; called as nvml.h declares it. Not by the package nvidia-ml-py: where
 # that is installed, DeepSpeed 0.19.8 cannot start if CUDA_VISIBLE_DEVICES holds UUIDs, as of MIG (_get_nvml_gpu_id calls int()).
 NVML = "libnvidia-ml.so.1"
-C = TypeVar("C", bound=ctypes.Structure | ctypes.c_uint)
-
-
-class _GpuUse(ctypes.Structure):
-    """Percent of the time since the last reading."""
-
-    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
-
-
-class _GpuMemory(ctypes.Structure):
-    """Bytes."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class HostMeter:
@@ -90,36 +77,35 @@ def _counters() -> dict[str, int]:
 
 def _gpus() -> dict[str, float]:
     """Means over the host's GPUs (power: their sum), without what a GPU does not tell; empty without a GPU."""
+    count = ctypes.c_uint()
     try:
         nvml = ctypes.CDLL(NVML)
-        handles = _handles(nvml)
-        busy = _of_each(handles, nvml.nvmlDeviceGetUtilizationRates, _GpuUse)
-        memory = _of_each(handles, nvml.nvmlDeviceGetMemoryInfo, _GpuMemory)
-        milliwatts = _of_each(handles, nvml.nvmlDeviceGetPowerUsage, ctypes.c_uint)
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return {}
+        # Structures of nvml.h: percent of the time (GPU, memory); bytes (total, free, used); milliwatts.
+        busy = _of_each(nvml, count.value, nvml.nvmlDeviceGetUtilizationRates, ctypes.c_uint * 2)
+        memory = _of_each(nvml, count.value, nvml.nvmlDeviceGetMemoryInfo, ctypes.c_ulonglong * 3)
+        power = _of_each(nvml, count.value, nvml.nvmlDeviceGetPowerUsage, ctypes.c_uint * 1)
     except (OSError, AttributeError):  # No driver, or one without these functions.
         return {}
     found = {}
     if busy:
-        found["gpu_percent"] = sum(use.gpu for use in busy) / len(busy)
+        found["gpu_percent"] = sum(gpu for gpu, _ in busy) / len(busy)
     if memory:
-        found["gpu_memory_percent"] = 100 * sum(m.used for m in memory) / sum(m.total for m in memory)
-    if milliwatts:
-        found["gpu_watts"] = sum(power.value for power in milliwatts) / 1e3
+        found["gpu_memory_percent"] = 100 * sum(used for *_, used in memory) / sum(total for total, *_ in memory)
+    if power:
+        found["gpu_watts"] = sum(milliwatts for (milliwatts,) in power) / 1e3
     return found
 
 
-def _handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    """NVML's handle of each GPU; empty if they cannot be read."""
-    count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return []
-    handles = [ctypes.c_void_p() for _ in range(count.value)]
-    failed = [nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(i), ctypes.byref(h)) for i, h in enumerate(handles)]
-    return [] if any(failed) else handles
-
-
-def _of_each(handles: list[ctypes.c_void_p], read: Callable[..., int], kind: type[C]) -> list[C]:
+def _of_each(nvml: ctypes.CDLL, count: int, read: Callable[..., int], kind: Callable[[], Any]) -> list[Any]:
     """What an NVML function writes for each GPU; empty if it fails for any, as for the use of a GPU with MIG."""
-    values = [kind() for _ in handles]
-    failed = [read(handle, ctypes.byref(value)) for handle, value in zip(handles, values, strict=True)]
-    return [] if any(failed) else values
+    values = []
+    for index in range(count):
+        handle, value = ctypes.c_void_p(), kind()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
+            return []
+        if read(handle, ctypes.byref(value)):
+            return []
+        values.append(value)
+    return values

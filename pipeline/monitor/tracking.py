@@ -9,7 +9,6 @@ each step has one record. After a kill they repeat the numbers that were sent, a
 
 import contextlib
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ class Tracker:
     """Writes metrics to `<folder>/metrics.jsonl` and exports the folder. For rank 0 only.
 
     start: step that the run continues from. Records of later steps are removed, because these steps run again. None keeps all.
-    find_models: the checkpoints that are shown as logged models. notes: lines for the log that say what was removed.
+    find_models: the checkpoints that are shown as logged models. began: more on this start. notes: lines for the log that say what was removed.
     """
 
     def __init__(
@@ -41,6 +40,7 @@ class Tracker:
         start: int | None = None,
         timing: ExportTiming | None = None,
         find_models: FindModels | None = None,
+        began: Start | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
@@ -55,10 +55,9 @@ class Tracker:
         )
         self._page = PageFolder(folder)
         # With other settings, the steps that run again have other values. A resumed run knows of these itself.
-        repeats = not facts.changed and (start != 0 or self._page.has_parameters(facts.parameters))
-        self._page.begin(
-            config.experiment, facts, Start(time.time(), start or 0, list(facts.hosts), facts.before, facts.changed)
-        )
+        began = began or Start(time.time(), start or 0)
+        repeats = not began.changed and (start != 0 or self._page.has_parameters(facts.parameters))
+        self._page.begin(config.experiment, facts, began)
         self._exports = exports_of(config, out, folder, facts, timing, find_models)
         self.facts = facts
         # Metrics that the step `start` already has.
@@ -86,10 +85,6 @@ class Tracker:
     def run_id(self) -> str:
         """ID of the MLflow run; "" until MLflow answered."""
         return next((export.run_id for export in self._exports), "")
-
-    def has_at_start(self, names: Iterable[str]) -> bool:
-        """Whether the step that the run continues from has a record of one of these metrics."""
-        return any(accepted_name(name) in self._logged for name in names)
 
     def value_at_start(self, name: str) -> float | None:
         """The recorded value of a metric at the step that the run continues from."""

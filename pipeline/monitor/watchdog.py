@@ -195,18 +195,18 @@ def _is_in_collective() -> bool:
 
 def diagnosis(reports: dict[int, str], hosts: Sequence[str], folder: Path) -> list[str]:
     """Lines that name the ranks that the others wait for, first. reports: rank -> "<phase> of step <n> for ..."."""
-    lines = []
-    for rank, host in enumerate(hosts):
-        if rank not in reports:
-            lines.append(f"hang: rank {rank} on {host} does not respond: stopped, out of memory, or its host is down")
+    lines = [
+        f"hang: rank {rank} on {host} does not respond: stopped, out of memory, or its host is down"
+        for rank, host in enumerate(hosts)
+        if rank not in reports
+    ]
     waiting = [rank for rank, report in reports.items() if _WAITS_FOR_OTHERS in report]
     for rank, report in reports.items():
-        if rank not in waiting or (len(waiting) == len(hosts)):
-            lines.append(
-                f"hang: rank {rank} on {hosts[rank]} has been in {report}; stack in {folder / f'rank-{rank:05d}.txt'}"
-            )
-    if waiting and len(waiting) < len(hosts):
+        if rank not in waiting or len(waiting) == len(hosts):
+            stack = folder / f"rank-{rank:05d}.txt"
+            lines.append(f"hang: rank {rank} on {hosts[rank]} has been in {report}; stack in {stack}")
+    if 0 < len(waiting) < len(hosts):
         lines.append(
-            f"hang: {counted(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'} for them in a collective call; their stacks are in {folder}"
+            f"hang: in a collective call {len(waiting)} of {len(hosts)} ranks wait for them; stacks in {folder}"
         )
     return lines

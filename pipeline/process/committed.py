@@ -43,29 +43,28 @@ def _is_outage(error: Exception, path: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _CheckpointSettings:
-    folder: str = ""
+class _Facts:
+    """What says in a run's run.json where its checkpoints are."""
+
+    name: str = ""
+    checkpoint_folder: str = ""
 
 
 @dataclass(frozen=True)
-class _RunSettings:
-    """The settings in a run's config.json that say where its checkpoints are."""
-
-    name: str = ""
-    checkpoint: _CheckpointSettings = field(default_factory=_CheckpointSettings)
+class _WithFacts:
+    facts: _Facts = field(default_factory=_Facts)
 
 
 def checkpoints_of(run: Path) -> Path | str:
     """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
-    # Folders of other projects have a config.json, too.
-    return _place(run, json_record.read_or_none(run / "config.json", _RunSettings) or _RunSettings())
+    return _place(run, (json_record.read_or_none(run / "run.json", _WithFacts) or _WithFacts()).facts)
 
 
-def _place(run: Path, settings: _RunSettings) -> Path | str:
-    folder, mark, options = settings.checkpoint.folder.partition("?")  # Options of a URL.
+def _place(run: Path, facts: _Facts) -> Path | str:
+    folder, mark, options = facts.checkpoint_folder.partition("?")  # Options of a URL.
     if "://" in folder:
-        return f"{folder.rstrip('/')}/{settings.name}{mark}{options}"
-    return Path(settings.checkpoint.folder, settings.name) if folder else run / "checkpoints"
+        return f"{folder.rstrip('/')}/{facts.name}{mark}{options}"
+    return Path(facts.checkpoint_folder, facts.name) if folder else run / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def run_of_checkpoint(path: Path) -> Path | None:
     run = Path(out, name)
     place = checkpoints_of(run)
     if isinstance(place, str):
-        return run if place == _place(run, _RunSettings(name, _CheckpointSettings(elsewhere))) else None
+        return run if place == _place(run, _Facts(name, elsewhere)) else None
     return run if place.resolve() == folder.resolve().parent else None
 
 

@@ -42,19 +42,18 @@ Holds = Literal[
     "report of a run",
     "segmentation",
 ]
-# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
-# there was grid.json has the others.
+# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run.
 _MARKS: dict[Holds, tuple[str, ...]] = {
     "study": ("study.json",),
     "VTAB-1k sweep": ("sweep.json",),
     "data set": ("dataset.json",),
     "run": ("status.json", "config.yaml"),
-    "grid": ("grid.json", "results.json", "lr-*/config.json"),
+    "grid": ("grid.json",),
     "evaluation": ("scores.json",),
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),
     "statistics": ("stats.json",),
-    "comparison": ("table.csv",),
+    "comparison": ("runs.parquet",),
     "report of sweeps": ("scores.csv",),
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),

@@ -11,17 +11,14 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten
-from pipeline.review.record import RunRecord, Score, Series, best_first, title_of
+from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
 
-# More runs than colours differ by the style of their lines. Of more than both tell apart, the best are named, the others grey.
+# More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
-_MAX_LOOKS = len(COLOURS) * len(_STYLES)
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
 _SMOOTH, SMOOTH_FROM = 0.02, 100
-# With more runs, only the running means of training losses are drawn.
-_MAX_RAW = 8
 
 
 @dataclass(frozen=True)
@@ -42,16 +39,8 @@ FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.fl
 AXES = (STEPS, IMAGES, FLOPS)
 
 
-@dataclass(frozen=True)
-class AtBudget:
-    """The newest evaluation within a budget. score: None if the run has none within it. used: the amount at it."""
-
-    score: Score | None
-    used: float
-
-
-def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, AtBudget]]:
-    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest evaluation within that).
+def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, Score | None]]:
+    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that, None without).
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
@@ -62,14 +51,11 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
     budget = float(min(of_run[-1] for of_run in amounts.values()))
     if not budget:
         return 0.0, {}
-    found = {}
+    found: dict[str, Score | None] = {}
     for name, record in records.items():
         # Rounding must not exclude the evaluation that defines the budget.
         within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
-        last = int(within[-1]) if len(within) else None
-        found[name] = (
-            AtBudget(None, 0.0) if last is None else AtBudget(record.score_at(last), float(amounts[name][last]))
-        )
+        found[name] = record.score_at(int(within[-1])) if len(within) else None
     return budget, found
 
 
@@ -80,100 +66,73 @@ def in_units(amount: float, axis: Axis) -> str:
 
 # ---------------------------------------------------------------------- figures
 def curves(records: Records) -> list[PngImage]:
-    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside."""
-    losses = by_loss(records)
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside.
+
+    A metric has a figure for each thing that it measures: for each loss, and for images that are trained on.
+    """
+    losses, seeds = by_loss(records), seed_groups(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
-    evaluated = {name: _evaluated_images(record) for name, record in records.items()}
-    accuracies = {name: f"Top-1 accuracy on {images}" for name, images in evaluated.items()}
-    evaluation = {name: f"Loss on {images}{loss_of.get(name, '')}" for name, images in evaluated.items()}
-    training = {name: f"Training loss{loss_of.get(name, '')}" for name in records}
-    return [
-        *_curves(records, "accuracy", accuracies, {n: r.of_split("top1") for n, r in records.items()}, percent=True),
-        *_curves(records, "held_out_loss", evaluation, {n: r.of_split("loss") for n, r in records.items()}),
-        *_curves(
-            records, "training_loss", training, {n: r.metrics.get("loss") for n, r in records.items()}, smooth=True
-        ),
-        *_further_curves(records, evaluated),
-    ]
+    found: dict[str, dict[str, dict[str, tuple[Series, bool]]]] = {}
+    for run, record in records.items():
+        for file, title, series, percent in lines_of(record, loss_of.get(run, "")):
+            if series is not None and len(series):
+                found.setdefault(file, {}).setdefault(title, {})[run] = series, percent
+    pictures = []
+    for file, by_title in found.items():
+        drawn = 0
+        for title, lines in by_title.items():
+            runs = {run: records[run] for run in records if run in lines}
+            percent = all(is_share for _, is_share in lines.values())
+            if content := draw_curves(runs, title, {run: series for run, (series, _) in lines.items()}, seeds, percent):
+                drawn += 1
+                name = f"{file}.png" if drawn == 1 else f"{file}_{drawn}.png"
+                about = f"{title} of {listed(list(runs), MAX_NAMED)} against steps, images seen and training FLOPs"
+                pictures.append(PngImage(name, about, content))
+    return pictures
 
 
-def _further_curves(records: Records, evaluated: Mapping[str, str]) -> Iterator[PngImage]:
-    """evaluated: run -> on which images."""
-    for key in dict.fromkeys(key for record in records.values() for key in record.further):
-        found = {run: record for run, record in records.items() if key in record.further}
-        title = title_of(key)
-        title = title if title[1:2].isupper() else title[:1].upper() + title[1:]  # "mIoU" stays.
-        about = {run: title if r.further[key] == key else f"{title} on {evaluated[run]}" for run, r in found.items()}
-        percent = all(record.metric(record.further[key]).is_share for record in found.values())
-        file = "metric_" + re.sub(r"[^\w.-]", "_", key)  # Of a probe, it contains the name of a data folder.
-        series = {run: record.metrics[record.further[key]] for run, record in found.items()}
-        yield from _curves(found, file, about, series, percent=percent, smooth=True)
-
-
-def _evaluated_images(record: RunRecord) -> str:
-    """On which images a run is evaluated: those of the split that it trains on are not held out."""
+def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series | None, bool]]:
+    """(file, title, values, whether they are shares) of each metric of a run. loss: added to the title of one."""
     train = record.dataset("training")
     trained = train.split if train else str(record.settings.get("data.train_split", "train"))
-    return "training images" if record.split == trained else "held-out images"
-
-
-def _curves(
-    records: Records, file: str, about: Mapping[str, str], values: Mapping[str, Series | None], **how: bool
-) -> Iterator[PngImage]:
-    """A figure of one metric for each thing that it measures. about: of each run, what the metric measures. values: of each run."""
-    seeds = seed_groups(records)
-    number = 0
-    for title in dict.fromkeys(about.values()):
-        runs = {name: record for name, record in records.items() if about[name] == title}
-        if content := draw_curves(runs, title, values, seeds, **how):
-            number += 1
-            of = "each run" if len(runs) == len(records) else listed(list(runs), MAX_NAMED)
-            name = f"{file}.png" if number == 1 else f"{file}_{number}.png"
-            yield PngImage(name, f"{title} of {of} against steps, images seen and training FLOPs", content)
+    on = f"on {'training' if record.split == trained else 'held-out'} images"
+    yield "accuracy", f"Top-1 accuracy {on}", record.of_split("top1"), True
+    yield "held_out_loss", f"Loss {on}{loss}", record.of_split("loss"), False
+    yield "training_loss", f"Training loss{loss}", record.metrics.get("loss"), False
+    for own, name in record.further.items():
+        file = "metric_" + re.sub(r"[^\w.-]", "_", own)  # Of a probe, it contains the name of a data folder.
+        title = title_of(own) if own == name else f"{title_of(own)} {on}"
+        yield file, title, record.metrics[name], record.metric(name).is_share
 
 
 def draw_curves(
     records: Records,
     title: str,
-    values: Mapping[str, Series | None],
+    chosen: Mapping[str, Series],
     seeds: Sequence[Sequence[str]],
-    percent: bool = False,
-    smooth: bool = False,
+    percent: bool,
 ) -> bytes | None:
-    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if no run has it, or none after step 0.
+    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if there is no value after step 0.
 
-    values: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
-    legend. percent: the values are shares. smooth: draw running means of long series.
+    chosen: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
+    legend. percent: the values are shares.
     """
-    chosen = {name: series for name in records if (series := values[name]) is not None and len(series)}
-    if not any(
-        series.steps[-1] > 0 for series in chosen.values()
-    ):  # Weights that were evaluated by themselves have no steps.
+    if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
-    groups = [[name for name in group if name in chosen] for group in seeds]
-    groups = [group for group in groups if group]
-    best = sorted(groups, key=lambda group: best_first(records[group[0]].last_score))[:_MAX_LOOKS]
-    groups.sort(key=lambda group: group in best)
-    num_others = len(groups) - len(best)
+    groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
-    num_names = len(best) + bool(num_others)
-    legend_rows = -(-num_names // 4) if num_names > 1 else 0
+    legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
     for number, axis in enumerate(axes_used, 1):
         axes = figure.add_subplot(1, len(axes_used), number)
-        for place, group in enumerate(groups, -num_others):
-            if place < 0:
-                look = {"color": "0.8", "linestyle": "-"}
-                title_of_group = f"others ({num_others})" if place == -num_others else ""
-            else:
-                look = {"color": COLOURS[place % len(COLOURS)], "linestyle": _STYLES[place // len(COLOURS)]}
-                title_of_group = in_seeds(group)
+        for place, group in enumerate(groups):
+            style = _STYLES[place // len(COLOURS) % len(_STYLES)]
+            look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
-                shown = chosen[name].values * (100 if percent else 1)
-                amounts = axis.amounts(records[name], chosen[name].steps)
-                label = shorten(title_of_group, _MAX_NAME) if name == group[0] else None
                 if axis.per_step(records[name]):
-                    draw_line(axes, amounts, shown, look, label, smooth, len(chosen) <= _MAX_RAW)
+                    amounts = axis.amounts(records[name], chosen[name].steps)
+                    label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
+                    draw_line(axes, amounts, chosen[name].values * (100 if percent else 1), look, label)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
@@ -182,7 +141,7 @@ def draw_curves(
             lines = axes.get_legend_handles_labels()
     figure.suptitle(title)
     if legend_rows:
-        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, num_names), fontsize=9)
+        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
     return png(figure)
 
 
@@ -199,14 +158,11 @@ def draw_line(
     values: np.ndarray,
     look: dict[str, str],
     label: str | None,
-    smooth: bool = True,
-    raw: bool = True,
 ) -> None:
-    """Draw values, non-finite ones as gaps. smooth: of a long series draw the running mean; raw: and the values, faintly."""
+    """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)
-    if smooth and len(values) >= SMOOTH_FROM:
-        if raw:
-            axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
+    if len(values) >= SMOOTH_FROM:
+        axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
     axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.base.errors import UserError
@@ -21,7 +22,7 @@ from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
 from pipeline.lifecycle.run_folder import read_settings
-from pipeline.monitor.page_folder import FIGURES, PAGE, PageFolder
+from pipeline.monitor.page_folder import FIGURES, RUN_FILE, PageFolder
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
@@ -49,7 +50,7 @@ def draw(folder: Path, final: bool) -> list[str]:
             problems.append(f"{', '.join(names)} not drawn: {on_one_line(error)[:300] or type(error).__name__}")
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
-    if (folder / PAGE / PREDICTIONS).exists():
+    if (folder / PREDICTIONS).exists():
         attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
@@ -62,33 +63,20 @@ def draw(folder: Path, final: bool) -> list[str]:
 
 def others(folder: Path) -> list[RunRecord]:
     """The newest runs of the same kind on the same data in the same folder of runs."""
-    try:
-        own = PageFolder(folder).read_facts().facts
-    except UserError:
-        return []
     found: list[RunRecord] = []
-    candidates = [page.parents[1] for page in folder.resolve().parent.glob(f"*/{PAGE}/facts.json")]
-    for candidate in sorted(candidates, key=_newest_first):
-        if candidate == folder.resolve() or len(found) == _MAX_OTHERS:
-            continue
-        try:
+    candidates = [file.parent for file in folder.resolve().parent.glob(f"*/{RUN_FILE}")]
+    with suppress(UserError, OSError):  # It is background: one that is damaged, or just being removed, ends the list.
+        own = PageFolder(folder).read_facts().facts
+        for candidate in sorted(candidates, key=lambda folder: -folder.stat().st_mtime):
             facts = PageFolder(candidate).read_facts().facts
-            if (facts.kind, facts.tags.get("data")) == (own.kind, own.tags.get("data")):
+            is_alike = (facts.kind, facts.tags.get("data")) == (own.kind, own.tags.get("data"))
+            if is_alike and candidate != folder.resolve() and len(found) < _MAX_OTHERS:
                 found.append(from_folder(candidate))
-        except (UserError, OSError):
-            continue  # Damaged, or just being removed: it is background.
     return found
 
 
-def _newest_first(folder: Path) -> float:
-    try:
-        return -folder.stat().st_mtime
-    except OSError:  # Just being removed.
-        return 0.0
-
-
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    file = folder / PAGE / PREDICTIONS
+    file = folder / PREDICTIONS
     found = parse_predictions(file.read_bytes(), str(file), "probability")
     config = read_settings(folder)
     data = config.data

@@ -16,8 +16,8 @@ from pipeline.data.loading.views import shown_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import galleries
-from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, running_mean
-from pipeline.review.record import LastPredictions, RunRecord, Series, title_of
+from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of, running_mean
+from pipeline.review.record import LastPredictions, RunRecord, Series
 from pipeline.settings.run import RunConfig
 
 # Metric -> part of a step, in the order in which they follow each other.
@@ -38,36 +38,31 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
     loss, width = (record.settings.get(name) for name in ("train.loss", "model.width"))
     alike = [other for other in others if other.settings.get("train.loss") == loss]
     as_wide = [other for other in alike if other.settings.get("model.width") == width]
-    losses = {"training": record.metrics.get("loss"), f"split {record.split}": record.of_split("loss")}
-    accuracies = _present(
-        {f"split {record.split}": record.of_split("top1"), **{name: record.metrics[name] for name in record.probes}}
-    )
-    # Without classes a probe may be alone, and then has no legend.
-    alone = next(iter(accuracies)) if len(accuracies) == 1 and record.of_split("top1") is None else ""
-    panels = [
-        ("loss", _present(losses), 1.0, [other.metrics.get("loss") for other in alike]),
-        (f"{alone or 'held-out accuracy'}, %", accuracies, 100.0, [other.of_split("top1") for other in others]),
-        ("learning rate", _present({"": record.metrics.get("lr")}), 1.0, []),
-        ("images/s", _present({"": record.metrics.get("images_per_second")}), 1.0, []),
-    ]
-    for key, name in record.further.items():
-        if name in accuracies:
-            continue
-        title, scale = (f"{title_of(key)}, %", 100.0) if record.metric(name).is_share else (title_of(key), 1.0)
-        grey = [other.metrics.get(name) for other in (as_wide if key == "rankme" else alike)]
-        panels.append((title, {"": record.metrics[name]}, scale, grey))
-    shares = _present({part: record.metrics.get(metric) for metric, part in _PARTS.items()})
-    drawn = [panel for panel in panels if panel[1]]
-    num_panels = len(drawn) + bool(shares)
+    panels: list[tuple[str, Series, bool, list[Series]]] = []
+    for file, title, series, percent in lines_of(record):
+        beside = others if file == "accuracy" else as_wide if file == "metric_rankme" else alike
+        found = (of_other for other in beside for name, _, of_other, _ in lines_of(other) if name == file)
+        if series is not None and len(series):
+            panels.append((title, series, percent, [grey for grey in found if grey is not None and len(grey)]))
+    for name, title in (("lr", "learning rate"), ("images_per_second", "images/s")):
+        if series := record.metrics.get(name):
+            panels.append((title, series, False, []))
+    shares = {part: series for metric, part in _PARTS.items() if (series := record.metrics.get(metric))}
+    num_panels = len(panels) + bool(shares)
     if not num_panels:
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, lines, scale, beside) in enumerate(drawn, 1):
-        axes = figure.add_subplot(rows, 2, number)
-        _draw_others(axes, [series for series in beside if series is not None and len(series)], scale)
-        _draw_lines(axes, lines, scale)
-        _finish(axes, title)
+    for number, (title, series, percent, others_lines) in enumerate(panels, 1):
+        axes, scale = figure.add_subplot(rows, 2, number), 100.0 if percent else 1.0
+        for place, grey in enumerate(others_lines):
+            label = None if place else f"other runs ({len(others_lines)})"
+            axes.plot(grey.steps, scale * running_mean(grey.values), color="0.8", linewidth=1, label=label)
+        draw_line(
+            axes, series.steps, scale * series.values, {"color": COLOURS[0]}, "this run" if others_lines else None
+        )
+        _leave_out_spikes(axes, scale * series.values)
+        _finish(axes, f"{title}, %" if percent else title)
     if shares:
         axes = figure.add_subplot(rows, 2, num_panels)
         _draw_shares(axes, shares)
@@ -75,24 +70,9 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
     return png(figure)
 
 
-def _present(lines: dict[str, Series | None]) -> dict[str, Series]:
-    return {name: series for name, series in lines.items() if series is not None and len(series)}
-
-
-def _draw_others(axes: Axes, others: Sequence[Series], scale: float) -> None:
-    for number, series in enumerate(others):
-        values = scale * finite(series.values)
-        values = running_mean(values) if len(values) >= SMOOTH_FROM else values
-        axes.plot(
-            series.steps, values, color="0.8", linewidth=1, label=None if number else f"other runs ({len(others)})"
-        )
-
-
-def _draw_lines(axes: Axes, lines: dict[str, Series], scale: float) -> None:
-    for place, (label, series) in enumerate(lines.items()):
-        draw_line(axes, series.steps, scale * series.values, {"color": COLOURS[place % len(COLOURS)]}, label)
-    # One spike of a loss would flatten the rest of the curve.
-    points = np.concatenate([scale * series.values[np.isfinite(series.values)] for series in lines.values()])
+def _leave_out_spikes(axes: Axes, values: np.ndarray) -> None:
+    """One spike of a loss would flatten the rest of the curve."""
+    points = values[np.isfinite(values)]
     if len(points) >= SMOOTH_FROM:
         low, high = np.percentile(points, _PERCENTILES)
         if high > low and points.max() > high + 2 * (high - low):

@@ -2,28 +2,21 @@
 
 import contextlib
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
-from pipeline.evaluate import architecture
-from pipeline.lifecycle.run_folder import holder, read_status
+from pipeline.lifecycle.run_folder import SETTINGS_FILE, holder, read_settings, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.page_folder import PAGE, End, SavedFacts, parse_starts
-from pipeline.monitor.run_page import RunFacts, hide_passwords
-from pipeline.process.outputs import kind_of
-from pipeline.review.record import RunFiles, RunRecord, Series, as_count
+from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile
+from pipeline.monitor.run_page import RunFacts
+from pipeline.review.record import RunRecord, Series
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
 
-T = TypeVar("T")
-
-# The status of page/end.json in the words of status.json, which reports and downloaded runs do not have.
+_RESULTS = "results.json"
+# The status of run.json in the words of status.json, which reports and downloaded runs do not have.
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 # What only the results.json of one kind of run has.
 _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
@@ -31,18 +24,13 @@ _KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
 
 def is_run(folder: Path) -> bool:
     """Whether a folder looks like that of a run, a grid, a sweep or a report."""
-    return any(os.path.isfile(folder / name) for name in ("config.json", "results.json", f"{PAGE}/facts.json"))
+    return any(os.path.isfile(folder / name) for name in (RUN_FILE, SETTINGS_FILE, _RESULTS))
 
 
 def from_folder(folder: Path) -> RunRecord:
     """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one line."""
     if not is_run(folder):
-        if (kind := kind_of(folder)) in ("grid", "study", "VTAB-1k sweep"):
-            raise UserError(
-                f"{folder} is a {kind} that has not ended: results.json is missing. Wait, or continue it by the command that began it."
-            )
-        raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
-    files = RunFiles(folder)
+        raise UserError(f"{folder} is not the folder of a run: {RUN_FILE} and {_RESULTS} are missing.")
     # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end that is
     # found has its metrics, and is that of a run that was killed only if it was.
     is_free = False
@@ -52,36 +40,49 @@ def from_folder(folder: Path) -> RunRecord:
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")
     if word == "running" and is_free:
         word, outcome = "killed", "ended without a word: killed, or its host was lost"
-    end = _parsed(files, "end.json", End)
-    facts = _facts(files)
+    results: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        results = json_record.readable(json_record.read(folder / _RESULTS, dict[str, Any]))
+    saved = _saved(folder, results)
+    facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})
+    if not word and saved.end:
+        word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS[saved.end.status]
+    settings = dict(facts.parameters)
     metrics, num_damaged = _metrics_of(folder)
-    tags = (facts.all_tags() if facts else {}) | (end.tags if end else {})
-    if not word and end:
-        word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS.get(end.status, "unknown")
-    word = word or ("unknown" if (folder / "config.json").exists() else "finished")
-    record = RunRecord(
-        folder.resolve().name,
-        "",
-        str(folder),
-        files,
-        folder,
-        run_id_of(folder),
-        word,
-        tags.get("outcome", outcome or word),
+    if has_all_settings := (folder / SETTINGS_FILE).exists():
+        found = schema.flatten(schema.to_dict(read_settings(folder)))
+        built = {name: value for name, value in facts.parameters.items() if name.startswith("model.")}
+        settings = {name: value for name, value in found.items() if not built or not name.startswith("model.")} | built
+    return RunRecord(
+        name=facts.name,
+        kind=tags.get("kind", facts.kind),
+        folder=folder,
+        run_id=run_id_of(folder),
+        status=word or "finished",
+        outcome=tags.get("outcome", outcome or word or "finished"),
+        settings=settings,
+        has_all_settings=has_all_settings,
+        parameters=facts.parameters,
         metrics=metrics,
         tags=tags,
+        datasets=facts.datasets,
+        origin=facts.origin,
+        steps=facts.steps,
+        images_per_step=facts.images_per_step,
+        flops_per_image=facts.flops_per_image,
+        starts=saved.starts,
+        results=results,
         num_damaged=num_damaged,
+        declared=facts.metrics,
     )
-    if facts is not None:
-        record = replace(
-            record,
-            parameters={key: str(value) for key, value in facts.parameters.items()},
-            datasets=facts.datasets,
-            parents=facts.parents,
-            origin=facts.origin,
-            declared=facts.metrics,
-        )
-    return _completed(record, facts)
+
+
+def _saved(folder: Path, results: dict[str, Any]) -> RunFile:
+    """Content of run.json; of a grid or a sweep that was not tracked, what its results tell."""
+    if (folder / RUN_FILE).exists() or not results:
+        return PageFolder(folder).read_facts()
+    kind = next((kind for name, kind in _KIND_BY_RESULT.items() if name in results), "")
+    return RunFile("", RunFacts(str(results.get("name") or folder.resolve().name), kind))
 
 
 def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
@@ -94,75 +95,6 @@ def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
         for name, value in record.metrics.items():
             points.setdefault(name, []).append((record.step, value, record.time))
     return {name: Series.of(found) for name, found in points.items()}, num_damaged
-
-
-def _completed(record: RunRecord, facts: RunFacts | None = None) -> RunRecord:
-    """The record with what follows from its files, tags and parameters."""
-    files, tags, parameters = record.files, record.tags, record.parameters
-    results = _mapping(files, "results.json")
-    starts, num_cut = parse_starts(files.read("starts.jsonl") or b"")
-    config = _config(files)
-    if config is not None:
-        settings = schema.flatten(schema.to_dict(config))
-    else:
-        # A run of training has beside them what follows from its settings; an evaluation has nothing else.
-        is_evaluation = tags.get("kind") == "evaluation"
-        settings = {key: value for key, value in parameters.items() if "." in key or is_evaluation}
-    built, flops = _model(files)
-    if built:
-        settings = {key: value for key, value in settings.items() if not key.startswith("model.")} | built
-    settings = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in settings.items()}
-    kinds = [kind for name, kind in _KIND_BY_RESULT.items() if name in results]
-    kind = kinds[0] if kinds else "finetune" if settings.get("init.weights") else "pretrain"
-    planned = facts.steps if facts and facts.steps else as_count(parameters.get("steps"))
-    return replace(
-        record,
-        name=facts.name if facts else config.name if config else str(results.get("name") or record.name),
-        kind=tags.get("kind", kind),
-        settings=settings,
-        has_all_settings=config is not None,
-        steps=planned,
-        images_per_step=as_count(settings.get("train.global_batch")),
-        flops_per_image=facts.flops_per_image or flops if facts else flops,
-        starts=tuple(starts),
-        results=results,
-        ignored=(f"{counted(num_cut, 'damaged line')} of starts.jsonl are ignored",) * bool(num_cut),
-    )
-
-
-def _config(files: RunFiles) -> RunConfig | None:
-    """The settings of a run; None if its files do not have them. Raises UserError for damaged ones."""
-    if (tree := _parsed(files, "config.json", dict[str, Any])) is not None:
-        return schema.build(RunConfig, tree, files.where("config.json"))
-    return None
-
-
-def _model(files: RunFiles) -> tuple[dict[str, Any], float]:
-    """Returns (architecture as settings, FLOPs of training on one image); ({}, 0) if the files do not have it."""
-    values = _parsed(files, architecture.FILE, dict[str, Any])
-    if values is None:
-        return {}, 0.0
-    config = models.config_from_dict(values)
-    return architecture.as_settings(config), float(models.training_flops_per_image(config))
-
-
-def _facts(files: RunFiles) -> RunFacts | None:
-    """Content of page/facts.json; None if it is missing."""
-    saved = _parsed(files, "facts.json", SavedFacts)
-    return saved.facts if saved else None
-
-
-def _mapping(files: RunFiles, name: str) -> dict[str, Any]:
-    return _parsed(files, name, dict[str, Any]) or {}
-
-
-def _parsed(files: RunFiles, name: str, kind: type[T]) -> T | None:
-    """The content of a JSON file, with texts that can be shown; None if it is missing. Raises UserError."""
-    content = files.read(name)
-    if content is None:
-        return None
-    tree: Any = json_record.parse(content, Any, files.where(name))
-    return json_record.convert(json_record.readable(tree), kind, files.where(name))
 
 
 def read(address: str) -> RunRecord:

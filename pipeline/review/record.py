@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.errors import UserError
-from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
+from pipeline.base.metric import SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.monitor.page_folder import FIGURES, PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin
 from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
 from pipeline.transfer.vtab_tasks import TASKS
 
-PREDICTIONS = "predictions.npz"
-
-
+PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")
 
 
@@ -60,21 +56,6 @@ def title_of(name: str) -> str:
     return {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}.get(name, name.replace("_", " "))
 
 
-def as_number(text: object) -> float:
-    """A number that a setting, a tag or a parameter holds as text; 0 for anything else, and for one that is out of range."""
-    try:
-        number = float(str(text))
-    except ValueError:
-        return 0.0
-    return number if abs(number) <= MAX_NUMBER else 0.0
-
-
-def as_count(text: object) -> int:
-    """As `as_number`, a whole number of at least 0."""
-    number = as_number(text)
-    return int(number) if number >= 0 and number == int(number) else 0
-
-
 @dataclass(frozen=True)
 class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
@@ -92,11 +73,9 @@ class LastPredictions:
 
 def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
     """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
-    try:
-        found = npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
-    except UserError as error:
-        raise UserError(f"{where} is damaged ({str(error).removeprefix(f'{where}: ').removesuffix('.')}).") from None
-    return LastPredictions(**found)
+    return LastPredictions(
+        **npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
+    )
 
 
 @dataclass(frozen=True)
@@ -131,60 +110,28 @@ def best_first(score: Score | None) -> float:
 
 
 @dataclass(frozen=True)
-class RunFiles:
-    """The files of a run folder, and of `page/` in it."""
-
-    path: Path
-
-    def read(self, name: str) -> bytes | None:
-        """Content of a file by its name; None if there is none."""
-        for file in (self.path / name, self.path / PAGE / name):
-            try:
-                return file.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise UserError(f"{file} cannot be read ({error.strerror}).") from None
-        return None
-
-    def figures(self) -> list[str]:
-        """Names of the figures, as `read` takes them."""
-        return [f"figures/{file.name}" for file in sorted((self.path / FIGURES).glob("*.png"))]
-
-    def where(self, name: str) -> str:
-        """What errors call a file."""
-        in_page = self.path / PAGE / name
-        return str(in_page if in_page.exists() else self.path / name)
-
-
-@dataclass(frozen=True)
 class RunRecord:
     """What is known of one run.
 
-    kind: pretrain, finetune, grid, study, vtab, data or explain. address: as the folder was named. settings: by dotted name, complete if
-    the run's config is at hand (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as
-    built. parameters: what follows from the settings, as text. parents: relation -> MLflow run ID. origin: the weights that the
-    run began with, as they were then; None for new ones, and for runs of earlier versions. steps: planned ones, 0 if
-    unknown. images_per_step, flops_per_image: 0 if unknown. results: of a grid,
-    a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read. ignored: what else of its files was not read, and why, in
-    phrases. declared: what the run says of its metrics.
+    kind: pretrain, finetune, grid, study, vtab, data or explain. settings: by dotted name, complete if the folder has a
+    config.yaml (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as built. parameters: what
+    follows from the settings. origin: the weights that the run began with, as they were then; None for new ones. steps: planned
+    ones. steps, images_per_step, flops_per_image: 0 for a run without steps. results: of a grid, a study or a sweep. num_damaged: lines
+    of metrics.jsonl that could not be read. declared: what the run says of its metrics.
     """
 
     name: str
     kind: str
-    address: str
-    files: RunFiles
     folder: Path
     run_id: str | None = None
     status: str = ""
     outcome: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     has_all_settings: bool = False
-    parameters: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Series] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     datasets: tuple[DatasetFacts, ...] = ()
-    parents: dict[str, str] = field(default_factory=dict)
     origin: WeightsOrigin | None = None
     steps: int = 0
     images_per_step: int = 0
@@ -192,28 +139,21 @@ class RunRecord:
     starts: tuple[Start, ...] = ()
     results: dict[str, Any] = field(default_factory=dict)
     num_damaged: int = 0
-    ignored: tuple[str, ...] = ()
     declared: dict[str, Metric] = field(default_factory=dict)
 
-    @property
-    def problems(self) -> list[str]:
-        """What of the run's files was not read, in phrases."""
-        lines = [f"{counted(self.num_damaged, 'damaged line')} of metrics.jsonl are ignored"] * bool(self.num_damaged)
-        return [*lines, *self.ignored, *filter(None, [self._read_predictions[1]])]
+    def text(self, name: str) -> str:
+        """Content of a text file in `page/`; "" if it is missing."""
+        file = self.folder / PAGE / name
+        return file.read_text(errors="replace").strip() if file.exists() else ""
 
-    @property
-    def predictions(self) -> LastPredictions | None:
-        """What the last evaluation predicted; None if that is not at hand, or damaged (see `problems`)."""
-        return self._read_predictions[0]
+    def figures(self) -> list[Path]:
+        return sorted((self.folder / FIGURES).glob("*.png"))
 
     @cached_property
-    def _read_predictions(self) -> tuple[LastPredictions | None, str]:
-        """(content of the file, "") or, of one that is not there or damaged, (None, why)."""
-        try:
-            content = self.files.read(PREDICTIONS)
-            return (parse_predictions(content, PREDICTIONS), "") if content is not None else (None, "")
-        except UserError as error:
-            return None, str(error)
+    def predictions(self) -> LastPredictions | None:
+        """What the last evaluation predicted; None if that is not at hand. Raises UserError for a damaged file."""
+        file = self.folder / PREDICTIONS
+        return parse_predictions(file.read_bytes(), str(file)) if file.exists() else None
 
     # ------------------------------------------------------------------ data and model
     def dataset(self, context: str) -> DatasetFacts | None:
@@ -225,8 +165,8 @@ class RunRecord:
         """Name of the data that the run is about; "" if it is unknown."""
         if self.kind == "vtab":
             return "VTAB-1k"
-        train, named = self.dataset("training"), self.results.get("data")
-        return train.name if train else Path(named).name if isinstance(named, str) else self.tags.get("dataset", "")
+        train = self.dataset("training")
+        return train.name if train else self.tags.get("dataset") or Path(str(self.results.get("data", ""))).name
 
     @property
     def model(self) -> str:
@@ -266,20 +206,20 @@ class RunRecord:
 
     @property
     def ranks(self) -> int:
-        return as_count(self.parameters.get("ranks", ""))
+        return int(self.parameters.get("ranks", 0))
 
     @cached_property
     def period(self) -> tuple[float, float]:
         """Times of the first and the last record, seconds since 1970; (0, 0) without metrics."""
-        ends = [(series.times.min(), series.times.max()) for series in self.metrics.values() if len(series)]
-        return (float(min(a for a, _ in ends)), float(max(b for _, b in ends))) if ends else (0.0, 0.0)
+        times = np.concatenate([series.times for series in self.metrics.values()] or [np.zeros(1)])
+        return float(times.min()), float(times.max())
 
     # ------------------------------------------------------------------ scores
     @cached_property
     def split(self) -> str:
         """Name of the split that the run is evaluated on, as its metrics begin."""
         if "data.eval_split" in self.settings:
-            held_out = as_number(self.settings.get("data.dev_share"))
+            held_out = float(self.settings.get("data.dev_share") or 0)
             # Without a split of data.path, it is the first one of another set.
             others = (name.removesuffix("_num_samples") for name in self.declared if name.endswith("_num_samples"))
             return "dev" if held_out else str(self.settings["data.eval_split"]) or next(others, "")
@@ -335,9 +275,9 @@ class RunRecord:
         return self.metrics.get(f"{self.split}_{name}")
 
     def num_tested(self, name: str, step: int) -> int:
-        """Number of images of which a metric was measured at this step; 0 if unknown, as of the probes of runs of earlier versions."""
+        """Number of images of which a metric was measured at this step; 0 if unknown."""
         if name in self.probes and self.kind != "evaluation":
-            return as_count(self.parameters.get(PROBED_IMAGES))
+            return int(self.parameters.get(PROBED_IMAGES, 0))
         evaluated = self.dataset("evaluation")
         return int(self._at(f"{self.split}_num_samples", step, evaluated.num_samples if evaluated else 0))
 

@@ -11,7 +11,7 @@ from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_settings, read_status
 from pipeline.monitor.mlflow.state import last_uri
-from pipeline.monitor.page_folder import PAGE, End, PageFolder
+from pipeline.monitor.page_folder import RUN_FILE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts
 from pipeline.monitor.tracking import default_uri, exports_of
 from pipeline.settings.commands.reports import SyncConfig
@@ -45,11 +45,9 @@ def run(config: SyncConfig) -> None:
 
 def find_runs(path: Path) -> list[Path]:
     """The run folders at or below a path. Raises UserError if there are none."""
-    if (path / PAGE).is_dir():
-        return [path]
-    found = sorted(facts.parents[1] for facts in path.glob(f"**/{PAGE}/facts.json"))
+    found = [path] if (path / RUN_FILE).exists() else sorted(file.parent for file in path.glob(f"**/{RUN_FILE}"))
     if not found:
-        raise UserError(f"{path} contains no run with {PAGE}/facts.json. Name a run folder, or a folder of runs.")
+        raise UserError(f"{path} contains no run with {RUN_FILE}. Name a run folder, or a folder of runs.")
     return found
 
 

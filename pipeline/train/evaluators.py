@@ -61,7 +61,7 @@ class Evaluator:
         tracker = self.run.tracker
         # Of a step that runs again, after a rollback perhaps: the records know.
         if last and last.step > start and tracker:
-            return not tracker.has_at_start(objectives.metrics(self.run.config)[self.name])
+            return all(tracker.value_at_start(name) is None for name in objectives.metrics(self.run.config)[self.name])
         return last is None or last.step < start
 
     def evaluate_on_all_ranks(self, step: int) -> None:

@@ -46,10 +46,8 @@ if TYPE_CHECKING:  # It calls `result`.
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = (
-    "config.json",
     "config.yaml",
     "deepspeed.json",
-    "model.json",
     "log.txt",
     "scores.json",
     "probe.json",
@@ -132,6 +130,8 @@ def run_facts(
         origin=origin,
         objective=config.train.loss,
         metrics=measured,
+        model=model.config.to_dict(),
+        checkpoint_folder=config.checkpoint.folder,
     )
 
 

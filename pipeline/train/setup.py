@@ -3,13 +3,12 @@
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from pipeline import model as models
 from pipeline import objectives
@@ -38,16 +37,15 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.estimate.plan import Plan, accumulation
-from pipeline.evaluate import architecture
 from pipeline.lifecycle.logged_models import logged_models
-from pipeline.lifecycle.run_folder import refuse_checkpoint_of_another
+from pipeline.lifecycle.run_folder import refuse_checkpoint_of_another, write_settings
 from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.page_folder import PageFolder
+from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.profile import Meter, StepClock, device_memory, host_memory, peak_flops
 from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.system import HostMeter
@@ -60,7 +58,7 @@ from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
-from pipeline.settings import changes, schema
+from pipeline.settings import changes
 from pipeline.settings.changes import Change, Fact
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
@@ -445,7 +443,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     facts = run_facts(config, plan, start.model, start.data, ranks.device, origin, start.run_probe, start.trained_on)
     changed = changes_since(start.state, start.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    facts = replace(facts, hosts=tuple(sorted(set(hosts))), before=start.stop.folder.before, changed=told)
+    began = Start(time.time(), start.state.step, tuple(sorted(set(hosts))), start.stop.folder.before, told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.parents)
@@ -456,6 +454,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
         facts,
         start.state.step,
         find_models=partial(logged_models, start.checkpoints),
+        began=began,
     )
 
 
@@ -464,17 +463,8 @@ def _write_facts(start: StartingPoint, engine: Engine) -> None:
     folder, page = start.folder, PageFolder(start.folder)
     write_settings(start.config, folder)
     write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    write_text(folder / architecture.FILE, json.dumps(start.model.config.to_dict(), indent=1))
     page.write_text("environment.txt", environment(start.ranks.device))
     page.write_text("plan.txt", plan_lines(start.config, start.plan, start.model))
-
-
-def write_settings(config: RunConfig, folder: Path) -> None:
-    """Write config.json and config.yaml, without the password of the tracking URI."""
-    settings = schema.to_dict(config)
-    settings["track"]["uri"] = hide_passwords(settings["track"]["uri"])
-    write_text(folder / "config.json", json.dumps(settings, indent=1))
-    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def _begin_saving(start: StartingPoint, undone: contextlib.ExitStack) -> Saver:

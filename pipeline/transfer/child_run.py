@@ -152,7 +152,7 @@ def trained_otherwise(run: ChildRun) -> str:
     """How settings differ from those that a run was trained with so far; empty if it is to go on, or has no checkpoint.
 
     It would go on from its checkpoint, partly trained with each, and be reported as one of today's settings. Raises UserError if
-    neither its config.json nor a checkpoint tells the settings, and if its checkpoint is of another run.
+    neither its config.yaml nor a checkpoint tells the settings, and if its checkpoint is of another run.
     """
     problem, changed = "", list[Change]()
     try:
@@ -160,13 +160,13 @@ def trained_otherwise(run: ChildRun) -> str:
         if not changed and how_ended(run) is not None:
             return ""
     except FileNotFoundError:
-        problem = f"{run.folder / 'config.json'} is missing."
+        problem = f"{run.folder / 'config.yaml'} is missing."
     except UserError as error:
         problem = str(error)
     found = _saves(run)
     if not found:
         return ""
-    # It goes on from a checkpoint whatever its config.json says.
+    # It goes on from a checkpoint whatever its config.yaml says.
     for path in found if problem or not changed else []:
         identity: dict[str, Any] | None = None
         with contextlib.suppress(UserError):
@@ -235,7 +235,7 @@ def read_outcome(run: ChildRun) -> ScoresFile | str | None:
 
 def _look(run: ChildRun) -> tuple[Status | None, str]:
     """Returns (how a run with these settings ended, why its folder does not tell; None and "" if it has not ended)."""
-    file = run.folder / "config.json"
+    file = run.folder / "config.yaml"
     try:
         status = json_record.read(run.folder / "status.json", Status)
         if status.status not in ("finished", "diverged"):

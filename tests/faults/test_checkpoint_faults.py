@@ -104,5 +104,5 @@ def test_a_run_whose_checkpoints_are_left_behind_does_not_begin_anew(run: Path) 
     moved = schema.load(RunConfig, None, [*given, "checkpoint.folder=elsewhere"])
     with pytest.raises(UserError, match=r"elsewhere.? has no checkpoint of .*, whose newest is .*step-00000020"):
         setup.refuse_checkpoints_elsewhere(moved)
-    (run / "config.json").write_text(json.dumps({"name": run.name, "checkpoint": {"folder": "elsewhere"}}))
+    (run / "run.json").write_text(json.dumps({"facts": {"name": run.name, "checkpoint_folder": "elsewhere"}}))
     setup.refuse_checkpoints_elsewhere(schema.load(RunConfig, None, given))

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
-from pipeline.settings import schema
 from pipeline.transfer.child_run import ChildRun
 
 
@@ -16,7 +16,7 @@ def leave_behind(run: ChildRun, kind: str, top1: float, diverged: bool = False) 
     run.folder.mkdir(parents=True, exist_ok=True)
     status = {"status": "diverged" if diverged else "finished", "step": 12, "code": 0, "reason": "the loss is nan."}
     (run.folder / "status.json").write_text(json.dumps(status))
-    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(settings)))
+    write_settings(settings, run.folder)
     (run.folder / "scores.json").write_text(json.dumps({"top1": top1, "top5": 1.0, "loss": 0.5, "num_samples": 12}))
     if settings.track.enabled:
         parent = settings.track.parent_run

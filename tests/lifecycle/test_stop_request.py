@@ -135,7 +135,7 @@ def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("error", "how", "code", "word"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "page/facts.json"), "refused", 2, "page/facts.json"),
+        (OSError(errno.ENOSPC, "No space left on device", "run.json"), "refused", 2, "run.json"),
         (OSError(errno.EIO, "I/O error", "log.txt"), "failed", 1, "log.txt"),  # A restart may succeed.
         (UserError("train.length"), "refused", 2, "train.length"),
         (DivergedError("optimizer.lr"), "diverged", 2, "optimizer.lr"),
@@ -151,7 +151,7 @@ def test_an_end_is_recorded_at_one_place(
 
     def show(how: str, reason: str) -> None:
         shown.append((how, reason))
-        raise OSError(errno.ENOSPC, "No space left on device", "page/end.json")
+        raise OSError(errno.ENOSPC, "No space left on device", "run.json")
 
     stop.show_end = show
     assert stop.folder.lock() is None

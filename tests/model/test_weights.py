@@ -90,7 +90,7 @@ def test_weights_of_a_run_are_found_where_its_settings_put_its_checkpoints(tmp_p
         (folder / "latest").write_text("step-00000020")
 
     def keep_in(folder: str) -> None:
-        (run / "config.json").write_text(json.dumps({"name": "a", "checkpoint": {"folder": folder, "keep": 2}}))
+        (run / "run.json").write_text(json.dumps({"facts": {"name": "a", "checkpoint_folder": folder}}))
 
     keep_in("")
     assert same_values(load(run), tiny(seed=4))

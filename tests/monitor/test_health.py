@@ -55,13 +55,13 @@ def test_a_rank_that_stays_slow_is_named_once_with_its_host() -> None:
     slow = SlowRanks(["a", "a", "b", "b"], ratio=1.5)
     assert slow.changed([1.0, 1.1, 1.0, 1.4]) == []
     assert slow.changed([1.0, 1.1, 2.0, 1.0]) == [], "once may be chance"
-    assert slow.changed([1.0, 1.8, 2.2, 1.0]) == [
-        "rank 2 on b is slow: its data and forward passes take 2.2 times the median rank's"
-    ]
+    (line,) = slow.changed([1.0, 1.8, 2.2, 1.0])
+    assert line.startswith("slow: rank 2 on b")
+    assert "2.2 times" in line
     assert slow.changed([1.0, 1.1, 1.0, 1.0]) == [], "so may this"
     assert slow.changed([1.0, 1.1, 2.3, 1.0]) == []
     assert slow.changed([1.0, 1.1, 1.0, 1.0]) == []
-    assert slow.changed([1.0, 1.1, 1.0, 1.0]) == ["rank 2 on b is no longer slow"]
+    assert slow.changed([1.0, 1.1, 1.0, 1.0]) == ["no longer slow: rank 2 on b"]
     assert SlowRanks(["a", "b"], ratio=0).changed([1.0, 9.0]) == []
 
 

@@ -3,9 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.monitor.metrics_file import Record, by_name, open_to_append, read_metrics, repair
 from pipeline.monitor.page_folder import PageFolder
@@ -77,5 +74,3 @@ def test_a_new_record_does_not_continue_a_damaged_line(tmp_path: Path) -> None:
             file.write(Record(step, 0, {"loss": 1.0}).to_line())
     records, num_damaged = read_metrics(path)
     assert ([record.step for record in records], num_damaged) == ([2, 3], 1)
-    with pytest.raises(UserError, match="is a folder"):
-        open_to_append(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect, experiment_id
-from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.page_folder import End, PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
@@ -43,13 +43,12 @@ def tracked(
     return client, experiment, client.search_runs([experiment.experiment_id])[0]
 
 
-def test_a_start_after_one_that_was_cut_short_is_recorded(out: Path) -> None:
+def test_a_start_never_shows_the_end_of_the_one_before(out: Path) -> None:
     page = PageFolder(out)
     for step in (0, 10):
         page.begin("vit", RunFacts("a", "pretrain", steps=20), Start(1.0, step, []))
-        if not step:
-            with open(page.path / "starts.jsonl", "a") as file:
-                file.write('{"time": 2.0, "st')
+        assert page.read_end() is None
+        page.end(End("FINISHED", {"outcome": "finished"}))
     assert [start.step for start in page.starts()] == [0, 10]
 
 
@@ -75,7 +74,7 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
     assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
-    assert "secret" not in (out / "run" / "page" / "facts.json").read_text()
+    assert "secret" not in (out / "run" / "run.json").read_text()
     assert sorted(run.data.metrics) == [
         "eval/val_top1",
         "health/bad_samples",

@@ -16,13 +16,13 @@ from polling import until
 from servers import MlflowServer, Postgres, Recorder
 from tracked_steps import log_step, warnings_in
 
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrackConfig, TrainConfig
-from pipeline.train.setup import write_settings
 
 pytestmark = pytest.mark.slow
 # The ends are far away: what is sent ends the wait, or what is refused.
@@ -144,7 +144,7 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     database = postgres.call("pg_dump", "runs")
     assert b"optimizer.lr" in database
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"config.json", "config.yaml", "mlflow.json", "metrics.jsonl", "facts.json"} <= {path.name for path in files}
+    assert {"config.yaml", "mlflow.json", "metrics.jsonl", "run.json"} <= {path.name for path in files}
     for where, content in {**files, "the database": database, "the output": (out + err).encode()}.items():
         assert postgres.password.encode() not in content, where
 

@@ -17,6 +17,7 @@ from tracked_steps import log_step, warnings_in
 
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import RunFacts, metric_name
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
@@ -48,10 +49,10 @@ def start(
         {**PARAMETERS, **parameters},
         {"data": "abc"},
         steps=1000,
-        artifacts=("config.json", "scores.json"),
-        changed=changed,
+        artifacts=("config.yaml", "scores.json"),
     )
-    return Tracker(TrackConfig(uri=uri, enabled=enabled), out, out / "run", facts, step, timing)
+    track, began = TrackConfig(uri=uri, enabled=enabled), Start(0, step or 0, changed=changed)
+    return Tracker(track, out, out / "run", facts, step, timing, began=began)
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
@@ -96,7 +97,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
     tracker = start(out)
     for step in range(1, 701):  # more than a batch
         tracker.log(step, {"loss": 1 / step, "lr": step * 1e-6})
-    (out / "run" / "config.json").write_text("{}")  # There are no scores yet.
+    (out / "run" / "config.yaml").write_text("{}")  # There are no scores yet.
     tracker.finish("FAILED")
     (run,) = runs(out)
     assert (run.info.status, run.data.params["section.field7"], len(run.data.params)) == (
@@ -108,7 +109,7 @@ def test_everything_arrives_in_one_run_over_two_lives(out: Path, capfd: pytest.C
     # Beside the database, and not in whatever folder the command was started in; a run folder with the same names.
     (artifacts,) = (out / "mlartifacts").glob("*/artifacts")
     found = sorted(str(path.relative_to(artifacts)) for path in artifacts.rglob("*") if path.is_file())
-    assert found == ["config.json", "metrics.jsonl", "page/end.json", "page/facts.json", "page/starts.jsonl"]
+    assert found == ["config.yaml", "metrics.jsonl", "run.json"]
 
     # A later life may have other settings; MLflow keeps the first ones.
     tracker = start(out, added=1, **{"section.field7": 8})
@@ -190,10 +191,11 @@ def test_a_page_that_cannot_be_written_does_not_keep_mlflow_from_the_end(out: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.value.filename == str(out / "run/metrics.jsonl")
-    (out / "run/page/end.json").mkdir()
+    (out / "run/run.json").unlink()
+    (out / "run/run.json").mkdir()
     with pytest.raises(IsADirectoryError) as error:
         tracker.finish("FAILED")
-    assert error.value.filename == str(out / "run/page/end.json")
+    assert error.value.filename == str(out / "run/run.json")
     assert [run.info.status for run in runs(out)] == ["FAILED"]
 
 
@@ -272,7 +274,7 @@ def test_disabled_tracking_writes_the_file_only(out: Path) -> None:
     tracker.finish("FINISHED")
     assert [line["metrics"] for line in written(out)] == [{"loss": 1.0}]
     # The page is for launch/track_sync.py, which can send the run later.
-    assert {path.name for path in (out / "run").iterdir()} == {"metrics.jsonl", "page"}
+    assert {path.name for path in (out / "run").iterdir()} == {"metrics.jsonl", "page", "run.json"}
     assert (out / "mlflow.db").read_bytes() == before
 
 

@@ -29,8 +29,10 @@ def test_who_is_waited_for() -> None:
         "data of step 7 for 60 s, b, process 2",
     )
     of_reader = diagnosis({0: waits, 1: reads}, ["a", "b"], folder)
-    assert of_reader[0] == f"hang: rank 1 on b has been in {reads}; stack in {folder / 'rank-00001.txt'}"
-    assert "1 rank wait" in of_reader[1]
+    assert "rank 1 on b" in of_reader[0]
+    assert reads in of_reader[0]
+    assert str(folder / "rank-00001.txt") in of_reader[0]
+    assert "1 of 2 ranks" in of_reader[1]
     assert "rank 1 on b does not respond" in diagnosis({0: waits}, ["a", "b"], folder)[0]
     assert len(diagnosis({0: waits, 1: waits}, ["a", "b"], folder)) == 2
 

@@ -62,7 +62,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     assert len(metrics(folder / "whole")) == 6
     for name in ("val_top1", "train_top1", "b_val_top1", "b_val_loss"):
         assert len(metrics(folder / "parts", name)) == 2, name
-    page = json.loads((folder / "whole" / "page" / "facts.json").read_text())
+    page = json.loads((folder / "whole" / "run.json").read_text())
     evaluated = [(of["name"], of["split"]) for of in page["facts"]["datasets"] if of["context"] == "evaluation"]
     assert evaluated == [("a", "val"), ("a", "train"), ("b", "val")]
     whole, parts = (

@@ -191,7 +191,7 @@ def test_frozen_parameters_wait_and_others_learn(runs: Path, stage: int, precisi
 
 def test_the_backbone_alone_is_exported(runs: Path) -> None:
     config, weights = models.read_weights(runs / "1-fp32")[:2]
-    assert json.loads((runs / "1-fp32" / "model.json").read_text())["num_classes"] == 0
+    assert PageFolder(runs / "1-fp32").read_facts().facts.model["num_classes"] == 0
     assert not [name for name in models.build(config).state_dict() if name not in weights]
 
 

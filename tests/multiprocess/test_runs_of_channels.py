@@ -88,7 +88,7 @@ def test_a_run_resumes_bit_for_bit(runs: Path, name: str) -> None:
     a, b = models.read_weights(whole), models.read_weights(cut)
     assert all(torch.equal(a.state[key], b.state[key]) for key in a.state)
     assert a.config.pixels == ALL[name]
-    saved = json.loads((whole / "model.json").read_text())
+    saved = json.loads((whole / "run.json").read_text())["facts"]["model"]
     assert ("pixels" in saved) == (name != "rgb")
 
 

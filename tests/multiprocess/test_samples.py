@@ -203,7 +203,7 @@ def test_a_run_that_has_not_begun_is_planned(overrides: list[str], run: Path, tm
     file.write_text(yaml.safe_dump(schema.to_dict(schema.load(RunConfig, None, overrides))))
     assert ask(file, "step=3") == ask(run, "step=3")
     assert {row["trained"] for row in ask(file, "sample=train00070")} == {"no"}
-    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
     assert ask(tmp_path, "step=3") == ask(run, "step=3")
 
 

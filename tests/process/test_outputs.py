@@ -138,8 +138,8 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
 
 # What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes such a folder.
 HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
-    "run": (["config.json", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
-    "grid": (["report.md", "results.json", "lr-0.1/config.json"], reports.GridConfig, ["run=r", "lr=1"]),
+    "run": (["config.yaml", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
+    "grid": (["report.md", "results.json", "grid.json"], reports.GridConfig, ["run=r", "lr=1"]),
     "study": (
         ["study.json", "report.html", "results.json"],
         study.StudyConfig,
@@ -149,7 +149,7 @@ HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
     "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
     "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
-    "comparison": (["report.md", "report.html", "table.csv"], reports.CompareConfig, ["runs=[a,b]"]),
+    "comparison": (["report.md", "report.html", "runs.parquet"], reports.CompareConfig, ["runs=[a,b]"]),
     "report of sweeps": (["report.md", "report.html", "scores.csv"], reports.VtabReportConfig, ["sweeps=s"]),
     "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
     "verification": (["report.json"], data.VerifyConfig, ["data=d"]),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pipeline import model as models
 from pipeline.base.metric import Metric
+from pipeline.evaluate import architecture
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker
@@ -45,15 +47,14 @@ def write_run(
     ]
     names = "model.name=ViT-Ti/16" if not any(s.startswith(("init.", "model.name")) for s in settings) else None
     config = schema.load(RunConfig, None, [*overrides, *([names] if names else []), *settings])
-    tree = schema.to_dict(config)
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(tree))
-    (folder / "model.json").write_text(json.dumps(model.to_dict()))
+    write_settings(config, folder)
     (folder / "status.json").write_text(json.dumps({"status": "finished", "step": steps, "code": 0, "reason": ""}))
     facts = RunFacts(
         folder.name,
         "finetune" if config.init.weights else "pretrain",
-        {"ranks": 2, "steps": steps, "samples": 1000, "excluded": "none", "seed": config.seed},
+        {"ranks": 2, "steps": steps, "samples": 1000, "excluded": "none", "seed": config.seed}
+        | architecture.as_settings(model),
         {"model": "ViT-32x2h2m64/16", "device": "cpu", "torch": "2.13.0", **source_tags()},
         tuple(
             dataclasses.replace(TEST, digest=digest, split=split, num_samples=count, context=context)
@@ -65,10 +66,11 @@ def write_run(
         steps,
         config.train.global_batch,
         float(models.training_flops_per_image(model)),
-        artifacts=("config.json", "model.json"),
+        artifacts=("config.yaml",),
         score="test_top1",
         origin=origin,
         metrics=declared or {},
+        checkpoint_folder=config.checkpoint.folder,
     )
     track = TrackConfig(enabled=tracked)
     timing = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
@@ -84,8 +86,4 @@ def write_run(
         elif top1:
             tracker.log(step, {"test_top1": top1, "test_loss": 1 - top1, "test_num_samples": num_samples})
     tracker.finish("FINISHED", outcome="finished")
-    page = folder / "page"
-    page.mkdir(exist_ok=True)
-    if not (page / "facts.json").exists():
-        (page / "facts.json").write_text(json.dumps({"experiment": "vit", "facts": dataclasses.asdict(facts)}))
     return folder

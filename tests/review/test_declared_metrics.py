@@ -8,7 +8,6 @@ import pytest
 from review_runs import TEST, write_run
 
 from pipeline.base.metric import Metric
-from pipeline.base.page import PngImage, Table, markdown
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
@@ -48,15 +47,12 @@ def test_a_report_shows_them(runs: list[RunRecord]) -> None:
             "0.75",
             10,
         )
-        blocks = list(report.page(record))
-        (scores,) = (block for block in blocks if isinstance(block, Table) and block.header[0] == "score")
-        assert [tuple(row) for row in scores.rows] == [
-            ("alignment, split test", "0.75", "20", "0.25", "10", "400"),
-            ("kept, split test", "75.00 %", "20", "75.00 %", "20", "400"),
+        assert list(report.score_rows(record)) == [
+            ("test alignment", "0.75", "20", "0.25", "10", "400"),
+            ("test kept", "75.00 %", "20", "75.00 %", "20", "400"),
         ]
-        assert "Brackets are 95 % intervals" not in markdown("a", blocks)  # There are none: shares are not of images.
         # A panel for each in the figure of the curves.
-        (curves,) = (block.png for block in blocks if isinstance(block, PngImage) and block.name == "curves.png")
+        curves = report.page("a", record)["curves.png"]
         without = report.draw_run(dataclasses.replace(record, declared={}))
         assert without is not None
         assert int.from_bytes(curves[20:24]) > int.from_bytes(without[20:24])  # The height of a PNG.
@@ -65,14 +61,10 @@ def test_a_report_shows_them(runs: list[RunRecord]) -> None:
 @pytest.mark.slow
 def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     records = compare.named(runs[:2])
-    blocks = list(compare.page(records, compare.groups_of(records), []))
-    text = markdown("both", blocks)
-    assert "by test alignment" in text
-    ranking = next(
-        block for block in blocks if isinstance(block, Table) and tuple(block.header) == ("run", "last score", "step")
-    )
-    assert [row[0] for row in ranking.rows] == ["b", "a"]  # Lower is better.
-    assert "more than noise" not in text  # Tests are of proportions of images.
+    (group,) = compare.groups_of(records)
+    assert "by test alignment" in group.title
+    assert [row[0] for row in group.ranking().rows] == ["b", "a"]  # Lower is better.
+    assert group.pairs == []  # Tests are of proportions of images.
     assert [picture.name for picture in budgets.curves(records)] == [
         "training_loss.png",
         "metric_alignment.png",

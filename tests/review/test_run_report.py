@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from review_runs import MODEL, write_run
 
-from pipeline.base.page import markdown
 from pipeline.checkpoint.store import FORMAT
+from pipeline.lifecycle.run_folder import read_settings
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.page_folder import Start
+from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
 from pipeline.review import report
 from pipeline.review.reader import from_folder, read
+from pipeline.review.record import RunRecord
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 
@@ -25,16 +26,23 @@ def checkpoint(run: Path, step: int) -> Path:
     """A checkpoint with checksums, as far as a report reads it, where the run keeps its checkpoints."""
     folder = Path(checkpoints_of(run)) / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    settings = json.loads((run / "config.json").read_text())
-    identity = {
-        **{name: settings[name] for name in ("name", "out")},
-        "checkpoint.folder": settings["checkpoint"]["folder"],
-    }
+    settings = read_settings(run)
+    identity = {"name": settings.name, "out": settings.out, "checkpoint.folder": settings.checkpoint.folder}
     (folder / "state.json").write_text(
         json.dumps({"format": FORMAT, "step": step, "model": MODEL.to_dict(), "identity": identity})
     )
     (folder / "checksums.json").write_text(json.dumps({"model.safetensors": {"bytes": 1, "sha256": f"{step:064x}"}}))
     return folder
+
+
+def page_of(record: RunRecord) -> str:
+    return str(report.page(record.name, record)["report.md"])
+
+
+def change(folder: Path, **fields: object) -> None:
+    """Replace fields of run.json."""
+    page = PageFolder(folder)
+    page.file.write_text(json.dumps(asdict(replace(page.read_facts(), **fields))))
 
 
 def test_downloaded_artifacts_are_a_run_folder_with_the_same_page(out: Path) -> None:
@@ -47,11 +55,8 @@ def test_downloaded_artifacts_are_a_run_folder_with_the_same_page(out: Path) -> 
     download_artifacts(run_id=run_id_of(folder), dst_path=str(there), tracking_uri=default_uri(out))
     pages = []
     for record in (from_folder(folder), read(str(there))):
-        shown = markdown(record.name, [block for block in report.page(record) if block != report.Heading("Weights")])
-        lines = [
-            line for line in shown.splitlines() if "un folder" not in line and "There is no checkpoint" not in line
-        ]
-        pages.append(lines)
+        shown = page_of(record).splitlines()
+        pages.append([line for line in shown if "un folder" not in line and "There is no checkpoint" not in line])
     assert pages[0] == pages[1]
     for shown in ("90.00 % [86.67, 92.57]", "training 30.00%", "| optimizer.lr | 0.5 |", "20 of 20"):
         assert any(shown in line for line in pages[1]) == (shown != "20 of 20"), shown
@@ -76,7 +81,7 @@ def test_lineage_is_a_table_of_the_weights_that_runs_began_with(tmp_path: Path, 
         ("last", "fine-tuning", "tuned", "20", "90.00 % digits:test", f"{20:064x}", "id-tuned"),
         ("tuned", "fine-tuning", "base", "10", "4.55 % digits:test", f"{10:064x}", "id-base"),
     ]
-    page = markdown("tuned", list(report.page(from_folder(tuned))))
+    page = page_of(from_folder(tuned))
     assert "4.55 % digits:test" in page
     assert "6.42" not in page
 
@@ -88,15 +93,14 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
     (folder / "status.json").write_text(
         json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN. Lower optimizer.lr."})
     )
-    (folder / "page" / "end.json").unlink(missing_ok=True)
-    starts = [Start(0, 0, ["a"]), Start(1, 10, ["a"], "stopped at step 10: SIGTERM", "optimizer.lr was 0.1, is 0.2")]
-    (folder / "page" / "starts.jsonl").write_text("".join(json.dumps(asdict(start)) + "\n" for start in starts))
+    starts = (Start(0, 0, ["a"]), Start(1, 10, ["a"], "stopped at step 10: SIGTERM", "optimizer.lr was 0.1, is 0.2"))
+    change(folder, end=None, starts=starts)
     checkpoint(folder, 10)
     checkpoint(folder, 20)
     (folder / "checkpoints" / "kept.json").write_text(
         json.dumps({"always": [], "best": "step-00000010", "metric": "test_top1", "value": 0.6})
     )
-    page = markdown("a", list(report.page(from_folder(folder))))
+    page = page_of(from_folder(folder))
     for shown in (
         "optimizer.lr was 0.1, is 0.2",
         "3 steps skipped",
@@ -114,17 +118,16 @@ def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
 def test_epochs_of_a_mixture_are_those_of_its_first_set(tmp_path: Path) -> None:
     """All images of the mixture were counted as those of data.path."""
     folder = write_run(tmp_path / "a", steps=500)  # Of 16 images each, 4,000 of them from the 1,000 of data.path.
-    facts = json.loads((folder / "page" / "facts.json").read_text())
-    for epochs, shown in (({}, "8.0"), ({"epochs": "4.0"}, "4.0")):
-        facts["facts"]["parameters"] |= epochs
-        (folder / "page" / "facts.json").write_text(json.dumps(facts))
-        page = markdown("a", list(report.page(from_folder(folder))))
+    facts = PageFolder(folder).read_facts().facts
+    for epochs, shown in (({}, "8.0"), ({"epochs": 4.0}, "4.0")):
+        change(folder, facts=replace(facts, parameters=facts.parameters | epochs))
+        page = page_of(from_folder(folder))
         assert f"| epochs | {shown} | {shown} |" in page
 
 
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", "optimizer.lr=0.5", model=replace(MODEL, dropout=0.25))
-    page = markdown("a", list(report.page(from_folder(folder))))
+    page = page_of(from_folder(folder))
     assert "| optimizer.lr | 0.5 | 0.001 |" in page
     assert "| model.dropout | 0.25 | 0.0 |" in page
     assert "optimizer.beta1" not in page
@@ -151,9 +154,7 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
 def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
     """As the run itself counted them."""
     folder = write_run(tmp_path / "a", steps=10)
-    page = json.loads((folder / "page/facts.json").read_text())
-    page["facts"]["flops_per_image"] = 7e9
-    (folder / "page/facts.json").write_text(json.dumps(page))
+    change(folder, facts=replace(PageFolder(folder).read_facts().facts, flops_per_image=7e9))
     assert from_folder(folder).exaflops == pytest.approx(10 * 16 * 7e9 / 1e18)
 
 
@@ -168,5 +169,5 @@ def test_the_command_that_scores_the_weights_names_a_split_that_there_is(out: Pa
         ({"data.eval_split": "test"}, (record.datasets[0], held_out), " split=test"),
         ({"data.eval_split": None}, (record.datasets[0], held_out), ""),
     ):
-        *_, code = report._weights(replace(record, datasets=datasets, settings=record.settings | settings))
-        assert f"evaluate.py 'weights={path.resolve()}' data=datasets/digits{split}\n" in code.text
+        _, code = report.weights(replace(record, datasets=datasets, settings=record.settings | settings))
+        assert f"evaluate.py 'weights={path.resolve()}' data=datasets/digits{split}\n" in code

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import RunFolder, Status
+from pipeline.lifecycle.run_folder import RunFolder, Status, write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
@@ -91,9 +91,7 @@ def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path
     assert tracked["files"] == [
         "metrics.jsonl",
         "notes.txt",
-        "page/end.json",
-        "page/facts.json",
-        "page/starts.jsonl",
+        "run.json",
         "page/figures/loss.png",
     ]
     assert tracked["tags"]["mlflow.note.content"] == "What run is.\n\n**Result**: good."
@@ -117,7 +115,7 @@ def test_the_rest_of_a_run_whose_server_was_away(tmp_path: Path, capfd: pytest.C
 def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b", "c"):
         trained(tmp_path, name, enabled=False)
-    damaged = tmp_path / "b" / "page" / "facts.json"
+    damaged = tmp_path / "b" / "run.json"
     damaged.write_text(damaged.read_text()[:-10])
     with pytest.raises(UserError, match=r"^1 of 3 runs could not be read and sent, see above"):
         run(SyncConfig(runs=[str(tmp_path)]))
@@ -189,6 +187,6 @@ def test_a_run_that_was_not_tracked_goes_to_the_store_in_its_settings(tmp_path: 
     trained(tmp_path, "run", enabled=False)
     other = f"track.uri=sqlite:///{tmp_path / 'other.db'}"
     settings = schema.load(RunConfig, "configs/pretrain/cifar10_vit.yaml", [other])
-    (tmp_path / "run" / "config.json").write_text(json.dumps(schema.to_dict(settings)))
+    write_settings(settings, tmp_path / "run")
     run(SyncConfig(runs=[str(tmp_path / "run")]))
     assert len(page(f"sqlite:///{tmp_path / 'other.db'}", "run")["points"]) == 20

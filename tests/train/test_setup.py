@@ -13,7 +13,6 @@ from forked import Forge
 from ranks import settings
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Table
 from pipeline.evaluate import report
 from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.review import report as run_report
@@ -48,7 +47,7 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
     assert marked("moved", "scores.json") == marked("tuned", "scores.json") == marked("taught", "scores.json") == "base"
     assert marked("moved", "probe.json") == "", "its probe is tested on val"
     assert marked("tuned", "probe.json") == "tuned"
-    facts = json.loads((tmp_path / "tuned/page/facts.json").read_text())["facts"]
+    facts = json.loads((tmp_path / "tuned/run.json").read_text())["facts"]
     assert [of["notes"].get("trained_by") for of in facts["datasets"]] == [None, "base"]
     for run, split, by in (
         ("moved", "train", "base"),
@@ -74,19 +73,12 @@ def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
     assert "of 6 steps were skipped" in status.reason
     assert "25.00% of 4 classes" in status.reason
     assert status.reason in (tmp_path / "broken/log.txt").read_text().splitlines()[-1]
-    end = json.loads((tmp_path / "broken/page/end.json").read_text())
+    end = json.loads((tmp_path / "broken/run.json").read_text())["end"]
     assert (end["status"], end["tags"]["outcome"]) == ("FINISHED", f"finished, but {status.reason}"[:500])
     assert status.reason in end["tags"]["mlflow.note.content"]
     records = {name: from_folder(tmp_path / name) for name in ("broken", "sound")}
     assert any("broken (finished, but " in line for line in comparable(records, []))
-    shown = [
-        cell
-        for block in run_report.page(records["broken"])
-        if isinstance(block, Table)
-        for row in block.rows
-        for cell in row
-    ]
-    assert any("of 6 steps were skipped" in cell for cell in shown)
+    assert any("of 6 steps were skipped" in problem for problem in run_report.problems(records["broken"]))
     assert records["sound"].outcome == "finished"
     assert read_status(tmp_path / "sound") == Status("finished", 30, 0, "")
     told = json.loads((tmp_path / "sound/page/end.json").read_text())["tags"]["mlflow.note.content"]

@@ -27,7 +27,7 @@ from pipeline.checkpoint.store import FORMAT, Counters, State
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out, open_run_data
-from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_of_another
+from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_of_another, write_settings
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
@@ -330,7 +330,7 @@ def test_a_run_is_not_trained_partly_with_other_settings(data: Path, tmp_path: P
 
 
 def test_settings_that_a_run_was_trained_with_are_found_wherever_they_are_left(data: Path, tmp_path: Path) -> None:
-    """With config.json damaged, or the checkpoints moved to another checkpoint.folder, a run went on with another rate."""
+    """With config.yaml damaged, or the checkpoints moved to another checkpoint.folder, a run went on with another rate."""
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
 
     def cell(lr: float, *more: str) -> ChildRun:
@@ -341,7 +341,7 @@ def test_settings_that_a_run_was_trained_with_are_found_wherever_they_are_left(d
 
     run, other, changed = cell(0.1), cell(0.2), "optimizer.lr was 0.1, is 0.2"
     leave_behind(run, "finetune", 0.5)
-    config, step = run.folder / "config.json", run.folder / "checkpoints" / "step-00000004"
+    config, step = run.folder / "config.yaml", run.folder / "checkpoints" / "step-00000004"
     good = config.read_text()
     invalid = schema.to_dict(run.config) | {"optimizer": {"name": "none"}}
     for damaged in ("{", json.dumps(invalid), None):
@@ -366,7 +366,11 @@ def test_settings_that_a_run_was_trained_with_are_found_wherever_they_are_left(d
     assert trained_otherwise(other) == ""
     assert trained_otherwise(cell(0.1, elsewhere)) == ""
     assert trained_otherwise(cell(0.2, elsewhere)) == f"{changed}; with checkpoints in {tmp_path}/large/cell"
-    config.write_text(json.dumps(schema.to_dict(cell(0.1, elsewhere).config)))
+    moved = cell(0.1, elsewhere).config
+    write_settings(moved, run.folder)
+    (run.folder / "run.json").write_text(
+        json.dumps({"facts": {"name": "cell", "checkpoint_folder": moved.checkpoint.folder}})
+    )
     assert trained_otherwise(other) == f"{changed}; with checkpoints in {tmp_path}/large/cell"
 
 
@@ -461,20 +465,21 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
     settings = [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights=x,track.uri={uri}]", "lr=[0.1]"]
     cell = grid.make_run(schema.load(GridConfig, None, settings), "final", 0.1, 0, 0.0)
     cell.folder.mkdir(parents=True)
-    written = json.dumps(schema.to_dict(cell.config))
+    write_settings(cell.config, cell.folder)
+    written = (cell.folder / "config.yaml").read_text()
     (cell.folder / "status.json").write_text('{"status": "finished", "step": 12, "code": 0, "reason": ""}')
     (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.5, "loss": 1.25, "num_samples": 37}')
     for content, is_found in (
         (written, True),
         (written.replace("secret", "***"), True),
         (written.replace("db.example", "other.example"), True),
-        (written.replace('"stop_after_minutes": 0.0', '"stop_after_minutes": 9.0'), True),
-        (written.replace('"zero_stage": 1', '"zero_stage": 2'), False),
-        (written.replace('"seed": 0', '"seed": 1'), False),
+        (written.replace("stop_after_minutes: 0.0", "stop_after_minutes: 9.0"), True),
+        (written.replace("zero_stage: 1", "zero_stage: 2"), False),
+        (written.replace("\nseed: 0", "\nseed: 1"), False),
     ):
-        (cell.folder / "config.json").write_text(content)
+        (cell.folder / "config.yaml").write_text(content)
         assert (read_outcome(cell) is not None) == is_found
-    (cell.folder / "config.json").write_text(written)
+    (cell.folder / "config.yaml").write_text(written)
     (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.0, "loss": null, "num_samples": 37}')
     assert "no finite loss" in str(read_outcome(cell)), "it counts as diverged, instead of being run again without end"
 

@@ -171,7 +171,7 @@ def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
     run, checkpoint = Path("runs/vit"), Path("disk/vit/step-00000001")
     for folder in (run, checkpoint):
         folder.mkdir(parents=True)
-    (run / "config.json").write_text(json.dumps({"name": "vit", "checkpoint": {"folder": place}}))
+    (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": place}}))
     write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
     identity = {"name": "vit", "out": "runs", "checkpoint.folder": place}
     (checkpoint / "state.json").write_text(json.dumps({"identity": identity}))
@@ -186,7 +186,7 @@ def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
         assert results is not None
         assert results["checkpoint"]["run_id"] == "abc"
     # A run of this name that keeps its checkpoints in another place is another run.
-    (run / "config.json").write_text(json.dumps({"name": "vit", "checkpoint": {"folder": f"{place}/2"}}))
+    (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": f"{place}/2"}}))
     assert run_of_weights(str(checkpoint)) is None
 
 

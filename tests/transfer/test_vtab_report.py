@@ -202,7 +202,7 @@ def test_settings_to_folder_and_mlflow(database: Path, tmp_path: Path, capsys: p
     assert "60.00" in capsys.readouterr().out
     out = tmp_path / "out"
     names = {"report.md", "report.html", "scores.csv", "tasks.png", "means.png"}
-    assert {path.name for path in out.iterdir()} == names | {"metrics.jsonl", "mlflow.json", "page"}
+    assert {path.name for path in out.iterdir()} == names | {"metrics.jsonl", "mlflow.json", "page", "run.json"}
     rows = list(csv.DictReader((out / "scores.csv").open()))
     assert len(rows) == 5 * (19 + 4)
     found = {(row["model"], row["name"]): row for row in rows}

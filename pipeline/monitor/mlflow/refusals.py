@@ -11,21 +11,6 @@ from pipeline.monitor.run_page import hide_passwords
 T = TypeVar("T")
 
 _MAX_REASON = 300
-# What is wrong with a store that answers with a status, or with an error of MLflow's that stands for it; and the way out.
-_ACCESS = (
-    "denies access",
-    "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
-)
-_NO_REQUEST = ("has no such request", "is this the address of an MLflow server, and its version at least 3?")
-_ANSWERS: dict[str | int, tuple[str, str]] = {
-    401: _ACCESS,
-    403: _ACCESS,
-    404: _NO_REQUEST,
-    "UNAUTHENTICATED": _ACCESS,
-    "PERMISSION_DENIED": _ACCESS,
-    "ENDPOINT_NOT_FOUND": _NO_REQUEST,
-}
-_NO_TRUST = "CERTIFICATE_VERIFY_FAILED"
 # In the text of an error: MLflow has no code for it.
 _TOO_LARGE = "failed with error code 413 "
 
@@ -86,26 +71,14 @@ def is_refusal(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords, and the way out if it is known.
+    """What an exception says, on one line without passwords.
 
     Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at the end.
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
-    text = text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
-    _, way_out = _answer(error)
-    if _NO_TRUST in str(error):
-        way_out = "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate of its authority"
-    return f"{text}; {way_out}" if way_out else text
+    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
 
 
 def what_failed(error: Exception) -> str:
-    """What a store did that did not carry out a request, as "cannot be reached", and why, in brackets."""
-    what, _ = ("refused the run", "") if is_refusal(error) else _answer(error)
-    return f"{what} ({one_line(error)})"
-
-
-def _answer(error: Exception) -> tuple[str, str]:
-    """Returns (what is wrong with the store, the way out or nothing)."""
-    # Requests about artifacts raise HTTPError.
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return _ANSWERS.get(getattr(error, "error_code", "") or status, ("cannot be reached", ""))
+    """What a store did that did not carry out a request, and why, in brackets."""
+    return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"

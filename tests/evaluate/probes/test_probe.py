@@ -64,10 +64,10 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     assert one == two
     assert one["step"] == 6
     # Of so many images, the report and MLflow's page give intervals.
-    assert json.loads((runs[0] / "page" / "facts.json").read_text())["facts"]["parameters"][PROBED_IMAGES] == 61
+    assert json.loads((runs[0] / "run.json").read_text())["facts"]["parameters"][PROBED_IMAGES] == 61
     found = intervals.of_samples(one["knn"]["top1"], 61)
-    told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}] at step 6"
-    assert told in (runs[0] / "page" / "end.json").read_text()
+    told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}]"
+    assert told in (runs[0] / "run.json").read_text()
     scored = report.run(
         schema.load(
             ScoreConfig,
@@ -162,7 +162,7 @@ def test_a_collapse_is_said_once_in_log_and_description(
     said = [line for line in (folder / "log.txt").read_text().splitlines() if "collapse: " in line]
     assert len(said) == 1
     assert "step 2: collapse: RankMe 1 of at most 32" in said[0]
-    tags = json.loads((folder / "page" / "end.json").read_text())["tags"]
+    tags = json.loads((folder / "run.json").read_text())["end"]["tags"]
     assert said[0].endswith(tags["collapse"])
     assert "Warnings: step 2: collapse: RankMe 1" in tags["mlflow.note.content"]
 

@@ -19,7 +19,6 @@ from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, Pixels, PixelType
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
-from pipeline.base.page import markdown
 from pipeline.base.trained_on import TrainedSet
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.decode import decode
@@ -27,7 +26,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import apply, run
 from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
 from pipeline.process.outputs import holding_outputs
-from pipeline.review import compare
+from pipeline.review import compare, table
 from pipeline.review.reader import read
 from pipeline.settings.commands.segment import SegmentConfig
 
@@ -69,9 +68,12 @@ def test_from_images_to_mlflow(
     values = [record.last_score.value for record in group.records.values()]
     assert sorted(values) == sorted([scores["miou"], other["miou"]])
     assert not group.pairs
-    rows = {name: set(values) for name, *values in compare.differences(compare.settings_of(records))}
+    rows = {
+        name: set(values)
+        for name, *values in table.differences({name: table.settings_of(record) for name, record in records.items()})
+    }
     assert rows["length"] == {"1 steps of 4", "60 steps of 4"}
-    assert "mIoU" in markdown("", list(compare.page(records, [group], [])))
+    assert "mIoU" in str(compare.page(records, [group], [])["report.md"])
 
 
 def test_the_same_command_gives_the_same_bits(write_pairs: Write, weights: Path, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.model import create, save
+from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.run_page import RunFacts
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.running import driver
@@ -23,7 +26,7 @@ from pipeline.study.running.cells import Study, new_flops, open_study
 from pipeline.study.running.compute import compute_of_runs, pretraining_compute
 from pipeline.study.running.cost import CostEstimate, estimate
 from pipeline.study.running.slurm import write_script
-from pipeline.transfer.child_run import make_child
+from pipeline.transfer.child_run import ChildRun, make_child
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -329,6 +332,10 @@ def test_a_cooldown_is_refused_where_steps_follow_the_length_of_the_run(
         open_study(make(base, text, "models=[{name: slim}]", f"settings=[{settings}]"))
 
 
+def facts_of_run(run: ChildRun) -> RunFacts:
+    return RunFacts(run.name, "pretrain", steps=30, images_per_step=run.config.train.global_batch, flops_per_image=1e9)
+
+
 def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) -> None:
     """Weights by the path that a run's report shows counted as free beside a new model."""
     run = make_child("mae", str(base), ["name=mae", f"out={base.parent}", "train.length=30 steps"])
@@ -337,8 +344,8 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
         path.mkdir(parents=True)
         save(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
     (last.parent / "latest").write_text(last.name)
-    (run.folder / "model.json").write_text(json.dumps(create("ViT-mu/4", 16, 4).config.to_dict()))
-    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
+    write_settings(run.config, run.folder)
+    PageFolder(run.folder).begin("vit", facts_of_run(run), Start(0, 0, []))
     (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
     (whole,) = compute_of_runs(run.folder)
     assert whole > 0
@@ -357,8 +364,8 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
         model = create("ViT-mu/4", 16, 4)
         save(model, checkpoint / "model.safetensors", {})
         (checkpoint.parent / "latest").write_text(checkpoint.name)
-        (run.folder / "model.json").write_text(json.dumps(model.config.to_dict()))
-        (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
+        write_settings(run.config, run.folder)
+        PageFolder(run.folder).begin("vit", facts_of_run(run), Start(0, 0, []))
         (run.folder / "status.json").write_text(status)
         return run.folder
 

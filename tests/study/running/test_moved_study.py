@@ -11,6 +11,7 @@ from tiny_study import write_run
 
 from pipeline.base.errors import UserError
 from pipeline.evaluate.intervals import of_samples
+from pipeline.lifecycle.run_folder import write_settings
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.study.points import points_of
@@ -41,7 +42,7 @@ def make(base: Path, out: str = "study", *settings: str) -> StudyConfig:
 def end(run: ChildRun, top1: float | None) -> None:
     """Write what a finished run leaves. top1: None for one that nothing is measured of on held-out images."""
     run.folder.mkdir(parents=True)
-    (run.folder / "config.json").write_text(json.dumps(schema.to_dict(run.config)))
+    write_settings(run.config, run.folder)
     (run.folder / "status.json").write_text('{"status": "finished", "step": 8, "code": 0, "reason": ""}')
     scores = {"step": 8, "top1": top1, "top5": 1.0, "loss": 0.5, "num_samples": 37}
     if top1 is not None:
@@ -84,12 +85,12 @@ def cut(folder: Path, name: str) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "status": (lambda folder: cut(folder, "status.json"), "status.json is not valid JSON"),
-    "settings": (lambda folder: cut(folder, "config.json"), "config.json is not valid JSON"),
+    "settings": (lambda folder: cut(folder, "config.yaml"), "config.yaml is damaged"),
     "scores": (lambda folder: cut(folder, "scores.json"), "scores.json is not valid JSON"),
     "no scores": (lambda folder: (folder / "scores.json").unlink(), "scores.json is missing"),
     "other settings": (
-        lambda folder: (folder / "config.json").write_text(
-            (folder / "config.json").read_text().replace('"seed": 0', '"seed": 5')
+        lambda folder: (folder / "config.yaml").write_text(
+            (folder / "config.yaml").read_text().replace("\nseed: 0", "\nseed: 5")
         ),
         "was trained with other settings: seed was 5, is 0.",
     ),

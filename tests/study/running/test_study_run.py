@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from forked import Forge
 from safetensors.torch import load_file
 from tiny_study import write_run
@@ -121,7 +122,7 @@ def test_lengths_that_share_their_first_steps_equal_runs_of_their_own(
     assert "slim-6_steps-seed0" not in log
     assert [cell.images_seen for cell in by_name(results).values()] == [6 * 24, 12 * 24]
     # The same run by itself, from its first step.
-    config = json.loads((folder / "slim-12_steps-seed0" / "config.json").read_text())
+    config = yaml.safe_load((folder / "slim-12_steps-seed0" / "config.yaml").read_text())
     assert forge.start(1, overrides_of(config, name="alone")).wait() == [0]
     assert "resumed" not in (folder / "alone" / "log.txt").read_text()
     weights = [
@@ -344,7 +345,7 @@ def test_cells_on_ray_with_a_killed_worker_and_a_killed_driver(
     assert "2 cells, 1 of them done" in said.read_text()
     assert not (folder / "progress.json").exists()
     # The same runs in a row, without Ray.
-    configs = [json.loads((Path(cell.folder) / "config.json").read_text()) for cell in results.cells]
+    configs = [yaml.safe_load((Path(cell.folder) / "config.yaml").read_text()) for cell in results.cells]
     undisturbed = [overrides_of(config, out=str(tmp_path / "alone")) for config in configs]
     assert forge.start(1, *undisturbed).wait() == [0]
     for cell in results.cells:
