@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,11 +29,10 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(Settings):
     out: str = setting(
         "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
     )

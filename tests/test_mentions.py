@@ -315,4 +315,9 @@ def _check(cls: type, subject: str, flag: str, words: list[str]) -> None:
         return
     for word in words:
         if "=" in word and not word.startswith(("-", "[")):
-            schema._apply(cls, {}, word.replace("...", "x"))
+            schema._apply(tree := {}, word.replace("...", "x"))
+            try:
+                schema.build(cls, tree, "the command line")
+            except UserError as error:
+                if "is not set" not in str(error):
+                    raise

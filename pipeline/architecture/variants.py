@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from pipeline.architecture.config import OPTIONS, Config, ResNetConfig, ViTConfig
+from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -105,9 +105,7 @@ def overridden(name: str, changes: Mapping[str, Any]) -> dict[str, tuple[Any, An
     changes: as of `configure`; None keeps the implied value, and other keys are ignored. Raises UserError for an unknown name.
     """
     cls, values = _implied(name)
-    usual = {
-        name: getattr(cls, name) for name, option in OPTIONS.items() if option.setting is None and hasattr(cls, name)
-    }
+    usual = {field.name: field.default for field in fields(cls) if field.default is None or field.name == "pool"}
     if "patch_size" in values:
         usual["patch_stride"] = values["patch_size"]
     values = {**usual, **values}

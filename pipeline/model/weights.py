@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import OPTIONS, ChannelRule, Config, Gelu, Kernel, ViTConfig
+from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Config, Gelu, Kernel, ViTConfig
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
@@ -239,7 +239,7 @@ def load(
         another project that do not describe their channels take these pixels, if they are as many.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
-    training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path.
+    training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path.
     Returns a model with fp32 parameters on the CPU, in training mode.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
@@ -301,7 +301,7 @@ def adapted(
         head_bias=old.head_bias if keep_head else 0.0,
         pixels=_pixels_read(old.pixels, pixels, path),
     )
-    if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
+    if wrong := training.keys() - set(ONLY_TRAIN):
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     given = {"gelu": gelu, **training, "kernel": kernel}
     if not isinstance(config, ViTConfig):

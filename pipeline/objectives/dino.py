@@ -9,7 +9,7 @@ Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M ma
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import cos, log, pi
 from typing import Any, Literal, cast
@@ -38,7 +38,8 @@ from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings.objective_checks import LOCAL_SIZE, check_small_views, dino_compares_micro_batch
 from pipeline.settings.quantities import MAX_SIDE, Length
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
+from pipeline.settings.shared import Share
 
 _SINKHORN_STEPS = 3
 # What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which the running mean
@@ -49,8 +50,7 @@ _CERTAIN, _FOLLOWED = 0.01, 0.01
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
-@dataclass(frozen=True, kw_only=True)
-class DinoSettings:
+class DinoSettings(Settings):
     prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
@@ -68,11 +68,11 @@ class DinoSettings:
         max=1,
         needs="local_views",
     )
-    blur: list[float] = setting(
-        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
+    blur: list[Share] = setting(
+        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones."
     )
-    solarise: list[float] = setting(
-        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones.", min=0, max=1
+    solarise: list[Share] = setting(
+        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones."
     )
     student_temperature: float = setting(0.1, "What the student's outputs are divided by.", above=0)
     teacher_temperature: float = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.", above=0)

@@ -9,7 +9,7 @@ as many images without a label.
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from pipeline.model import Model
 from pipeline.objectives.classification import Classification, losses
 from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
 from pipeline.settings.run import AugmentConfig, RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 # What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
 _CROP_AND_FLIP = (
@@ -44,8 +44,7 @@ _CROP_AND_FLIP = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PseudoLabelsSettings:
+class PseudoLabelsSettings(Settings):
     threshold: float = setting(
         0.6,
         "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of ImageNet's "

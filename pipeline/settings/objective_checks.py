@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.architecture.config import OPTIONS, Config, ViTConfig
+from pipeline.architecture.config import Config, ViTConfig
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
@@ -62,7 +62,7 @@ def check_objective(config: "RunConfig") -> None:
             f"train.loss = {loss} compares all samples of a step: train.global_batch = 1 must be 2 or more."
         )
     if loss in ("mae", "dino", "lejepa") and config.model.name:
-        given = {name: getattr(config.model, name) for name in OPTIONS} | {"num_classes": 0, "representation": False}
+        given = config.model.options | {"num_classes": 0, "representation": False}
         backbone = configure(config.model.name, config.model.image_size, **given)
         if loss == "mae":
             check_encodes_kept(backbone, "mae")

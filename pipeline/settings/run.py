@@ -5,10 +5,10 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective in obj
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.config import ONLY_TRAIN
 from pipeline.architecture.variants import check_name, num_blocks
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -34,14 +34,13 @@ from pipeline.settings.run_sections import (
     RunScheduleConfig,
     TrainConfig,
 )
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import result_name
 
 _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
     # An override may turn off what settings of the file need, and config.yaml keeps both: they are a line of the log and of the plan,
@@ -159,8 +158,9 @@ class RunConfig:
                 "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random values. Use train.freeze=encoder, "
                 "which trains the pool and the head."
             )
-        fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
-        if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
+        usual = ModelConfig(name=None).options
+        fixed = {name: value for name, value in self.model.options.items() if name not in ONLY_TRAIN}
+        if other := [f"model.{name}" for name, value in fixed.items() if value != usual[name]]:
             raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
 
     def parts(self) -> list["RunConfig"]:

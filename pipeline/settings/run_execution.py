@@ -1,23 +1,26 @@
 """The sections of a run's settings that say how it is computed, scored, saved, watched and tracked. `run.py` has them all."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+
+from pydantic import NonNegativeInt, PositiveFloat
 
 from pipeline.architecture.config import ChannelRule, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import Length
-from pipeline.settings.schema import setting
-from pipeline.settings.shared import batch_size, kernel_setting, minutes, mlflow_uri
+from pipeline.settings.schema import Settings, setting
+from pipeline.settings.shared import ShellWords, batch_size, kernel_setting, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    zero_stage: Literal[0, 1, 2, 3] = setting(
-        1, "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."
+class EngineConfig(Settings):
+    zero_stage: int = setting(
+        1,
+        "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters.",
+        min=0,
+        max=3,
     )
     precision: TrainPrecision = setting(
         "bf16",
@@ -47,27 +50,24 @@ class EngineConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Settings):
     every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
     batch: int = batch_size(64, "Images per forward pass of one rank.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
+class ProbeConfig(Settings):
     """Scores of features without training: few-shot linear and k-nearest-neighbour accuracy; without labels, RankMe."""
 
     train_split: str = setting(
         "train", "Split that few-shot images and neighbours are chosen from.", needs="shots|neighbours"
     )
-    shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
+    shots: list[NonNegativeInt] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.")
     shots_seeds: int = setting(
         3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000, needs="shots"
     )
-    l2: list[float] = setting(
+    l2: list[PositiveFloat] = setting(
         [1024.0],
         "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
-        above=0,
         min_items=1,
         needs="shots",
     )
@@ -123,7 +123,6 @@ class EvaluatorConfig(Protocol):
         """What it measures, by name in metrics.jsonl, the most telling first."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
     data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
@@ -140,8 +139,7 @@ class RunProbeConfig(ProbeConfig):
         return self.metrics(self.prefix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
     keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
     keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
@@ -161,8 +159,7 @@ class CheckpointConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(Settings):
     on_spike: Literal["warn", "skip", "rollback"] = setting(
         "warn",
         "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
@@ -191,8 +188,7 @@ class HealthConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitConfig:
+class InitConfig(Settings):
     weights: str | None = setting(
         None,
         "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
@@ -219,8 +215,7 @@ class InitConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrackConfig:
+class TrackConfig(Settings):
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
     uri: str = mlflow_uri("MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
@@ -246,11 +241,9 @@ class TrackConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    env: str = setting(
+class LaunchConfig(Settings):
+    env: ShellWords = setting(
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
         "NAME=value. Put secrets into the environment, because settings are displayed.",
-        command=True,
     )

@@ -1,21 +1,21 @@
 """The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
 import re
-from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipeline.architecture.config import OPTIONS
+from pydantic import AfterValidator, Field
+
+from pipeline.architecture.config import ONLY_TRAIN, Gelu, Pool, Positions, QkvBias
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.objective_checks import OBJECTIVES
 from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Length, Limit
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, Settings, setting
 from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
-
-T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
@@ -24,25 +24,13 @@ _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_
 _OF_COLOURS = ("color_jitter", "saturation", "hue", "three_augment", "grey", "solarise", "randaugment_layers")
 
 
-def _with_options(cls: type[T]) -> type[T]:
-    """The class with what a run may set of a model, as `pipeline/architecture/config.py` declares it."""
-    added = []
-    for name, option in OPTIONS.items():
-        limits = {limit: getattr(option, limit) for limit in ("min", "max", "above", "below")}
-        added.append((name, option.kind, setting(option.setting, option.doc, **limits)))
-    space = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return make_dataclass(cls.__name__, added, bases=(cls,), namespace=space, frozen=True, kw_only=True)
-
-
 def _named(text: str) -> list[str]:
     """The names in a text with commas between them, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-@_with_options
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model: its name, its image size, and the fields of `ViTConfig` that are marked as options."""
+class ModelConfig(Settings):
+    """The model: its name, its image size, and what a run may set of `ViTConfig`; of a ResNet the width and head_bias, which a ViT has too."""
 
     name: str | None = setting(
         None,
@@ -50,14 +38,111 @@ class ModelConfig:
         "BiT-R50x1. Leave it out with init.weights.",
     )
     image_size: ImageSize = setting(ImageSize(224, 224), "Input size in pixels: side of a square, or height x width.")
+    width: int | None = setting(
+        None, "Overrides the variant's width D; for a ResNet, the channels of its first layer.", min=1, max=2**16
+    )
+    depth: int | None = setting(None, "Overrides the variant's number of blocks.", min=1, max=1024)
+    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.", min=1, max=2**18)
+    num_heads: int | None = setting(None, "Overrides the variant's number of heads.", min=1, max=2**12)
+    patch_stride: int | None = setting(
+        None, "Distance between patches in pixels; patches overlap if it is below the patch side.", min=1, max=2**12
+    )
+    positions: Positions = setting(
+        "learned",
+        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none.",
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem",
+        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block with the same table (shared).",
+    )
+    pool: Pool | None = setting(
+        None,
+        "Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
+    )
+    representation: bool = setting(
+        True,
+        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
+    )
+    gelu: Gelu = setting(
+        "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
+    )
+    dropout: float = setting(
+        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", min=0, below=1
+    )
+    drop_path: float = setting(
+        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, below=1
+    )
+    head_bias: float = setting(
+        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
+    )
+    registers: int = setting(
+        0, "Extra learned tokens without a position, which the head does not read; 4 in DINOv2.", min=0, max=256
+    )
+    layer_scale: float | None = setting(
+        None,
+        "Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
+        min=-1000,
+        max=1000,
+    )
+    swiglu: bool = setting(
+        False, "Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."
+    )
+    rope_base: float | None = setting(
+        None,
+        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        max=1e9,
+        above=1,
+    )
+    rope_side: int | None = setting(
+        None,
+        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not stretched; null: from -1 to 1.",
+        min=0,
+        max=2**17,
+    )
+    rope_shift: float = setting(
+        0.0,
+        "RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
+        min=0,
+        max=100,
+    )
+    rope_jitter: float = setting(
+        1.0,
+        "RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
+        min=1,
+        max=100,
+    )
+    rope_rescale: float = setting(
+        1.0,
+        "RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
+        min=1,
+        max=100,
+    )
+    qkv_bias: QkvBias = setting("qkv", "Which of queries, keys and values have a bias; qv in DINOv3.")
+    out_bias: bool = setting(True, "Bias of the attention's output layer.")
+    mlp_bias: bool = setting(True, "Biases of the MLP's layers.")
+    embedding_norm: bool = setting(False, "LayerNorm of all tokens before the first block, as in CLIP.")
+    qk_norm: bool = setting(False, "LayerNorm of each head's queries and keys (ViT-22B).")
+    pool_norm: bool = setting(
+        False,
+        "The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes.",
+    )
+    class_norm: bool = setting(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
+    small_stem: list[int] | None = setting(
+        None,
+        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What these settings say of a model beside its name and image size: arguments of `configure`."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "image_size")}
 
     def for_weights(self) -> dict[str, Any]:
         """The settings that a run may change for init.weights, but for the image size: they act in training only."""
-        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.only_trains}
+        return {name: getattr(self, name) for name in ONLY_TRAIN}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedSet:
+class MixedSet(Settings):
     """A data set of a mixture, or another weight of one from a step on."""
 
     path: str = setting(REQUIRED, "Folder or URL of a data set beside data.path", path=True)
@@ -99,8 +184,7 @@ class MixedSet:
         return self.path.rstrip("/"), self.split, self.labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     path: str = setting(
         REQUIRED,
         "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py",
@@ -210,8 +294,7 @@ class DataConfig:
         return _named(self.eval_also)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
+class AugmentConfig(Settings):
     """Augmentation and preprocessing. The default of a new field must leave images as they are without it."""
 
     crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
@@ -330,14 +413,19 @@ class AugmentConfig:
         return bool(self.mixup or self.cutmix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+def _objective(name: str) -> str:
+    if name not in OBJECTIVES:
+        raise ValueError(f"must be one of {', '.join(OBJECTIVES)}")
+    return name
+
+
+class TrainConfig(Settings):
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
     global_batch: int = batch_size(4096, "Samples per optimizer step, over all ranks.", on_change="run")
     micro_batch: int = batch_size(
         64, "Samples per forward pass of one rank; determines accumulation.", on_change="comparison"
     )
-    loss: str = setting(
+    loss: Annotated[str, AfterValidator(_objective)] = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
         "prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features (distill) or the "
@@ -355,7 +443,7 @@ class TrainConfig:
         "none",
         "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the attention pool that it "
         "reads (encoder), or what comes before the first block and so many first blocks (8 blocks).",
-        form=TextForm(r"none|backbone|encoder|[1-9]\d{0,3} blocks?", "none, backbone, encoder, or N blocks"),
+        pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$",
         on_change="run",
     )
     lora_rank: int = setting(
@@ -377,7 +465,6 @@ class TrainConfig:
         ["qkv", "out"],
         "LoRA: dense layers of each block: qkv, out, up, down.",
         min_items=1,
-        distinct=True,
         needs="lora_rank",
         on_change="run",
     )
@@ -397,8 +484,7 @@ class TrainConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
         "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
@@ -443,13 +529,12 @@ class OptimizerConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Settings):
     decay: Literal["linear", "cosine", "constant", "drops"] = setting(
         "linear", "Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
     )
-    drops: list[float] = setting(
-        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9].", above=0, below=1
+    drops: list[Annotated[float, Field(gt=0, lt=1)]] = setting(
+        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
     final: float = share(
@@ -467,7 +552,6 @@ class ScheduleConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunScheduleConfig(ScheduleConfig):
     cooldown: Length = setting(
         Length.parse("0 steps"),

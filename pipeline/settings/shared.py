@@ -1,14 +1,30 @@
 """Settings that several commands have, and kinds of settings with the same range: each declared once."""
 
 import re
+import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.process.outputs import Holds
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, MINUTES_PER_YEAR
-from pipeline.settings.schema import FOLDER_NAME, REQUIRED, TRACKING_URI, setting
+from pipeline.settings.schema import REQUIRED, Distinct, setting
+
+T = TypeVar("T")
+Share = Annotated[float, Field(ge=0, le=1)]
+Seeds = Distinct[Annotated[int, Field(ge=0, le=MAX_SEED)]]
+
+
+def _split(words: str) -> str:
+    shlex.split(words)
+    return words
+
+
+# Words as in a shell, with quotes.
+ShellWords = Annotated[str, AfterValidator(_split)]
 
 
 def kernel_setting() -> Any:
@@ -22,11 +38,11 @@ def kernel_setting() -> Any:
 
 def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
     """The name of a result, whose folder is in `out`."""
-    return setting(REQUIRED, doc, form=FOLDER_NAME, output="folder", within="out", holds=holds, **rule)
+    return setting(REQUIRED, doc, pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
 
 
 def mlflow_uri(doc: str) -> Any:
-    return setting("", doc, form=TRACKING_URI)
+    return setting("", doc)
 
 
 def mlflow_of_runs(what: str) -> Any:
@@ -41,10 +57,6 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
     """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the sentence."""
     if given := [override for override in overrides if override.startswith(prefixes)]:
         raise UserError(f"{subject} {', '.join(given)}, which {reason}")
-
-
-def seeds(default: list[int], doc: str, **rule: Any) -> Any:
-    return setting(default, doc, min=0, max=MAX_SEED, min_items=1, distinct=True, **rule)
 
 
 def share(default: Any, doc: str, **rule: Any) -> Any:

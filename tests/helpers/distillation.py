@@ -3,7 +3,6 @@
 `plant` makes an objective that the library does not have a value of train.loss in this process.
 """
 
-import dataclasses
 import importlib.util
 import os
 import signal
@@ -72,8 +71,6 @@ class Distillation(Dino):
 def plant(name: str, cls: type[Objective]) -> None:
     """Make an objective a value of train.loss in this process."""
     run_sections.OBJECTIVES[name] = f"{name}:{cls.__name__}"
-    (field,) = (field for field in dataclasses.fields(run_sections.TrainConfig) if field.name == "loss")
-    object.__setattr__(field.metadata["rule"], "choices", tuple(run_sections.OBJECTIVES))
     sys.modules[f"pipeline.objectives.{name}"] = sys.modules[cls.__module__]
 
 

@@ -2,13 +2,12 @@
 
 import re
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
 from pipeline.settings.shared import check_pattern, group_pattern, mlflow_uri, pixels, share
 
 _URL = "Folder or URL (s3://, gs://)"
@@ -20,7 +19,7 @@ def _num_tasks(items: str) -> int:
     return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
 
 
-def _values(doc: str = "Which values become 0 and 1 in training, for images that are not 8-bit RGB: ") -> list[str]:
+def _values(doc: str = "Which values become 0 and 1 in training, for images that are not 8-bit RGB: ") -> Any:
     return setting(
         list,
         doc
@@ -29,12 +28,11 @@ def _values(doc: str = "Which values become 0 and 1 in training, for images that
     )
 
 
-def _channels() -> list[str]:
+def _channels() -> Any:
     return setting(
         list,
         "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
         "photographs are RGB, and one channel with channels=gray. With one file per channel: those that are used; [1:dapi,3:gfp] renames.",
-        distinct=True,
     )
 
 
@@ -75,8 +73,7 @@ def _check_split_names(splits: dict[str, str]) -> None:
         raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardConfig:
+class ShardConfig(Settings):
     """A sharding job, from raw images to tars and a manifest."""
 
     source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
@@ -129,11 +126,10 @@ class ShardConfig:
         "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
         needs="layout=auto,list",
     )
-    channel_columns: list[str] = setting(
+    channel_columns: Distinct[str] = setting(
         list,
         "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of the columns. A row is "
         "one image.",
-        distinct=True,
         needs="layout=auto,list",
     )
     label_column: str = setting(
@@ -144,7 +140,7 @@ class ShardConfig:
     label_separator: str = setting(
         ";",
         "list: separator between the labels of an image.",
-        form=TextForm(r"(?s).+", "text that is not empty"),
+        min_items=1,
         needs="layout=auto,list",
     )
     group_column: str = setting(
@@ -183,7 +179,7 @@ class ShardConfig:
         95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
     )
     inspect: Inspect = setting("decode", _INSPECT)
-    channels: list[str] = _channels()
+    channels: Distinct[str] = _channels()
     channel_pattern: str = setting(
         "",
         "One file per channel: a regular expression in the key with the groups sample and channel, as "
@@ -252,8 +248,7 @@ class ShardConfig:
         _check_split_names(self.splits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VtabPrepareConfig:
+class VtabPrepareConfig(Settings):
     """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or prepared copies of them."""
 
     originals: str = setting(
@@ -284,8 +279,7 @@ class VtabPrepareConfig:
             raise UserError("Set where the images are: originals=..., tfds=..., or lists=... (docs/vtab.md).")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexConfig:
+class IndexConfig(Settings):
     """A manifest for existing WebDataset shards, which are not copied."""
 
     source: str = setting(
@@ -302,7 +296,7 @@ class IndexConfig:
     )
     group_pattern: str = group_pattern()
     inspect: Inspect = setting("decode", _INSPECT)
-    channels: list[str] = _channels()
+    channels: Distinct[str] = _channels()
     pages: Literal["", "first", "channels"] = setting(
         "", "What the pages of a TIFF are: channels of one image, or all but the first are not used."
     )
@@ -320,8 +314,7 @@ class IndexConfig:
         _check_split_names(self.splits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(Settings):
     """A check of every byte of a data set."""
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
@@ -338,8 +331,7 @@ class VerifyConfig:
     num_tasks: int = _num_tasks("Number of shards read")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatsConfig:
+class StatsConfig(Settings):
     """Statistics and figures of a data set."""
 
     data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
@@ -361,8 +353,7 @@ class StatsConfig:
         check_values(self.values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DedupConfig:
+class DedupConfig(Settings):
     """A search for images of a data set that are near copies of test images, or of one another."""
 
     data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked", path=True)

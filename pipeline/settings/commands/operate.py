@@ -1,14 +1,19 @@
 """The settings of commands around a run: plan, hosts, restarts, order of samples."""
 
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.schema import REQUIRED, Settings, setting
 from pipeline.settings.yaml_reader import as_typed
 
 
-@dataclass(frozen=True, kw_only=True)
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value  # As 14.2e6.
+
+
 class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
@@ -18,7 +23,9 @@ class PlanConfig(RunConfig):
         "Network of the nodes: a name (dgx-h100, aws-p5, 25gbe, ...) or Gb/s per node; empty is usual for the GPU.",
         needs="cluster",
     )
-    samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
+    samples: Annotated[int, BeforeValidator(_number)] = setting(
+        0, "Training samples per epoch; 0 takes them from the data set.", min=0
+    )
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
     measured: float = setting(
@@ -42,8 +49,7 @@ class PlanConfig(RunConfig):
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplesConfig:
+class SamplesConfig(Settings):
     """A query of a run's sample order: the samples of a step, or the steps of a sample."""
 
     run: str = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started", path=True)
@@ -72,8 +78,7 @@ class SamplesConfig:
             raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostsConfig:
+class HostsConfig(Settings):
     """A check of a run's hosts before it starts."""
 
     hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'", path=True)
@@ -85,8 +90,7 @@ class HostsConfig:
     min_free_gb: float = setting(20.0, "Free space that the output folder needs, in GB.", min=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuperviseConfig:
+class SuperviseConfig(Settings):
     """Automatic restarts of a run."""
 
     restarts: int = setting(

@@ -3,16 +3,17 @@
 Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md says what else differs.
 """
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
 from pipeline.settings.quantities import MAX_SEED
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, setting
 from pipeline.settings.shared import batch_size, check_pattern, group_pattern, mlflow_uri, pixels, share
 
 
-@dataclass(frozen=True, kw_only=True)
 class SegmentConfig(WeightsConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
@@ -36,10 +37,9 @@ class SegmentConfig(WeightsConfig):
     image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
     mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    ignore: list[str] = setting(
+    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(
         ["255"],
         "Values of masks that are no class: numbers, or colours as '#000000'.",
-        form=TextForm(r"[0-9]{1,7}|#[0-9a-fA-F]{6}", "a number, as 255, or a colour, as '#000000'"),
     )
     short_side: int = pixels(
         0,

@@ -1,12 +1,13 @@
 """The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import PositiveFloat
+
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_TASKS, Length, Limit
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import cpu_threads, mlflow_of_runs, refuse_overrides, result_name, seeds
+from pipeline.settings.quantities import MAX_TASKS, Limit, PositiveLength
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
+from pipeline.settings.shared import Seeds, ShellWords, cpu_threads, mlflow_of_runs, refuse_overrides, result_name
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -36,14 +37,13 @@ _NOT_COMPARABLE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyModel:
+class StudyModel(Settings):
     """A model of a study, or weights that it fine-tunes."""
 
     name: str = setting(
         REQUIRED,
         "Name in figures and run names",
-        form=TextForm(r"[A-Za-z0-9][A-Za-z0-9+_.-]*", "letters, digits and + _ . -"),
+        pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$",
     )
     family: str = setting("", "Models of one family share a line in figures and a fit; empty is the model's name.")
     settings: list[str] = setting(
@@ -59,8 +59,7 @@ class StudyModel:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(Settings):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
     name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
@@ -84,20 +83,16 @@ class StudyConfig:
         list,
         "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",
     )
-    lengths: list[Length] = setting(
-        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run.", above=0
+    lengths: list[PositiveLength] = setting(
+        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."
     )
-    budgets: list[float] = setting(
+    budgets: Distinct[PositiveFloat] = setting(
         list,
         "In place of lengths: compute of pre-training in exaFLOPs, the same for each model.",
-        above=0,
-        distinct=True,
     )
-    minutes: list[float] = setting(
+    minutes: Distinct[PositiveFloat] = setting(
         list,
         "In place of lengths: time of training, the same for each model; its `speed` says how many steps that is.",
-        above=0,
-        distinct=True,
     )
     cooldown: float = setting(
         0.0,
@@ -112,7 +107,7 @@ class StudyConfig:
         "worth in compute.",
         needs="question=labels",
     )
-    seeds: list[int] = seeds([0], "Seeds; each gives a run with its own subset, weights and order.")
+    seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.", min_items=1)
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
@@ -121,16 +116,14 @@ class StudyConfig:
     finetune: list[str] = setting(
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
-        distinct=True,
         path=True,
     )
     on: Literal["here", "ray"] = setting(
         "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
     )
-    launcher: str = setting(
+    launcher: ShellWords = setting(
         "",
         "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
-        command=True,
     )
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024

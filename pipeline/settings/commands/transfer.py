@@ -3,26 +3,24 @@
 A protocol fixes everything that makes two scores comparable; `configs/vtab/` has the published ones.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings import effect
-from pipeline.settings.quantities import MAX_TASKS, Length
+from pipeline.settings.quantities import MAX_TASKS, PositiveLength
 from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, seeds
+from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.shared import Seeds, batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProtocolConfig:
+class ProtocolConfig(Settings):
     """How a model is adapted to a task and scored. All combinations of the lists are tried on train800 and val200."""
 
-    name: str = setting(
-        REQUIRED, "Name in results, as vit_paper", form=TextForm(r"[a-z0-9_]+", "of lower-case letters, digits and _")
-    )
+    name: str = setting(REQUIRED, "Name in results, as vit_paper", pattern="^[a-z0-9_]+$")
     image_size: int = pixels(REQUIRED, "Side of the square input images in pixels", 1)
     small_image_size: int = pixels(
         0,
@@ -36,30 +34,24 @@ class ProtocolConfig:
     )
     augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
     batch: int = batch_size(REQUIRED, "Samples per optimizer step", needs="method=finetune")
-    length: list[Length] = setting(
+    length: list[PositiveLength] = setting(
         REQUIRED,
         "Training lengths to try, as [2500 steps, 10000 steps]",
-        above=0,
-        distinct=True,
         needs="method=finetune",
     )
     optimizer: Literal["sgd", "adam"] = setting(
         "sgd", "SGD with momentum, or Adam with decoupled weight decay.", needs="method=finetune"
     )
-    lr: list[float] = setting(
+    lr: list[PositiveFloat] = setting(
         REQUIRED,
         "Peak learning rates to try, as [0.1, 0.01]",
-        above=0,
-        distinct=True,
         needs="method=finetune",
     )
     momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="optimizer=sgd")
-    weight_decay: list[float] = setting(
+    weight_decay: list[NonNegativeFloat] = setting(
         [0.0],
         "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
-        min=0,
         min_items=1,
-        distinct=True,
         needs="method=finetune",
     )
     clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0, needs="method=finetune")
@@ -67,15 +59,14 @@ class ProtocolConfig:
         0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1, needs="method=finetune"
     )
     schedule: ScheduleConfig = setting(ScheduleConfig, "", needs="method=finetune")
-    l2: list[float] = setting(
+    l2: list[PositiveFloat] = setting(
         [16.0, 128.0, 1024.0, 8192.0, 65536.0],
         "method=linear: strengths of ridge regression on whitened features to try.",
-        above=0,
         min_items=1,
         needs="method=linear",
     )
-    neighbours: list[int] = setting(
-        [1, 5, 20], "method=knn: numbers of neighbours to try.", min=1, min_items=1, needs="method=knn"
+    neighbours: list[PositiveInt] = setting(
+        [1, 5, 20], "method=knn: numbers of neighbours to try.", min_items=1, needs="method=knn"
     )
     temperature: float = setting(
         0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0, needs="method=knn"
@@ -103,8 +94,7 @@ class ProtocolConfig:
             raise UserError(f"{name} = {batch} must be even: Mixup and CutMix mix images in pairs.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class VtabConfig:
+class VtabConfig(Settings):
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
     # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
@@ -127,10 +117,11 @@ class VtabConfig:
         "unchanged weights.",
     )
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose data sets exist.")
-    seeds: list[int] = seeds(
+    seeds: Seeds = setting(
         [0],
         "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
         "depend on seeds.",
+        min_items=1,
         needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
@@ -141,7 +132,6 @@ class VtabConfig:
         "results then include the number of copies of test images that launch/dedup.py marked in them. Without a split it is that of the "
         "weights' run, or train.",
         path=True,
-        distinct=True,
     )
     micro_batch: int = batch_size(
         64,

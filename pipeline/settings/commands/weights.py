@@ -1,6 +1,5 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from pipeline.architecture.config import Kernel
@@ -8,13 +7,13 @@ from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
-from pipeline.settings.schema import REQUIRED, TextForm, setting
+from pipeline.settings.schema import REQUIRED, Settings, setting
 from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, share
 from pipeline.settings.yaml_reader import as_typed
 
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
 EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
-_ONE_OR_ALL = TextForm(r"all|mean|0*[1-9][0-9]*", "a number from 1, all, or mean")
+_ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
     "attention",
@@ -43,8 +42,7 @@ def loss_setting() -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
+class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
     weights: str = setting(
@@ -69,7 +67,6 @@ class WeightsConfig:
     precision: Precision = setting("fp32", "Precision of weights and activations; bf16 is for GPUs.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ViewConfig(WeightsConfig):
     """Weights that see an image as one input: all of it, or its centre."""
 
@@ -85,7 +82,6 @@ class ViewConfig(WeightsConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScoreConfig(ViewConfig, ProbeConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
@@ -116,8 +112,7 @@ class ScoreConfig(ViewConfig, ProbeConfig):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
     weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
@@ -160,7 +155,6 @@ class ExportConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LookConfig(ViewConfig):
     """Weights and the images that they are applied to."""
 
@@ -172,7 +166,6 @@ class LookConfig(ViewConfig):
     class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
@@ -186,7 +179,6 @@ class PredictConfig(LookConfig):
             raise UserError(f"out = {as_typed(self.out)} must end with .csv or .parquet.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
@@ -204,7 +196,6 @@ class FeaturesConfig(LookConfig):
             raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChooseConfig(LookConfig):
     """The images that are worth labelling first."""
 
@@ -234,7 +225,6 @@ class ChooseConfig(LookConfig):
             raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExplainConfig(LookConfig):
     """Figures that explain weights and their predictions."""
 
@@ -242,10 +232,10 @@ class ExplainConfig(LookConfig):
     images: list[str] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.", path=True)
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting(
-        "all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+        "all", "attention: block, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
     )
     head: str = setting(
-        "mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+        "mean", "attention: head, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
     )
     normalise: bool | None = setting(
         None,
