@@ -15,14 +15,13 @@ from typing import Any, BinaryIO
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import MAX_SECONDS
 
 METRICS_FILE = "metrics.jsonl"
 # Steps, times and byte counts above this mean a damaged file; trackers store 64 bits.
 MAX_INTEGER = 1 << 53
 # Metrics are numbers of float32: a larger one means a damaged file, and its square or its share in per cent would be infinite.
 _MAX_VALUE = 1e39
-_MAX_MILLISECONDS = 1000 * MAX_SECONDS
+_MAX_MILLISECONDS = 1000 * 253402300799  # Up to the year 9999, the last that dates can be made of.
 # MLflow takes 250 characters, of which the group and the objective need some.
 _MAX_NAME = 200
 _METRIC_NAME = re.compile(r"[/\w.\- :]{1,250}")

@@ -24,7 +24,6 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, naming
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count, Time
 from pipeline.base.words import counted
 from pipeline.monitor.metrics_file import open_to_append
 from pipeline.monitor.run_page import RunFacts
@@ -44,8 +43,8 @@ class Start:
     changed: settings that were others until then, as "optimizer.lr was 0.005, is 0.002".
     """
 
-    time: Time
-    step: Count
+    time: float
+    step: int
     hosts: list[str]
     before: str = ""
     changed: str = ""
