@@ -4,6 +4,7 @@ import argparse
 import errno
 import gc
 import importlib
+import json
 import sys
 import textwrap
 import time
@@ -90,6 +91,9 @@ def read_settings(
         "--config", metavar="FILE", action="append", default=[], help="YAML file of settings (see configs/)"
     )
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that override the file")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of a file of settings, for editors"
+    )
     # The deepspeed launcher adds this to every command line; the rank itself is read from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     if flag:
@@ -98,6 +102,9 @@ def read_settings(
         value = "true" if is_switch else "VALUE"
         parser.add_argument(f"--{flag}", dest="flag", help=f"the same as {flag}={value}", **kind)
     given, unknown = parser.parse_known_intermixed_args(arguments)  # Settings may also precede --config.
+    if given.schema:
+        print(json.dumps(schema.json_schema(cls), indent=1))
+        sys.exit()
     if unknown:
         name, _, value = unknown[0].lstrip("-").partition("=")
         raise UserError(

@@ -237,6 +237,14 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     return [row for several in sorted(rows, key=lambda several: several[0][2] != "required") for row in several]
 
 
+def json_schema(cls: type) -> dict[str, Any]:
+    """The JSON schema of a file of settings, by which editors complete and check it."""
+    found = type_adapter(cls).json_schema()
+    for section in (found, *found.get("$defs", {}).values()):
+        section.pop("required", None)  # The command line may give them.
+    return found
+
+
 def type_name(kind: Any) -> str:
     """The type in words, such as "whole number" or "list of text"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

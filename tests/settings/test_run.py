@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import errno
 import inspect
+import json
 import math
 import re
 import runpy
@@ -13,6 +14,7 @@ import sys
 import typing
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from settings_classes import CLASSES, COMMANDS
@@ -873,3 +875,39 @@ def test_config_yaml_of_a_run_is_accepted_again(path: Path, tmp_path: Path) -> N
     config = schema.load(RunConfig, path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(schema.to_dict(config), sort_keys=False))
     assert schema.load(RunConfig, tmp_path / "config.yaml") == config
+
+
+class _EditorLoader(yaml.SafeLoader):
+    """Reads 1e-3 as a number, as editors do (YAML 1.2)."""
+
+
+_EditorLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+$"), [*"-+.0123456789"]
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_shipped_file_names_a_schema_for_editors_that_accepts_it(path: Path) -> None:
+    (named,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(), re.MULTILINE)
+    jsonschema.validate(yaml.load(path.read_text(), _EditorLoader), json.loads((path.parent / named).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("pretrain", RunConfig),
+        ("shard", ShardConfig),
+        ("index", IndexConfig),
+        ("vtab_prepare", VtabPrepareConfig),
+        ("vtab", VtabConfig),
+        ("finetune_grid", GridConfig),
+        ("study", StudyConfig),
+        ("segment", SegmentConfig),
+    ],
+)
+def test_schemas_are_up_to_date(name: str, command: type) -> None:
+    """`make schema` makes them again."""
+    file = ROOT / "configs" / "schema" / f"{name}.json"
+    assert json.loads(file.read_text()) == json.loads(json.dumps(schema.json_schema(command)))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"no_such_setting": 1}, json.loads(file.read_text()))
