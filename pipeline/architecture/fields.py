@@ -1,10 +1,8 @@
 """The base of the models' configurations."""
 
-import dataclasses
-from typing import Any, cast
+from typing import Any
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 
@@ -44,11 +42,7 @@ class Fields:
     pixels: Pixels
 
     def __post_init__(self) -> None:
-        """Raise UserError for a value of another type or out of its range."""
-        hints = json_record.type_hints(cast(Any, type(self)))
-        for field in dataclasses.fields(cast(Any, self)):
-            if not isinstance(value := getattr(self, field.name), tuple | Pixels):
-                json_record.convert(value, hints[field.name], "model", field.name)
+        """Raise UserError for an impossible image size."""
         if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
             raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.architecture.config import ONLY_TRAIN
-from pipeline.architecture.variants import check_name, num_blocks
+from pipeline.architecture.variants import check_name
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
@@ -91,77 +91,54 @@ class RunConfig(Settings):
 
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
-        decay, freeze, model, found = self.optimizer.layer_decay, self.train.freeze, vars(self.model), list[str]()
-        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
-            found = [
-                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
-            ]
-        # The first block's is 0.
-        if model["drop_path"] and model["name"] and num_blocks(model["name"], model["depth"]) == 1:
-            found.append(f"model.drop_path = {model['drop_path']:g} has no effect on a model of one block")
-        return found
+        decay, freeze = self.optimizer.layer_decay, self.train.freeze
+        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
+            return []
+        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
         self._check_model_source()
+        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
+        refuse_without_effect(self.train, prefix="train.")
         self._check_training()
-        self._check_probes()
-        self._check_health_and_time()
         self._check_engine()
         check_objective(self)
 
     def _check_model_source(self) -> None:
-        if self.model.name is None and self.init.weights is None:
+        name, weights, freeze, init = self.model.name, self.init.weights, self.train.freeze, self.init
+        if (name is None) == (weights is None):
             raise UserError(
-                "neither model.name nor init.weights is set. Set model.name=ViT-B/16, say, for a new model, or init.weights to continue "
-                "from weights, which determine their architecture."
+                f"model.name = {quoted(name)} and init.weights = {quoted(weights)}: set one of them. model.name=ViT-B/16, say, is a new model; "
+                "init.weights continues from weights, which determine their architecture (model.name=null if the file sets it)."
             )
-        if self.model.name is not None and self.init.weights is not None:
-            raise UserError(
-                f"init.weights = {quoted(self.init.weights)} determines the architecture, so model.name = {quoted(self.model.name)} must "
-                "not be set: set model.name=null to continue from these weights, or init.weights=null for a new model."
-            )
-        if self.train.lora_rank and self.train.freeze != "backbone":
+        if self.train.lora_rank and freeze != "backbone":
             raise UserError(
                 f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
             )
-        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
-        refuse_without_effect(self.train, prefix="train.")
-        if self.init.weights is None:
-            assert self.model.name is not None, "refused above"
-            check_name(self.model.name)
-            if self.train.freeze != "none":
+        if name is not None:
+            check_name(name)
+            if freeze != "none":
                 raise UserError(
-                    f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
-                )
-            for name, value in {"mean_pool": "mean and model.pool_norm=true", "attentive_pool": "attentive"}.items():
-                if getattr(self.init, name):
-                    raise UserError(
-                        f"init.{name} changes init.weights, which are not set. Set init.{name}=false; a new model pools so with "
-                        f"model.pool={value}."
-                    )
-            if self.init.kernel:
-                raise UserError(
-                    f"init.kernel = {self.init.kernel} resamples the positions of init.weights, which are not set. Set init.kernel=null."
+                    f"train.freeze = {freeze} needs init.weights: a new model's values are random. Leave it out."
                 )
             return
-        pools = [name for name in ("mean_pool", "attentive_pool") if getattr(self.init, name)]
-        if len(pools) > 1:
+        if init.mean_pool + init.attentive_pool > init.new_head:
             raise UserError(
-                "init.mean_pool and init.attentive_pool are two things for the head to read: set one of them."
+                "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with init.new_head=true."
             )
-        if pools and not self.init.new_head:
-            raise UserError(f"init.{pools[0]}=true changes what the head reads: leave init.new_head at true.")
-        if self.init.attentive_pool and self.train.freeze == "backbone":
+        if init.attentive_pool and freeze == "backbone":
             raise UserError(
                 "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random values. Use train.freeze=encoder, "
                 "which trains the pool and the head."
             )
-        usual = ModelConfig(name=None).options
-        fixed = {name: value for name, value in self.model.options.items() if name not in ONLY_TRAIN}
-        if other := [f"model.{name}" for name, value in fixed.items() if value != usual[name]]:
-            raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
+        usual = ModelConfig().options
+        changed = [of for of, value in self.model.options.items() if value != usual[of] and of not in ONLY_TRAIN]
+        if changed:
+            raise UserError(
+                f"init.weights determines the architecture: leave out {', '.join(f'model.{of}' for of in changed)}."
+            )
 
     def parts(self) -> list["RunConfig"]:
         """The settings of the equal parts of training, which differ in model.image_size."""
@@ -169,39 +146,23 @@ class RunConfig(Settings):
         return [*(replace(last, model=replace(self.model, image_size=size)) for size in self.train.image_sizes), last]
 
     def _check_training(self) -> None:
-        full = self.model.image_size
-        if larger := [
-            str(size) for size in self.train.image_sizes if size.height > full.height or size.width > full.width
-        ]:
+        full, batch, streams = self.model.image_size, self.train.global_batch, self.data.streams
+        if larger := [str(size) for size in self.train.image_sizes if size[0] > full[0] or size[1] > full[1]]:
             raise UserError(
                 f"train.image_sizes = {', '.join(larger)} is larger than model.image_size = {full}, which training ends with. Use smaller ones."
             )
-        batch, streams = self.train.global_batch, self.data.streams
         if batch % streams:
             raise UserError(
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
         self.schedule.check("schedule.")
-
-    def _check_probes(self) -> None:
         if self.probe.every.amount:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:
                 raise UserError(
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
                 )
-            if self.probe.data and not self.probe.reads_labels:
-                raise UserError(
-                    f"probe.data = {self.probe.data} is read for labels: set probe.neighbours=20 or probe.shots=5, or leave it out."
-                )
-
-    def _check_health_and_time(self) -> None:
-        if 0 < self.train.stop_after_minutes <= 0.5:
-            raise UserError(
-                f"train.stop_after_minutes = {self.train.stop_after_minutes:g} leaves no time to train: at least 30 s of "
-                "it are reserved for the last checkpoint and the exit."
-            )
         if self.health.hang_minutes >= self.engine.timeout_minutes:
             raise UserError(
                 f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
@@ -209,26 +170,19 @@ class RunConfig(Settings):
             )
 
     def _check_engine(self) -> None:
-        if self.optimizer.name == "muon" and (self.engine.zero_stage == 3 or self.engine.offload):
+        engine, freeze = self.engine, self.train.freeze
+        if engine.zero_stage not in self.zero_stages:
             raise UserError(
-                "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
-                "stage 3 gives each rank a part."
+                f"engine.zero_stage = {engine.zero_stage} with engine.precision = {engine.precision} and optimizer.name = {self.optimizer.name}: "
+                f"use one of {', '.join(map(str, self.zero_stages))}. Stage 0 in 16 bits takes a wrong first Adam step in DeepSpeed; Muon "
+                "multiplies whole matrices, of which stage 3 gives each rank a part."
             )
-        if self.optimizer.name == "muon" and self.train.freeze in _FREEZE_ALL_BLOCKS:
+        if engine.offload and (engine.zero_stage == 0 or self.optimizer.name == "muon"):
+            raise UserError("engine.offload needs engine.zero_stage=1, 2 or 3, and optimizer.name=adam or sgd.")
+        if self.optimizer.name == "muon" and freeze in _FREEZE_ALL_BLOCKS:
             raise UserError(
-                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {self.train.freeze} trains. Use "
+                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {freeze} trains. Use "
                 "optimizer.name=adam or sgd."
-            )
-        if self.engine.zero_stage != 0:
-            return
-        if self.engine.precision != "fp32":
-            raise UserError(
-                f"engine.precision = {self.engine.precision} with engine.zero_stage = 0 takes a wrong first Adam step in "
-                "DeepSpeed. Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
-            )
-        if self.engine.offload:
-            raise UserError(
-                "engine.offload needs engine.zero_stage=1, 2 or 3: stage 0 does not separate the optimizer's state."
             )
 
 

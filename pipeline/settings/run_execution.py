@@ -200,12 +200,14 @@ class InitConfig(Settings):
     mean_pool: bool = setting(
         False,
         "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",
+        needs="weights",
     )
     attentive_pool: bool = setting(
         False,
         "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
+        needs="weights",
     )
-    kernel: Kernel | None = kernel_setting()
+    kernel: Kernel | None = kernel_setting(needs="weights")
     channels: ChannelRule = setting(
         "auto",
         "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others get the mean, times "

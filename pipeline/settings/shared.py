@@ -8,10 +8,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field
 
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
 from pipeline.process.outputs import Holds
 from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, MINUTES_PER_YEAR
-from pipeline.settings.schema import REQUIRED, Distinct, setting
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
 
 T = TypeVar("T")
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -23,16 +22,26 @@ def _split(words: str) -> str:
     return words
 
 
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"must be a regular expression: {error}") from None
+    return pattern
+
+
+RegularExpression = Annotated[str, AfterValidator(_compiles)]
 # Words as in a shell, with quotes.
 ShellWords = Annotated[str, AfterValidator(_split)]
 
 
-def kernel_setting() -> Any:
+def kernel_setting(**rule: Any) -> Any:
     """The setting `kernel` of all commands that read weights."""
     return setting(
         None,
         "Resampling of position embeddings to another image size: as the official code (zoom), Hugging Face and DINOv2 (bicubic) or "
         "timm (bicubic_antialias). null is as the project of the weights.",
+        **rule,
     )
 
 
@@ -43,6 +52,13 @@ def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
 
 def mlflow_uri(doc: str) -> Any:
     return setting("", doc)
+
+
+class MlflowConfig(Settings):
+    """Where a command sends its numbers and figures."""
+
+    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
 
 def mlflow_of_runs(what: str) -> Any:
@@ -82,18 +98,10 @@ def minutes(default: float, doc: str, **rule: Any) -> Any:
     return setting(default, doc, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
 
 
-def group_pattern() -> str:
-    """A setting that finds the groups of images; `check_pattern` checks it."""
+def group_pattern() -> Any:
+    """A setting that finds the groups of images."""
     return setting(
         "",
         "Regular expression that finds the group of an image, such as its patient or video, in its key (the path without extension, below "
         "its split or folder): what the first parentheses match, or all of it. '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
     )
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises UserError for a group_pattern that is no regular expression."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UserError(f"group_pattern = {quoted(pattern)} cannot be used as a regular expression: {error}.") from None

@@ -74,9 +74,7 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], []),
         (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=8 blocks"], []),
         (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=backbone"], ["optimizer.layer_decay", "train.freeze"]),
-        (["model.depth=1", "model.drop_path=0.1"], ["model.drop_path", "one block"]),
-        (["model.name=Axial-ViT-B/16", "model.depth=1", "model.drop_path=0.1"], []),
-        (["model.drop_path=0.1", *WEIGHTS], []),
+        (["init.mean_pool=true"], ["init.mean_pool", "init.weights"]),
         (
             ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
             ["objective.local_size", "objective.local_views"],

@@ -7,7 +7,6 @@ from pydantic import BeforeValidator
 from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.yaml_reader import as_typed
 
 
 def _number(value: Any) -> Any:
@@ -63,7 +62,11 @@ class SamplesConfig(Settings):
     )
     csv: str = setting("", "File for the table; empty prints it.", output="file")
     sheet: str = setting(
-        "", "With step: file for the images, .png, cropped and flipped as for the model.", output="file"
+        "",
+        "With step: file for the images, .png, cropped and flipped as for the model.",
+        output="file",
+        pattern=r"^$|\.png$",
+        needs="step",
     )
 
     def check(self) -> None:
@@ -72,10 +75,6 @@ class SamplesConfig(Settings):
             raise UserError("set step=... to list the samples of a step, or sample=KEY to list the steps of a sample.")
         if self.rank >= self.ranks:
             raise UserError(f"rank = {self.rank} must be below ranks = {self.ranks}.")
-        if self.sheet and not self.step:
-            raise UserError("sheet=... shows the samples of a step: set step=...")
-        if self.sheet and not self.sheet.endswith(".png"):
-            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png.")
 
 
 class HostsConfig(Settings):

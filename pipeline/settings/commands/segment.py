@@ -11,10 +11,10 @@ from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
 from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import batch_size, check_pattern, group_pattern, mlflow_uri, pixels, share
+from pipeline.settings.shared import MlflowConfig, RegularExpression, batch_size, group_pattern, pixels, share
 
 
-class SegmentConfig(WeightsConfig):
+class SegmentConfig(WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
     images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
@@ -33,7 +33,7 @@ class SegmentConfig(WeightsConfig):
     val_masks: list[str] = setting(list, "Their masks.", path=True, needs="val_images")
     val_split: str = setting("val", "If images or val_images is a data set: the split to be scored on.")
     val_share: float = share(0.1, "Share of the images that is held out for the score if nothing else says which.")
-    group_pattern: str = group_pattern()
+    group_pattern: RegularExpression = group_pattern()
     image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
     mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
@@ -66,8 +66,6 @@ class SegmentConfig(WeightsConfig):
         output="folder",
         holds="segmentation",
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the score and the sheet; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def refuse_val_share(self, why: str) -> None:
         """Raise UserError if `val_share` is set, which has no effect for this reason."""
@@ -76,7 +74,6 @@ class SegmentConfig(WeightsConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        check_pattern(self.group_pattern)
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")
         if self.val_images:

@@ -79,11 +79,11 @@ class StudyConfig(Settings):
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
     models: list[StudyModel] = setting(REQUIRED, "The models that are compared")
-    data_sizes: list[Limit] = setting(
+    data_sizes: Distinct[Limit] = setting(
         list,
         "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",
     )
-    lengths: list[PositiveLength] = setting(
+    lengths: Distinct[PositiveLength] = setting(
         list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."
     )
     budgets: Distinct[PositiveFloat] = setting(
@@ -100,6 +100,7 @@ class StudyConfig(Settings):
         "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
         min=0,
         below=1,
+        needs="lengths|budgets|minutes",
     )
     equal_compute: bool = setting(
         True,
@@ -174,40 +175,28 @@ class StudyConfig(Settings):
                 raise UserError(
                     f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run prints."
                 )
-        for listed in ("data_sizes", "lengths"):
-            texts = [str(item) for item in getattr(self, listed)]
-            if twice := [text for text in texts if texts.count(text) > 1]:
-                raise UserError(f"{listed} has {twice[0]} twice.")
         self._check_question()
-        if self.cooldown and self.num_lengths == 0:
-            raise UserError(
-                f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths, budgets or minutes."
-            )
-        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
-            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
 
     def _check_question(self) -> None:
-        num_lengths, num_sizes = self.num_lengths, len(self.data_sizes)
-        if self.question == "data_size" and num_sizes < 2:
-            raise UserError(
-                f"question = data_size compares data sizes, and data_sizes has {num_sizes}: give at least two."
-            )
-        if self.question == "scaling" and num_lengths * len(self.models) < 2:
-            raise UserError(
-                "question = scaling compares compute: give at least two models, lengths, budgets or minutes."
-            )
-        if self.question == "ablation" and len(self.models) < 2:
-            raise UserError("question = ablation compares models with the first one: give at least two.")
+        num_models, num_sizes = len(self.models), len(self.data_sizes)
         weighted = [model.name for model in self.models if model.weights]
-        if self.question == "labels" and (len(self.models) < 2 or not weighted):
+        compared = {
+            "data_size": num_sizes,
+            "scaling": self.num_lengths * num_models,
+            "ablation": num_models,
+            "labels": num_models if weighted else 0,
+        }
+        if compared[self.question] < 2:
             raise UserError(
-                "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+                f"question = {self.question} has nothing to compare: data_size compares at least two data_sizes; scaling two models, lengths, "
+                "budgets or minutes; ablation two models; labels two models, one of them with weights=..."
             )
-        if self.question != "labels" and weighted:
-            raise UserError(f"model {weighted[0]} has weights, which belong to question = labels: leave them out.")
-        if self.question not in ("data_size", "labels") and num_sizes > 1:
-            raise UserError(
-                f"data_sizes has {num_sizes} sizes, which belong to question = data_size or labels. Give one, or none."
-            )
-        if self.question != "scaling" and num_lengths > 1:
-            raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")
+        for name, is_given, questions in (
+            ("weights of models", weighted, ("labels",)),
+            ("several data_sizes", num_sizes > 1, ("data_size", "labels")),
+            ("several lengths", self.num_lengths > 1, ("scaling",)),
+        ):
+            if is_given and self.question not in questions:
+                raise UserError(
+                    f"{name} belong to question = {' or '.join(questions)}, and it is {self.question}: leave them out."
+                )

@@ -8,7 +8,7 @@ from pipeline.settings.quantities import MAX_SEED
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels, share
+from pipeline.settings.shared import MlflowConfig, batch_size, cpu_threads, kernel_setting, pixels, share
 from pipeline.settings.yaml_reader import as_typed
 
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -82,7 +82,7 @@ class ViewConfig(WeightsConfig):
     )
 
 
-class ScoreConfig(ViewConfig, ProbeConfig):
+class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
     loss: TrainedLoss = loss_setting()
@@ -100,8 +100,6 @@ class ScoreConfig(ViewConfig, ProbeConfig):
     match_classes: bool = setting(
         True, "Match classes by name, and refuse data with one that the weights do not have; false: by number."
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the report; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -171,29 +169,28 @@ class PredictConfig(LookConfig):
 
     loss: TrainedLoss = loss_setting()
     top: int = setting(5, "Number of classes per image, the most likely first.", min=1)
-    out: str = setting("", "File for the whole table, .csv or .parquet; empty prints its first rows.", output="file")
-
-    def check(self) -> None:
-        """Check the suffix of out. Raises UserError."""
-        if self.out and not self.out.endswith((".csv", ".parquet")):
-            raise UserError(f"out = {as_typed(self.out)} must end with .csv or .parquet.")
+    out: str = setting(
+        "",
+        "File for the whole table, .csv or .parquet; empty prints its first rows.",
+        output="file",
+        pattern=r"^$|\.(csv|parquet)$",
+    )
 
 
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
+    out: str = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
     like: str = setting(
         "", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.", path=True
     )
-    sheet: str = setting("", "With like: the sheet, .png; empty is out with the suffix .png.", output="file")
-
-    def check(self) -> None:
-        """Check the suffixes of the files. Raises UserError."""
-        if not self.out.endswith(".parquet"):
-            raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
-        if self.sheet and not (self.like and self.sheet.endswith(".png")):
-            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png, and needs like=IMAGE.")
+    sheet: str = setting(
+        "",
+        "With like: the sheet, .png; empty is out with the suffix .png.",
+        output="file",
+        pattern=r"^$|\.png$",
+        needs="like",
+    )
 
 
 class ChooseConfig(LookConfig):
@@ -225,7 +222,7 @@ class ChooseConfig(LookConfig):
             raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
-class ExplainConfig(LookConfig):
+class ExplainConfig(LookConfig, MlflowConfig):
     """Figures that explain weights and their predictions."""
 
     loss: TrainedLoss = loss_setting()
@@ -251,5 +248,3 @@ class ExplainConfig(LookConfig):
         output="folder",
         holds="explanation",
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
