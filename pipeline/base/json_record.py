@@ -81,7 +81,7 @@ def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
                 return convert(value, option, where, name)
         return convert(value, first, where, name)  # Also for its error.
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = type_hints(kind)
+        hints = type_hints(typing.cast(Any, kind))
         fields = {
             key: convert(value[key], hints[key], where, f"{name}.{key}" if name else key)
             for key in hints

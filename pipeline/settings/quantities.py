@@ -125,12 +125,8 @@ class ImageSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limit:
+class Limit(Length):
     """How many samples of a split are used: a number, or a share such as '10%'."""
-
-    amount: float
-    unit: Literal["samples", "%"]
-    __get_pydantic_core_schema__ = classmethod(_read_by_pydantic)
 
     @classmethod
     def parse(cls, value: object) -> "Limit":
@@ -142,8 +138,7 @@ class Limit:
         return cls(float(match[1]), "%" if match[2] == "%" else "samples")
 
     def __str__(self) -> str:
-        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
-        return f"{amount}%" if self.unit == "%" else amount
+        return super().__str__().removesuffix(" samples")
 
     def count(self, num_samples: int) -> int:
         """Number of samples out of `num_samples`, rounded to the nearest."""

@@ -156,7 +156,7 @@ class RunConfig(Settings):
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
-        self.schedule.check("schedule.")
+        self.schedule.check_decay("schedule.")
         if self.probe.every.amount:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:

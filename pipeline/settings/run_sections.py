@@ -543,7 +543,7 @@ class ScheduleConfig(Settings):
         needs="decay=linear,cosine,drops|cooldown",
     )
 
-    def check(self, prefix: str) -> None:
+    def check_decay(self, prefix: str) -> None:
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""
         if (self.decay == "drops") != bool(self.drops):
             raise UserError(
@@ -559,8 +559,8 @@ class RunScheduleConfig(ScheduleConfig):
         "runs of any length are the same, so launch/study.py trains them once.",
     )
 
-    def check(self, prefix: str) -> None:
+    def check_decay(self, prefix: str) -> None:
         """Check as above, and refuse a cooldown of a rate that falls anyway. Raises UserError."""
-        super().check(prefix)
+        super().check_decay(prefix)
         if self.cooldown.amount and self.decay != "constant":
             raise UserError(f"{prefix}cooldown = {self.cooldown} needs {prefix}decay=constant, and it is {self.decay}.")

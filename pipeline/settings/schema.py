@@ -86,7 +86,7 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of settings and their sections: makes each subclass a frozen dataclass that pydantic fills and that refuses unknown names."""

@@ -85,7 +85,7 @@ class ProtocolConfig(Settings):
             )
         if self.augment.scaled_decoding:
             raise UserError("protocol.augment.scaled_decoding has no effect: each image is decoded once, whole.")
-        self.schedule.check("protocol.schedule.")
+        self.schedule.check_decay("protocol.schedule.")
         self.check_pairs("protocol.batch", self.batch)
 
     def check_pairs(self, name: str, batch: int) -> None:
