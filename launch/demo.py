@@ -15,6 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+from pydantic import NonNegativeInt, PositiveInt
+
+from pipeline.settings.quantities import PathText
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -33,14 +37,14 @@ from pipeline.settings.schema import Settings, setting
 
 
 class DemoConfig(Settings):
-    out: str = setting(
+    out: PathText = setting(
         "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
     )
-    num_per_class: int = setting(400, "Number of generated images of each shape.", min=1)
-    finetune_epochs: int = setting(
-        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml.", min=0
+    num_per_class: PositiveInt = setting(400, "Number of generated images of each shape.")
+    finetune_epochs: NonNegativeInt = setting(
+        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml."
     )
-    ranks: int = setting(2, "Number of DeepSpeed ranks.", min=1)
+    ranks: PositiveInt = setting(2, "Number of DeepSpeed ranks.")
 
 
 def demo(config: DemoConfig) -> None:

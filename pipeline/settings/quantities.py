@@ -1,12 +1,14 @@
 """Types of settings that are written with a unit ('90 epochs', '10%') or as 224x384, and upper limits of numbers."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from annotated_types import Interval
+from pydantic import AfterValidator, Field
 from pydantic_core import CoreSchema, core_schema
 
 from pipeline.base.errors import UserError
@@ -18,6 +20,14 @@ MAX_BATCH = 2**24
 MAX_THREADS = 4096
 MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
+Seed = Annotated[int, Interval(ge=0, le=MAX_SEED)]
+Side = Annotated[int, Interval(ge=0, le=MAX_SIDE)]  # of an image, in pixels
+Batch = Annotated[int, Interval(ge=1, le=MAX_BATCH)]
+Threads = Annotated[int, Interval(ge=1, le=MAX_THREADS)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+ShareBelow1 = Annotated[float, Interval(ge=0, lt=1)]
+# A path, in which ~ is the home folder, or an address.
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 # A number without a sign, as 90, .5 or 1.2e+9.
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)"
 

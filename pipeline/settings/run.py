@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
 from pipeline.settings.objective_checks import LABELS, Labels, check_objective
-from pipeline.settings.quantities import MAX_SEED, ImageSize
+from pipeline.settings.quantities import ImageSize, PathText, Seed
 from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
@@ -48,8 +48,8 @@ class RunConfig(Settings):
     notes_without_effect = True
 
     name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
-    out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
-    seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
+    out: PathText = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
+    seed: Seed = setting(0, "Seed of all random numbers.", on_change="run")
     model: ModelConfig = setting(ModelConfig, "", on_change="run")
     data: DataConfig = setting(DataConfig, "")
     augment: AugmentConfig = setting(AugmentConfig, "")

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipeline.architecture.config import ChannelRule, Kernel
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
-from pipeline.settings.quantities import Length
+from pipeline.settings.quantities import Batch, Length, PathText
 from pipeline.settings.schema import Settings, setting
-from pipeline.settings.shared import ShellWords, batch_size, kernel_setting, minutes, mlflow_uri
+from pipeline.settings.shared import ShellWords, kernel_setting, minutes, mlflow_uri
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -42,8 +42,8 @@ class EngineConfig(Settings):
         "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
         "A CPU always does.",
     )
-    peak_tflops: float = setting(
-        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0, on_change="nothing"
+    peak_tflops: NonNegativeFloat = setting(
+        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", on_change="nothing"
     )
     timeout_minutes: float = minutes(
         10.0, "Timeout of a collective call, after which the run fails.", min=None, above=0
@@ -52,7 +52,7 @@ class EngineConfig(Settings):
 
 class EvaluateConfig(Settings):
     every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
-    batch: int = batch_size(64, "Images per forward pass of one rank.")
+    batch: Batch = setting(64, "Images per forward pass of one rank.")
 
 
 class ProbeConfig(Settings):
@@ -71,19 +71,18 @@ class ProbeConfig(Settings):
         min_items=1,
         needs="shots",
     )
-    neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
-    temperature: float = setting(
-        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0, needs="neighbours"
+    neighbours: NonNegativeInt = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.")
+    temperature: PositiveFloat = setting(
+        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", needs="neighbours"
     )
-    neighbour_images: int = setting(
-        50_000, "kNN: number of random training images to search; 0 is all.", min=0, needs="neighbours"
+    neighbour_images: NonNegativeInt = setting(
+        50_000, "kNN: number of random training images to search; 0 is all.", needs="neighbours"
     )
 
-    rankme_images: int = setting(
+    rankme_images: NonNegativeInt = setting(
         0,
         "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the run's training "
         "split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
-        min=0,
     )
 
     @property
@@ -125,7 +124,7 @@ class EvaluatorConfig(Protocol):
 
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
+    data: PathText = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
     split: str = setting("val", "Split that probes are tested on.")
 
     @property
@@ -141,13 +140,13 @@ class RunProbeConfig(ProbeConfig):
 
 class CheckpointConfig(Settings):
     every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
-    keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
+    keep: PositiveInt = setting(2, "Number of newest checkpoints that are kept.")
     keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
     best: str = setting(
         "",
         "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently; empty is none.",
     )
-    folder: str = setting(
+    folder: PathText = setting(
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
         output="folder or URL",
@@ -165,12 +164,11 @@ class HealthConfig(Settings):
         "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
         "before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).",
     )
-    spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
+    spike_sigma: PositiveFloat = setting(6.0, "A spike is this many standard deviations above the recent mean.")
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
-    max_rollbacks: int = setting(
+    max_rollbacks: NonNegativeInt = setting(
         3,
         "With on_spike=rollback: number of rollbacks above which the run stops.",
-        min=0,
         on_change="comparison",
         needs="on_spike=rollback",
     )
@@ -180,19 +178,17 @@ class HealthConfig(Settings):
         "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
         "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
     )
-    straggler_ratio: float = setting(
+    straggler_ratio: NonNegativeFloat = setting(
         1.5,
         "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
-        min=0,
         on_change="nothing",
     )
 
 
 class InitConfig(Settings):
-    weights: str | None = setting(
+    weights: PathText | None = setting(
         None,
         "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
-        path=True,
     )
     new_head: bool = setting(
         True, "With init.weights: replace the head by a zero-initialised linear layer.", needs="weights"

@@ -4,15 +4,27 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipeline.architecture.config import ONLY_TRAIN, Gelu, Pool, Positions, QkvBias
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.objective_checks import OBJECTIVES
-from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Length, Limit
+from pipeline.settings.quantities import (
+    MAX_BATCH,
+    MAX_THREADS,
+    Batch,
+    ImageSize,
+    Length,
+    Limit,
+    PathText,
+    Share,
+    ShareBelow1,
+    Side,
+    Threads,
+)
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
+from pipeline.settings.shared import minutes
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
@@ -66,12 +78,10 @@ class ModelConfig(Settings):
     gelu: Gelu = setting(
         "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
     )
-    dropout: float = setting(
-        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).", min=0, below=1
+    dropout: ShareBelow1 = setting(
+        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k)."
     )
-    drop_path: float = setting(
-        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, below=1
-    )
+    drop_path: ShareBelow1 = setting(0.0, "Stochastic depth: drop probability of the last block, linear from 0.")
     head_bias: float = setting(
         0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
     )
@@ -145,9 +155,9 @@ class ModelConfig(Settings):
 class MixedSet(Settings):
     """A data set of a mixture, or another weight of one from a step on."""
 
-    path: str = setting(REQUIRED, "Folder or URL of a data set beside data.path", path=True)
-    weight: float = setting(
-        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight", min=0
+    path: PathText = setting(REQUIRED, "Folder or URL of a data set beside data.path")
+    weight: NonNegativeFloat = setting(
+        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight"
     )
     split: str = setting("train", "Split to train on.")
     exclude: str = setting("all", "Lists of excluded samples: all, none, or names with commas.")
@@ -185,22 +195,20 @@ class MixedSet(Settings):
 
 
 class DataConfig(Settings):
-    path: str = setting(
+    path: PathText = setting(
         REQUIRED,
         "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py",
-        path=True,
         on_change="comparison",
     )
-    cache: str = setting(
+    cache: PathText = setting(
         "",
         "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
         output="folder",
         on_change="nothing",
     )
-    cache_gb: float = setting(
+    cache_gb: PositiveFloat = setting(
         200.0,
         "Maximum size of data.cache in GB; least recently read shards are removed.",
-        above=0,
         on_change="nothing",
         needs="cache",
     )
@@ -223,17 +231,14 @@ class DataConfig(Settings):
         "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
         on_change="run",
     )
-    dev_share: float = setting(
+    dev_share: ShareBelow1 = setting(
         0.0,
         "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
         "data.eval_split, to choose settings by; of samples with groups, whole groups. 0 is none.",
-        min=0,
-        below=1,
     )
-    weight: float = setting(
+    weight: PositiveFloat = setting(
         1.0,
         "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
-        above=0,
         on_change="comparison",
         needs="mix",
     )
@@ -249,16 +254,16 @@ class DataConfig(Settings):
         max=1_000_000,
         on_change="run",
     )
-    window: int = setting(
-        4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
+    window: PositiveInt = setting(
+        4096, "Number of consecutive samples of a stream that are shuffled together.", on_change="run"
     )
-    balance: float = share(
+    balance: Share = setting(
         1.0,
         "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
         "classes equally often, 0.5 is between. A sample's class is its first label.",
         on_change="run",
     )
-    threads: int = cpu_threads(2, "Decoding threads of each rank.", on_change="nothing")
+    threads: Threads = setting(2, "Decoding threads of each rank.", on_change="nothing")
     processes: int = setting(
         0,
         "Decode training images in so many processes of each rank instead of data.threads threads; of local files only. For small images, whose "
@@ -268,7 +273,7 @@ class DataConfig(Settings):
         on_change="nothing",
     )
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
-    max_bad_share: float = share(
+    max_bad_share: Share = setting(
         0.001,
         "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
         on_change="comparison",
@@ -304,12 +309,12 @@ class AugmentConfig(Settings):
     )
     area_min: float = setting(0.05, "inception, random_resized: smallest part of the area.", above=0, max=1, needs=_BOX)
     area_max: float = setting(1.0, "inception, random_resized: largest part of the area.", above=0, max=1, needs=_BOX)
-    aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0, needs=_BOX)
-    aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0, needs=_BOX)
-    resize_to: int = pixels(
+    aspect_min: PositiveFloat = setting(3 / 4, "inception, random_resized: smallest width / height.", needs=_BOX)
+    aspect_max: PositiveFloat = setting(4 / 3, "inception, random_resized: largest width / height.", needs=_BOX)
+    resize_to: Side = setting(
         0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384).", needs=_RESIZE
     )
-    padding: int = pixels(
+    padding: Side = setting(
         0,
         "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
         "simple crop and for CIFAR-10, with resize_to=model.image_size.",
@@ -329,32 +334,32 @@ class AugmentConfig(Settings):
         "Decode a JPEG at 1/2, 1/4 or 1/8 of its size for training where its crop is at least 2, 4 or 8 times as large as the view; "
         "resize_filter does the rest. Takes a fifth to a quarter off the time of photographs of 12 megapixels; at 224 px, nothing off those of 110 KB.",
     )
-    color_jitter: float = share(
+    color_jitter: Share = setting(
         0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
     )
-    saturation: float = share(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
+    saturation: Share = setting(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
     hue: float = setting(
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
-    color_jitter_probability: float = share(
+    color_jitter_probability: Share = setting(
         1.0, "Probability of colour jitter (0.8 in DINO).", needs="color_jitter|saturation|hue"
     )
-    channel_brightness: float = share(
+    channel_brightness: Share = setting(
         0.0,
         "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 - channel_brightness to 1 + "
         "channel_brightness.",
     )
-    channel_contrast: float = share(
+    channel_contrast: Share = setting(
         0.0, "The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."
     )
-    three_augment: float = share(
+    three_augment: Share = setting(
         0.0,
         "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
         "colour jitter.",
     )
-    grey: float = share(0.0, "Probability of making a view grey.")
-    blur: float = share(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
-    solarise: float = share(0.0, "Probability of inverting values of 128 and above.")
+    grey: Share = setting(0.0, "Probability of making a view grey.")
+    blur: Share = setting(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
+    solarise: Share = setting(0.0, "Probability of inverting values of 128 and above.")
     randaugment_layers: int = setting(
         0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )
@@ -367,20 +372,20 @@ class AugmentConfig(Settings):
         "in the published AugReg and big_vision runs.",
         needs="randaugment_layers",
     )
-    noise: float = share(
+    noise: Share = setting(
         0.0,
         "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of the channel's range.",
     )
-    erase: float = share(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
-    drop_channels: float = share(
+    erase: Share = setting(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
+    drop_channels: Share = setting(
         0.0, "Probability with which each channel is replaced by its low end, black; one is always left."
     )
-    mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
-    cutmix: float = share(
+    mixup: Share = setting(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
+    cutmix: Share = setting(
         0.0,
         "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of the two.",
     )
-    eval_resize: int = pixels(
+    eval_resize: Side = setting(
         0,
         "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).",
         ignores_section=True,
@@ -421,8 +426,8 @@ def _objective(name: str) -> str:
 
 class TrainConfig(Settings):
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
-    global_batch: int = batch_size(4096, "Samples per optimizer step, over all ranks.", on_change="run")
-    micro_batch: int = batch_size(
+    global_batch: Batch = setting(4096, "Samples per optimizer step, over all ranks.", on_change="run")
+    micro_batch: Batch = setting(
         64, "Samples per forward pass of one rank; determines accumulation.", on_change="comparison"
     )
     loss: Annotated[str, AfterValidator(_objective)] = setting(
@@ -454,10 +459,9 @@ class TrainConfig(Settings):
         max=65_536,
         on_change="run",
     )
-    lora_alpha: float = setting(
+    lora_alpha: PositiveFloat = setting(
         16.0,
         "LoRA: the changes are multiplied by lora_alpha / lora_rank.",
-        above=0,
         needs="lora_rank",
         on_change="run",  # A checkpoint holds the factor.
     )
@@ -468,14 +472,13 @@ class TrainConfig(Settings):
         needs="lora_rank",
         on_change="run",
     )
-    label_smoothing: float = share(
+    label_smoothing: Share = setting(
         0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax,pseudo_labels"
     )
-    log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
-    max_skipped_steps: int = setting(
+    log_every: PositiveInt = setting(50, "Steps between log lines.", on_change="nothing")
+    max_skipped_steps: NonNegativeInt = setting(
         20,
         "Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops.",
-        min=0,
         on_change="comparison",
     )
     stop_after_minutes: float = minutes(
@@ -490,27 +493,25 @@ class OptimizerConfig(Settings):
         "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
         on_change="run",
     )
-    lr: float = setting(1e-3, "Peak learning rate.", above=0)
+    lr: PositiveFloat = setting(1e-3, "Peak learning rate.")
     lr_batch: int = setting(
         0,
         "Batch size that lr is meant for: lr is multiplied by train.global_batch / lr_batch. 0 uses lr as it is.",
         min=0,
         max=MAX_BATCH,
     )
-    beta1: float = setting(0.9, "Adam: decay of the first moment.", min=0, below=1, needs="name=adam,muon")
-    beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1, needs="name=adam,muon")
-    eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0, needs="name=adam,muon")
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="name=sgd")
-    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1, needs="name=muon")
-    weight_decay: float = setting(
+    beta1: ShareBelow1 = setting(0.9, "Adam: decay of the first moment.", needs="name=adam,muon")
+    beta2: ShareBelow1 = setting(0.999, "Adam: decay of the second moment.", needs="name=adam,muon")
+    eps: PositiveFloat = setting(1e-8, "Adam: term added to the denominator.", needs="name=adam,muon")
+    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="name=sgd")
+    muon_momentum: ShareBelow1 = setting(0.95, "Muon: Nesterov momentum of the matrices.", needs="name=muon")
+    weight_decay: NonNegativeFloat = setting(
         0.1,
         "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
-        min=0,
     )
-    weight_decay_end: float | None = setting(
+    weight_decay_end: NonNegativeFloat | None = setting(
         None,
         "Weight decay at the end of the run, which it approaches along half a cosine. null keeps it constant.",
-        min=0,
     )
     layer_decay: float = setting(
         1.0,
@@ -519,13 +520,11 @@ class OptimizerConfig(Settings):
         above=0,
         max=1,
     )
-    clip: float = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
-    ema_decay: float = setting(
+    clip: NonNegativeFloat = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.")
+    ema_decay: ShareBelow1 = setting(
         0.0,
         "Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then "
         "evaluated and exported. 0 is none.",
-        min=0,
-        below=1,
     )
 
 
@@ -537,7 +536,7 @@ class ScheduleConfig(Settings):
         list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
-    final: float = share(
+    final: Share = setting(
         0.0,
         "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown.",
         needs="decay=linear,cosine,drops|cooldown",

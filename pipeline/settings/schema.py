@@ -9,7 +9,6 @@ setting means. A class may have a method `check()` for what depends on several f
 import dataclasses
 import difflib
 import functools
-import os
 import re
 import types
 import typing
@@ -24,6 +23,7 @@ from pipeline.architecture.variants import as_yaml
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import shortened
 from pipeline.process.outputs import Holds, Output
+from pipeline.settings.quantities import PathText
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -31,16 +31,17 @@ T = TypeVar("T")
 OnChange = Literal["nothing", "comparison", "result", "run"]
 
 REQUIRED = dataclasses.MISSING
-# pydantic's names of limits, with how `--help` shows them.
+# pydantic's names of limits, and how `--help` shows those of numbers.
 _LIMITS = {
-    "min": ("ge", "at least"),
-    "above": ("gt", "above"),
-    "max": ("le", "at most"),
-    "below": ("lt", "below"),
-    "pattern": ("pattern", ""),
-    "min_items": ("min_length", ""),
-    "max_items": ("max_length", ""),
+    "min": "ge",
+    "above": "gt",
+    "max": "le",
+    "below": "lt",
+    "pattern": "pattern",
+    "min_items": "min_length",
+    "max_items": "max_length",
 }
+_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def setting(
@@ -48,7 +49,6 @@ def setting(
     doc: str,
     *,
     choices: typing.Iterable[str] = (),
-    path: bool = False,
     output: Output | None = None,
     within: str | None = None,
     holds: Holds | None = None,
@@ -60,25 +60,22 @@ def setting(
     """A documented field.
 
     default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a number or of the amount
-    of a length, pattern of a text, min_items (1 of a required list or text) and max_items of a list. choices: for `--help` and editors.
-    path: the text is a path, in which `~` is the home folder, or an address. output: it is a path that the command writes (`outputs.py`).
+    of a length, pattern of a text, min_items and max_items of a list. Common ranges are types (quantities.py). choices: for `--help` and editors.
+    output: the text is a path that the command writes (`outputs.py`).
     within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results the output folder is for.
     on_change: what another value means for what was made with it; a section's is that of its fields which give none, and without any it is
     "result". needs, ignores_section: see effect.py.
     """
-    if default is REQUIRED and not limits:
-        limits = {"min_items": 1}
     metadata = {
         "description": doc,
         "json_schema_extra": {"enum": [*choices]} if choices else None,
-        "path": path or (output is not None and within is None),
         "output": output,
         "within": within,
         "holds": holds,
         "on_change": on_change,
         "needs": needs,
         "ignores_section": ignores_section,
-        **{_LIMITS[name][0]: limit for name, limit in limits.items()},
+        **{_LIMITS[name]: limit for name, limit in limits.items()},
     }
     if isinstance(default, (type, dict, list)):
         factory = default if isinstance(default, type) else default.copy
@@ -154,7 +151,7 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
 
 
 def _prepared(tree: Any, cls: Any) -> Any:
-    """Settings as pydantic takes them: null is the default, `~` the home folder, and one value in place of a list is a list of it."""
+    """Settings as pydantic takes them: null is the default, and one value in place of a list is a list of it."""
     if isinstance(tree, list):
         return [_prepared(item, cls) for item in tree]
     if not is_section(cls) or not isinstance(tree, dict):
@@ -164,19 +161,13 @@ def _prepared(tree: Any, cls: Any) -> Any:
         value, kind = found.pop(field.name, None), type_hints(cls)[field.name]
         if is_section(kind) and value is None:
             value = {}
-        if value is None or (value == "" and default_of(field) is None):
-            continue
+        if value is None or (value in ("", []) and default_of(field) in (None, REQUIRED)):
+            continue  # `out=$OUT` without such a variable is not the current folder.
         if typing.get_origin(kind) is list:
             value = value if isinstance(value, list) else [] if value == "" else [value]
             (kind,) = typing.get_args(kind)
-        if field.metadata["path"]:
-            value = [_expanded(item) for item in value] if isinstance(value, list) else _expanded(value)
         found[field.name] = _prepared(value, kind)
     return found
-
-
-def _expanded(path: Any) -> Any:
-    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def is_section(kind: Any) -> bool:
@@ -208,7 +199,7 @@ def leaves(
 ) -> Iterator[tuple[str, Any, dataclasses.Field[Any], OnChange]]:
     """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change: of the section."""
     for field in dataclasses.fields(cls):
-        kind, meaning = type_hints(cls)[field.name], field.metadata["on_change"] or on_change
+        kind, meaning = type_hints(cls, include_extras=True)[field.name], field.metadata["on_change"] or on_change
         if is_section(kind):
             yield from leaves(kind, f"{prefix}{field.name}.", meaning)
         else:
@@ -226,15 +217,20 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     for name, kind, field, _ in leaves(cls, prefix):
         rule, default = field.metadata, default_of(field)
         accepted = "|".join(rule["json_schema_extra"]["enum"]) if rule["json_schema_extra"] else type_name(kind)
-        accepted = accepted.replace("text", "path") if rule["path"] else accepted
-        for limit, word in _LIMITS.values():
-            if word and (number := rule.get(limit)) is not None:
-                accepted += f", {word} {number:{',' if isinstance(number, int) else 'g'}}"
+        for limit, number in limits_of(kind, field).items():
+            accepted += f", {_WORDS[limit]} {number:{',' if isinstance(number, int) else 'g'}}"
         shown = "required" if default is REQUIRED else as_yaml(default)
         rows.append([(name, accepted, shown, rule["description"])])
         if typing.get_origin(kind) is list and is_section(typing.get_args(kind)[0]):
             rows[-1] += describe(typing.get_args(kind)[0], f"{name}[].")
     return [row for several in sorted(rows, key=lambda several: several[0][2] != "required") for row in several]
+
+
+def limits_of(kind: Any, field: dataclasses.Field[Any]) -> dict[str, float]:
+    """The range of a number, by pydantic's names. kind: its type, which may have one."""
+    marks = typing.get_args(kind)[1:]
+    found = {limit: [field.metadata.get(limit), *(getattr(mark, limit, None) for mark in marks)] for limit in _WORDS}
+    return {limit: number for limit, numbers in found.items() for number in numbers if number is not None}
 
 
 def json_schema(cls: type) -> dict[str, Any]:
@@ -248,6 +244,10 @@ def json_schema(cls: type) -> dict[str, Any]:
 def type_name(kind: Any) -> str:
     """The type in words, such as "whole number" or "list of text"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind == PathText:
+        return "path"
+    if origin is Annotated:
+        return type_name(arguments[0])
     if origin is Literal:
         return "|".join(arguments)
     if origin in (typing.Union, types.UnionType):

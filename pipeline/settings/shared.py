@@ -5,16 +5,15 @@ import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import Holds
-from pipeline.settings.quantities import MAX_BATCH, MAX_SEED, MAX_SIDE, MAX_THREADS, MINUTES_PER_YEAR
+from pipeline.settings.quantities import MINUTES_PER_YEAR, Seed
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
 
 T = TypeVar("T")
-Share = Annotated[float, Field(ge=0, le=1)]
-Seeds = Distinct[Annotated[int, Field(ge=0, le=MAX_SEED)]]
+Seeds = Distinct[Seed]
 
 
 def _split(words: str) -> str:
@@ -73,24 +72,6 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
     """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the sentence."""
     if given := [override for override in overrides if override.startswith(prefixes)]:
         raise UserError(f"{subject} {', '.join(given)}, which {reason}")
-
-
-def share(default: Any, doc: str, **rule: Any) -> Any:
-    """A number from 0 to 1: a share or a probability."""
-    return setting(default, doc, min=0, max=1, **rule)
-
-
-def pixels(default: Any, doc: str, least: int = 0, **rule: Any) -> Any:
-    """The side of an image."""
-    return setting(default, doc, min=least, max=MAX_SIDE, **rule)
-
-
-def batch_size(default: Any, doc: str, **rule: Any) -> Any:
-    return setting(default, doc, min=1, max=MAX_BATCH, **rule)
-
-
-def cpu_threads(default: Any, doc: str, **rule: Any) -> Any:
-    return setting(default, doc, min=1, max=MAX_THREADS, **rule)
 
 
 def minutes(default: float, doc: str, **rule: Any) -> Any:

@@ -12,6 +12,7 @@ from settings_classes import CLASSES
 from pipeline.checkpoint.store import checkpoint_folder
 from pipeline.settings import schema
 from pipeline.settings.commands import reports
+from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
 
 # How the help of a path begins, and what begins in the same way without being one.
@@ -31,10 +32,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("cls", CLASSES.values())
 def test_every_setting_whose_help_names_a_file_or_folder_is_declared_a_path(cls: type) -> None:
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        kind = typing.get_type_hints(cls)[field.name]
-        if kind in (str, str | None, list[str]) and PATH_WORDS.match(field.metadata["description"]):
-            assert field.metadata["path"] or field.metadata["within"], f"{cls.__name__}.{field.name}"
+        kind, is_path = hints[field.name], {PathText} & {hints[field.name], *typing.get_args(hints[field.name])}
+        named = str in (kind, *typing.get_args(kind)) and PATH_WORDS.match(field.metadata["description"])
+        is_output = field.metadata["output"] and not field.metadata["within"]
+        assert is_path or not (named or is_output) or field.metadata["within"], f"{cls.__name__}.{field.name}"
 
 
 def test_home_means_the_same_in_all_settings_of_a_run(home: Path) -> None:

@@ -4,15 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.settings.quantities import MAX_BATCH
+from pipeline.settings.quantities import MAX_BATCH, PathText, Threads
 from pipeline.settings.schema import Settings, setting
-from pipeline.settings.shared import cpu_threads
 
 
 class GpuBenchConfig(Settings):
     """A benchmark of training on one GPU: how fast it is, and which settings make it so."""
 
-    json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
+    json: PathText = setting(
+        "", "File for the results as JSON, replaced after each result; empty is none.", output="file"
+    )
     models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = setting(
         [],
         "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is L/16, H/14 "
@@ -35,4 +36,4 @@ class GpuBenchConfig(Settings):
         above=0,
         max=1,
     )
-    decoders: int = cpu_threads(14, "Decoding threads of the run from shards.")
+    decoders: Threads = setting(14, "Decoding threads of the run from shards.")

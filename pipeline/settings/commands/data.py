@@ -4,13 +4,13 @@ import re
 import sys
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
+from pipeline.settings.quantities import MAX_TASKS, PathText, Seed, Share, ShareBelow1, Side
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern, pixels, share
+from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern
 
 _URL = "Folder or URL (s3://, gs://)"
 Inspect = Literal["decode", "header"]
@@ -53,8 +53,8 @@ class ValuesConfig(JobConfig):
     values: ValueRange = setting(
         list, f"Which values become 0 and 1 in training, for images that are not 8-bit RGB: {_VALUES}"
     )
-    values_images: int = setting(
-        10000, "Training images whose values are counted for it, evenly from all shards; 0 is all.", min=0
+    values_images: NonNegativeInt = setting(
+        10000, "Training images whose values are counted for it, evenly from all shards; 0 is all."
     )
 
 
@@ -76,14 +76,14 @@ class ImagesConfig(ValuesConfig):
         "Value of missing pixels. Default: what GeoTIFFs say.",
         min=-sys.float_info.max,  # GDAL's usual values are the lowest of float32 and float64.
     )
-    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
+    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
 
 
 class ShardConfig(ImagesConfig):
     """A sharding job, from raw images to tars and a manifest."""
 
-    source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
-    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
+    source: PathText = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts")
+    out: PathText = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
     layout: Literal[
         "auto",
         "folder",
@@ -104,20 +104,19 @@ class ShardConfig(ImagesConfig):
         "(imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet, webdataset).",
         min_items=1,
     )
-    val_share: float = setting(
+    val_share: ShareBelow1 = setting(
         0.0,
         "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that a sample never "
         "changes split.",
-        min=0,
-        below=1,
     )
-    holdout_per_class: int = setting(0, "Images per class of split train held out as 'val': the first by name.", min=0)
-    val_labels: str = setting(
+    holdout_per_class: NonNegativeInt = setting(
+        0, "Images per class of split train held out as 'val': the first by name."
+    )
+    val_labels: PathText = setting(
         "",
         "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or "
         "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
         "number' or ReaL's real.json.",
-        path=True,
         needs="layout=auto,imagenet1k",
     )
     cifar100_labels: Literal["fine", "coarse"] = setting(
@@ -161,21 +160,23 @@ class ShardConfig(ImagesConfig):
         "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them; empty is none.",
         needs="layout=auto,list",
     )
-    label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
-    class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
-    class_list: str = setting("", "File of class names, one per line: keep only these, in this order.", path=True)
-    min_images: int = setting(0, "Keep only classes with more than this number of images in the train split.", min=0)
-    synset_names: str = setting(
-        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).", path=True
+    label_names: PathText = setting("", "File of class names, one per line, for labels that are numbers from 0.")
+    class_map: PathText = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.")
+    class_list: PathText = setting("", "File of class names, one per line: keep only these, in this order.")
+    min_images: NonNegativeInt = setting(
+        0, "Keep only classes with more than this number of images in the train split."
+    )
+    synset_names: PathText = setting(
+        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."
     )
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     compare: Literal["mtime", "content"] = setting(
         "mtime",
         "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of change; content: all.",
     )
-    seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
-    samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
-    resize_short: int = pixels(0, "Resize larger images to this short side; 0 copies the bytes.")
+    seed: Seed = setting(0, "Seed of the order of samples.")
+    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
+    resize_short: Side = setting(0, "Resize larger images to this short side; 0 copies the bytes.")
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
@@ -245,22 +246,21 @@ class ShardConfig(ImagesConfig):
 class VtabPrepareConfig(JobConfig):
     """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or prepared copies of them."""
 
-    originals: str = setting(
+    originals: PathText = setting(
         "",
         "Folder with one folder per source data set, which contains the files as published (docs/vtab.md).",
-        path=True,
     )
-    tfds: str = setting(
-        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals.", path=True
+    tfds: PathText = setting(
+        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals."
     )
-    lists: str = setting(
-        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits.", path=True
+    lists: PathText = setting(
+        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."
     )
-    out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
+    out: PathText = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
     published: bool = setting(True, "Require the published file sizes, checksums and numbers of images.")
     prove: bool = setting(False, "Only read: compute the splits of the data sets in out again, and compare.")
-    samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
+    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --prove only reads."""
@@ -275,20 +275,17 @@ class VtabPrepareConfig(JobConfig):
 class IndexConfig(ImagesConfig):
     """A manifest for existing WebDataset shards, which are not copied."""
 
-    source: str = setting(
+    source: PathText = setting(
         REQUIRED,
         f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json",
-        path=True,
     )
-    out: str = setting(
+    out: PathText = setting(
         "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder or URL", holds="data set"
     )
     splits: dict[SplitName, str] = setting(
         {"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).", min_items=1
     )
-    label_names: str = setting(
-        "", "File of class names, one per line, by label; empty names classes by number.", path=True
-    )
+    label_names: PathText = setting("", "File of class names, one per line, by label; empty names classes by number.")
     pages: Literal["", "first", "channels"] = setting(
         "", "What the pages of a TIFF are: channels of one image, or all but the first are not used."
     )
@@ -297,14 +294,14 @@ class IndexConfig(ImagesConfig):
 class VerifyConfig(JobConfig):
     """A check of every byte of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting(
+    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    out: PathText = setting(
         "",
         "Folder of report.json and damage.csv; empty is <data>/verify.",
         output="folder or URL",
         holds="verification",
     )
-    decode_share: float = share(
+    decode_share: Share = setting(
         1.0,
         "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
     )
@@ -313,8 +310,8 @@ class VerifyConfig(JobConfig):
 class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting(
+    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    out: PathText = setting(
         "",
         "Folder of stats.json, tables and figures; empty is <data>/stats.",
         output="folder or URL",
@@ -329,13 +326,12 @@ class StatsConfig(ValuesConfig, MlflowConfig):
 class DedupConfig(JobConfig):
     """A search for images of a data set that are near copies of test images, or of one another."""
 
-    data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked", path=True)
+    data: PathText = setting(REQUIRED, f"{_URL} of the data set in which copies are marked")
     split: str = setting("train", "Split that is searched and marked.")
-    against: list[str] = setting(
+    against: list[PathText] = setting(
         list,
         "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its splits, "
         "folder:split for one",
-        path=True,
     )
     within_split: bool = setting(
         False,
@@ -348,7 +344,7 @@ class DedupConfig(JobConfig):
         min=0,
         max=0.5,
     )
-    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
+    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
     dry_run: bool = setting(False, "Write only the report and the sheet of pairs; mark no image.")
 
     def check(self) -> None:

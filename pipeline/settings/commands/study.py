@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-from pydantic import PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_TASKS, Limit, PositiveLength
+from pipeline.settings.quantities import MAX_TASKS, Limit, PathText, PositiveLength, ShareBelow1, Threads
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import Seeds, ShellWords, cpu_threads, mlflow_of_runs, refuse_overrides, result_name
+from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -49,13 +49,12 @@ class StudyModel(Settings):
     settings: list[str] = setting(
         list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
     )
-    speed: float = setting(
-        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end.", min=0
+    speed: NonNegativeFloat = setting(
+        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end."
     )
-    weights: str = setting(
+    weights: PathText = setting(
         "",
         "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
-        path=True,
     )
 
 
@@ -63,17 +62,16 @@ class StudyConfig(Settings):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
     name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
-    out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
+    out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Question = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
         "labels: what pre-trained weights gain over the first model, by the number of labelled images",
     )
-    run: str = setting(
+    run: PathText = setting(
         REQUIRED,
         "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells share",
-        path=True,
     )
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
@@ -94,12 +92,10 @@ class StudyConfig(Settings):
         list,
         "In place of lengths: time of training, the same for each model; its `speed` says how many steps that is.",
     )
-    cooldown: float = setting(
+    cooldown: ShareBelow1 = setting(
         0.0,
         "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then share all steps "
         "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
-        min=0,
-        below=1,
         needs="lengths|budgets|minutes",
     )
     equal_compute: bool = setting(
@@ -114,10 +110,9 @@ class StudyConfig(Settings):
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
         "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
     )
-    finetune: list[str] = setting(
+    finetune: list[PathText] = setting(
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
-        path=True,
     )
     on: Literal["here", "ray"] = setting(
         "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
@@ -129,7 +124,7 @@ class StudyConfig(Settings):
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
     )
-    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
+    threads: Threads = setting(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
     num_tasks: int = setting(
         0,
         "on=ray: number of cells that run at the same time; 0 is as many as fit.",
@@ -137,12 +132,11 @@ class StudyConfig(Settings):
         max=MAX_TASKS,
         needs="on=ray",
     )
-    tflops: float = setting(
+    tflops: NonNegativeFloat = setting(
         0.0,
         "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
-        min=0,
     )
-    slurm: str = setting(
+    slurm: PathText = setting(
         "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
     )
     cell: str = setting("", "Run this cell only (its name), and write no report.")

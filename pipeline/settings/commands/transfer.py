@@ -10,30 +10,39 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
 from pipeline.settings import effect
-from pipeline.settings.quantities import MAX_TASKS, PositiveLength
+from pipeline.settings.quantities import (
+    MAX_SIDE,
+    MAX_TASKS,
+    Batch,
+    PathText,
+    PositiveLength,
+    ShareBelow1,
+    Side,
+    Threads,
+)
 from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import Seeds, batch_size, cpu_threads, kernel_setting, mlflow_uri, pixels
+from pipeline.settings.shared import Seeds, kernel_setting, mlflow_uri
 
 
 class ProtocolConfig(Settings):
     """How a model is adapted to a task and scored. All combinations of the lists are tried on train800 and val200."""
 
     name: str = setting(REQUIRED, "Name in results, as vit_paper", pattern="^[a-z0-9_]+$")
-    image_size: int = pixels(REQUIRED, "Side of the square input images in pixels", 1)
-    small_image_size: int = pixels(
+    image_size: int = setting(REQUIRED, "Side of the square input images in pixels", min=1, max=MAX_SIDE)
+    small_image_size: Side = setting(
         0,
         "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled with it; 0 is image_size.",
     )
-    small_resize_to: int = pixels(0, "augment.resize_to for these tasks.", needs="small_image_size")
+    small_resize_to: Side = setting(0, "augment.resize_to for these tasks.", needs="small_image_size")
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
         "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
         "standard deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
-    batch: int = batch_size(REQUIRED, "Samples per optimizer step", needs="method=finetune")
+    batch: Batch = setting(REQUIRED, "Samples per optimizer step", needs="method=finetune")
     length: list[PositiveLength] = setting(
         REQUIRED,
         "Training lengths to try, as [2500 steps, 10000 steps]",
@@ -47,16 +56,18 @@ class ProtocolConfig(Settings):
         "Peak learning rates to try, as [0.1, 0.01]",
         needs="method=finetune",
     )
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="optimizer=sgd")
+    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="optimizer=sgd")
     weight_decay: list[NonNegativeFloat] = setting(
         [0.0],
         "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
         min_items=1,
         needs="method=finetune",
     )
-    clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0, needs="method=finetune")
-    dropout: float = setting(
-        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1, needs="method=finetune"
+    clip: NonNegativeFloat = setting(
+        0.0, "Clip gradients to this global norm; 0 is no clipping.", needs="method=finetune"
+    )
+    dropout: ShareBelow1 = setting(
+        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", needs="method=finetune"
     )
     schedule: ScheduleConfig = setting(ScheduleConfig, "", needs="method=finetune")
     l2: list[PositiveFloat] = setting(
@@ -68,8 +79,8 @@ class ProtocolConfig(Settings):
     neighbours: list[PositiveInt] = setting(
         [1, 5, 20], "method=knn: numbers of neighbours to try.", min_items=1, needs="method=knn"
     )
-    temperature: float = setting(
-        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0, needs="method=knn"
+    temperature: PositiveFloat = setting(
+        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", needs="method=knn"
     )
 
     def check(self) -> None:
@@ -100,11 +111,9 @@ class VtabConfig(Settings):
     # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
     notes_without_effect = True
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
-    )
-    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
-    out: str = setting(
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    data: PathText = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
+    out: PathText = setting(
         "",
         "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
         "runs/vtab/<weights>-... for others.",
@@ -126,20 +135,19 @@ class VtabConfig(Settings):
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     kernel: Kernel | None = kernel_setting()
-    pretrained_on: list[str] = setting(
+    pretrained_on: list[PathText] = setting(
         list,
         "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as [datasets/a,datasets/b]; the "
         "results then include the number of copies of test images that launch/dedup.py marked in them. Without a split it is that of the "
         "weights' run, or train.",
-        path=True,
     )
-    micro_batch: int = batch_size(
+    micro_batch: Batch = setting(
         64,
         "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so use "
         "one value in a sweep.",
     )
     precision: Precision = setting("fp32", "Precision of activations; bf16 is autocast on GPUs, and weights stay fp32.")
-    threads: int = cpu_threads(
+    threads: Threads = setting(
         2, "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)

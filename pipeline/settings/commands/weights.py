@@ -2,13 +2,15 @@
 
 from typing import Any, ClassVar, Literal, get_args
 
+from pydantic import PositiveInt
+
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_SEED
+from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import MlflowConfig, batch_size, cpu_threads, kernel_setting, pixels, share
+from pipeline.settings.shared import MlflowConfig, kernel_setting
 from pipeline.settings.yaml_reader import as_typed
 
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
@@ -45,10 +47,8 @@ def loss_setting() -> Any:
 class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
-    )
-    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
@@ -57,12 +57,12 @@ class WeightsConfig(Settings):
     )
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
-    max_bad_share: float = share(
+    max_bad_share: Share = setting(
         0.001,
         "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply allow at least 10, unless it is 0.",
     )
-    batch: int = batch_size(64, "Images per forward pass.")
-    threads: int = cpu_threads(2, "Decoding threads.")
+    batch: Batch = setting(64, "Images per forward pass.")
+    threads: Threads = setting(2, "Decoding threads.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
     precision: Precision = setting("fp32", "Precision of weights and activations; bf16 is for GPUs.")
 
@@ -70,7 +70,7 @@ class WeightsConfig(Settings):
 class ViewConfig(WeightsConfig):
     """Weights that see an image as one input: all of it, or its centre."""
 
-    eval_resize: int = pixels(
+    eval_resize: Side = setting(
         0,
         "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
         needs="eval_crop=auto,center,resize_center",
@@ -86,10 +86,10 @@ class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
     loss: TrainedLoss = loss_setting()
-    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
+    data: PathText = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
-    out: str = setting(
+    out: PathText = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
         "runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).",
@@ -113,7 +113,7 @@ class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
 class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2")
     format: Literal[
         "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "torch_export", "mae", "huggingface_mae"
     ] = setting(
@@ -121,16 +121,16 @@ class ExportConfig(Settings):
         "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
         "big_vision: its .npz; onnx, torch_export: graphs of ONNX and torch.export; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
     )
-    out: str = setting(
+    out: PathText = setting(
         REQUIRED,
         "File (.safetensors, .npz, .onnx, .pt2, .pth), or for timm, huggingface and huggingface_mae a new folder",
         output="new",
     )
-    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
+    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
     kernel: Kernel | None = kernel_setting()
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
-    tolerance: float = setting(
-        1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
+    tolerance: ShareBelow1 = setting(
+        1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit."
     )
 
     def check(self) -> None:
@@ -158,18 +158,18 @@ class LookConfig(ViewConfig):
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
     least_bad: ClassVar[int] = 10
-    images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
+    images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     split: str = setting("val", "If images is a data set: its split.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
+    class_names: PathText = setting("", "File of class names, one per line, for weights without class names.")
 
 
 class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
     loss: TrainedLoss = loss_setting()
-    top: int = setting(5, "Number of classes per image, the most likely first.", min=1)
-    out: str = setting(
+    top: PositiveInt = setting(5, "Number of classes per image, the most likely first.")
+    out: PathText = setting(
         "",
         "File for the whole table, .csv or .parquet; empty prints its first rows.",
         output="file",
@@ -180,11 +180,9 @@ class PredictConfig(LookConfig):
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: str = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
-    like: str = setting(
-        "", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.", path=True
-    )
-    sheet: str = setting(
+    out: PathText = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
+    like: PathText = setting("", "An image file: the 16 most similar images are drawn on a sheet. Empty draws none.")
+    sheet: PathText = setting(
         "",
         "With like: the sheet, .png; empty is out with the suffix .png.",
         output="file",
@@ -206,15 +204,14 @@ class ChooseConfig(LookConfig):
         min=1,
         max=MAX_CANDIDATES,
     )
-    labelled: list[str] = setting(
+    labelled: list[PathText] = setting(
         list,
         "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with labels, those that have one. "
         "All are read.",
-        path=True,
     )
     labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
-    seed: int = setting(0, "Seed of the random part.", min=0, max=MAX_SEED)
-    out: str = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
+    seed: Seed = setting(0, "Seed of the random part.")
+    out: PathText = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
 
     def check(self) -> None:
         """Check the number of images. Raises UserError."""
@@ -226,7 +223,7 @@ class ExplainConfig(LookConfig, MlflowConfig):
     """Figures that explain weights and their predictions."""
 
     loss: TrainedLoss = loss_setting()
-    images: list[str] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.", path=True)
+    images: list[PathText] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.")
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting(
         "all", "attention: block, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
@@ -239,9 +236,9 @@ class ExplainConfig(LookConfig, MlflowConfig):
         "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true.",
         needs="draw=reconstruction",
     )
-    num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
-    seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
-    out: str = setting(
+    num_drawn: PositiveInt = setting(6, "Number of images that are drawn, chosen at random.")
+    seed: Seed = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.")
+    out: PathText = setting(
         "",
         "Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and "
         "runs/explain/<weights> for others (refused if it holds those of other weights of this name).",
