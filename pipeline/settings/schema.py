@@ -114,7 +114,7 @@ def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -
     Raises UserError for a missing file, a syntax error, an unknown or missing name, a value of the wrong type or outside its
     range, and whatever the class's own `check()` refuses; and for one without effect, unless the class `notes_without_effect`.
     """
-    from pipeline.settings.effect import refuse_without_effect
+    from pipeline.settings.effect import refuse_without_effect  # It needs what is declared here.
 
     tree = {} if path is None else read_yaml(Path(path).expanduser())
     for override in overrides:
@@ -151,22 +151,21 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
 
 
 def _prepared(tree: Any, cls: Any) -> Any:
-    """Settings as pydantic takes them: null is the default, and one value in place of a list is a list of it."""
+    """Settings as pydantic takes them: a section without settings is empty, and one value in place of a list is a list of it."""
     if isinstance(tree, list):
         return [_prepared(item, cls) for item in tree]
     if not is_section(cls) or not isinstance(tree, dict):
         return tree
     found = dict(tree)
     for field in dataclasses.fields(cls):
-        value, kind = found.pop(field.name, None), type_hints(cls)[field.name]
-        if is_section(kind) and value is None:
-            value = {}
-        if value is None or (value in ("", []) and default_of(field) in (None, REQUIRED)):
-            continue  # `out=$OUT` without such a variable is not the current folder.
-        if typing.get_origin(kind) is list:
-            value = value if isinstance(value, list) else [] if value == "" else [value]
-            (kind,) = typing.get_args(kind)
-        found[field.name] = _prepared(value, kind)
+        name, kind, value = field.name, type_hints(cls)[field.name], found.get(field.name)
+        if is_section(kind):
+            found[name] = _prepared({} if value is None else value, kind)
+        elif value in ("", []) and default_of(field) in (None, REQUIRED):
+            del found[name]  # `out=$OUT` without such a variable is not the current folder.
+        elif name in found and typing.get_origin(kind) is list:
+            values = value if isinstance(value, list) else [value] if value != "" else []
+            found[name] = _prepared(values, *typing.get_args(kind))
     return found
 
 
