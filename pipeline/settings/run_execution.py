@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import Batch, Length, PathText
 from pipeline.settings.schema import Settings, setting
-from pipeline.settings.shared import ShellWords, kernel_setting, minutes, mlflow_uri
+from pipeline.settings.shared import ShellWords, kernel_setting, minutes
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -215,7 +215,7 @@ class InitConfig(Settings):
 
 class TrackConfig(Settings):
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = mlflow_uri("MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,

@@ -3,8 +3,9 @@
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+from annotated_types import MinLen
 from pydantic import AfterValidator
 
 from pipeline.base.errors import UserError
@@ -12,8 +13,7 @@ from pipeline.process.outputs import Holds
 from pipeline.settings.quantities import MINUTES_PER_YEAR, Seed
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
 
-T = TypeVar("T")
-Seeds = Distinct[Seed]
+Seeds = Annotated[Distinct[Seed], MinLen(1)]
 
 
 def _split(words: str) -> str:
@@ -24,7 +24,7 @@ def _split(words: str) -> str:
 def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+    except re.error as error:
         raise ValueError(f"must be a regular expression: {error}") from None
     return pattern
 
@@ -49,22 +49,19 @@ def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
     return setting(REQUIRED, doc, pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
 
 
-def mlflow_uri(doc: str) -> Any:
-    return setting("", doc)
-
-
 class MlflowConfig(Settings):
     """Where a command sends its numbers and figures."""
 
-    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
+    mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
     experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
 
 def mlflow_of_runs(what: str) -> Any:
     """Where a command sends what it makes of many runs, and the runs."""
-    return mlflow_uri(
+    return setting(
+        "",
         f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false."
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
     )
 
 

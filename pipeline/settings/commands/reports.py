@@ -6,7 +6,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, mlflow_uri, refuse_overrides, result_name
+from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -24,8 +24,8 @@ class VtabReportConfig(Settings):
     out: PathText = setting(
         "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
     )
-    mlflow: str = mlflow_uri(
-        "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
     )
 
     def check(self) -> None:
@@ -68,8 +68,9 @@ class SyncConfig(Settings):
     """Sending run folders to MLflow afterwards."""
 
     runs: list[PathText] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]")
-    uri: str = mlflow_uri(
-        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."
+    uri: str = setting(
+        "",
+        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
     )
 
 
@@ -86,7 +87,6 @@ class GridConfig(Settings):
     seeds: Seeds = setting(
         [0, 1, 2],
         "Seeds of the final runs on the whole training split; the first is also used for the trials.",
-        min_items=1,
     )
     also: list[PathText] = setting(
         list,

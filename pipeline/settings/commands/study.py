@@ -104,7 +104,7 @@ class StudyConfig(Settings):
         "worth in compute.",
         needs="question=labels",
     )
-    seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.", min_items=1)
+    seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "

@@ -23,7 +23,7 @@ from pipeline.settings.quantities import (
 from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
 from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import Seeds, kernel_setting, mlflow_uri
+from pipeline.settings.shared import Seeds, kernel_setting
 
 
 class ProtocolConfig(Settings):
@@ -130,7 +130,6 @@ class VtabConfig(Settings):
         [0],
         "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
         "depend on seeds.",
-        min_items=1,
         needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
@@ -152,9 +151,10 @@ class VtabConfig(Settings):
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
-    mlflow: str = mlflow_uri(
+    mlflow: str = setting(
+        "",
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
-        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs)."
+        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
 

