@@ -19,7 +19,6 @@ from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
     EvaluateConfig,
-    EvaluatorConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
@@ -69,8 +68,11 @@ class RunConfig(Settings):
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
 
     @property
-    def evaluators(self) -> dict[str, EvaluatorConfig]:
-        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
+    def evaluators(self) -> dict[str, RunProbeConfig]:
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py.
+
+        Each has `every`, its interval, and `measured()`: metrics by their name in metrics.jsonl, the most telling first.
+        """
         return {"probe": self.probe}
 
     @property

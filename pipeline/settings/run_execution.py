@@ -1,7 +1,7 @@
 """The sections of a run's settings that say how it is computed, scored, saved, watched and tracked. `run.py` has them all."""
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -110,16 +110,6 @@ class ProbeConfig(Settings):
                 f"{prefix}train_split = {prefix}split = {split}: features would be tested on what they are fitted to. "
                 f"Use another {prefix}train_split, or {prefix}shots=0 {prefix}neighbours=0."
             )
-
-
-class EvaluatorConfig(Protocol):
-    """The section of an evaluator that runs during training. every: 0 is never."""
-
-    @property
-    def every(self) -> Length: ...
-
-    def measured(self) -> dict[str, Metric]:
-        """What it measures, by name in metrics.jsonl, the most telling first."""
 
 
 class RunProbeConfig(ProbeConfig):

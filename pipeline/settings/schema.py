@@ -143,10 +143,12 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
         where = "the command line"  # So that errors do not blame the file.
     if found["type"] == "unexpected_keyword_argument":
         raise UserError(f"{where}: unknown setting {as_typed(name)}.{_did_you_mean(cls, name, section)}")
+    docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
+    doc = docs.get(name.partition("[")[0], "in this section")
     if found["type"] == "missing":
-        docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
-        raise UserError(f"{where}: {name} is not set ({docs.get(name, 'in this entry')}). Set it: {name}=...")
+        raise UserError(f"{where}: {name} is not set ({doc}). Set it: {name}=...")
     said = found.get("ctx", {}).get("error") or re.sub(r"^\w+ should", "must", found["msg"])
+    said = f"{said} ({doc.rstrip('.')})" if "pattern" in found["type"] else said
     raise UserError(f"{where}: {name} = {as_typed(found['input'])}: {said}.")
 
 

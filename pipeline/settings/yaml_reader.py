@@ -39,7 +39,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except yaml.YAMLError as error:
-        raise ValueError(shortened(on_one_line(error), 400)) from None
+        raise ValueError(shortened(on_one_line(error).replace('in "<unicode string>",', "at"), 400)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

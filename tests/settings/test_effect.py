@@ -90,41 +90,6 @@ def test_a_run_says_what_has_no_effect(given: list[str], said: list[str]) -> Non
     assert all(name in lines[0] for name in said)
 
 
-PROTOCOLS = [path for path in sorted((ROOT / "configs" / "vtab").glob("*.yaml")) if path.stem != "prepare"]
-
-
-@pytest.mark.parametrize("path", PROTOCOLS, ids=lambda path: path.stem)
-def test_no_shipped_protocol_has_a_setting_without_effect(path: Path) -> None:
-    assert schema.load(transfer.VtabConfig, path, ["weights=w"]).without_effect() == []
-
-
-_RESIZED = "resize_crop or resize_small_crop"
-_NO_SMALL = (
-    f"protocol.small_resize_to = 160 has no effect without method = finetune and protocol.augment.crop = {_RESIZED}"
-)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["method=linear"], _NO_SMALL),
-        (["method=knn"], _NO_SMALL),
-        (["protocol.augment.crop=none"], _NO_SMALL),
-        (
-            ["protocol.augment.area_min=0.3"],
-            "protocol.augment.area_min = 0.3 has no effect without protocol.augment.crop = inception or random_resized",
-        ),
-        (
-            ["protocol.augment.eval_resize=448", "method=linear"],
-            "protocol.augment.eval_resize = 448 has no effect without protocol.augment.eval_crop = center or resize_center",
-        ),
-    ],
-)
-def test_a_sweep_says_what_has_no_effect(given: list[str], said: str) -> None:
-    config = schema.load(transfer.VtabConfig, ROOT / "configs" / "vtab" / "bit_hyperrule.yaml", ["weights=w", *given])
-    assert said in config.without_effect()
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -9,7 +9,6 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from pipeline.architecture.config import Kernel
 from pipeline.base.errors import UserError
-from pipeline.settings import effect
 from pipeline.settings.quantities import (
     MAX_SIDE,
     MAX_TASKS,
@@ -157,18 +156,6 @@ class VtabConfig(Settings):
         "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
-
-    def without_effect(self) -> list[str]:
-        """A line for each reason for which settings have no effect."""
-        protocol, crops = self.protocol, ("resize_crop", "resize_small_crop")
-        lines = effect.without_effect(self)
-        is_used = self.method == "finetune" and protocol.augment.crop in crops
-        if protocol.small_image_size and protocol.small_resize_to and not is_used:
-            lines.append(
-                f"protocol.small_resize_to = {protocol.small_resize_to} has no effect without method = finetune and "
-                f"protocol.augment.crop = {' or '.join(crops)}"
-            )
-        return lines
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
