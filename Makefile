@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Where this is set, as containers do, each of the hundreds of processes that tests start compiles this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test rehearsal test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
+.PHONY: schema demo test rehearsal test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
@@ -57,6 +57,10 @@ lint: install
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+
+# JSON schemas of the files in configs/, by which editors complete and check them: to be made again when settings change.
+schema: install
+	for file in configs/schema/*.json; do $(PY) launch/$$(basename $$file .json).py --schema > $$file || exit; done
 
 # The documentation with a page for each command, in runs/site. Its search wants a server: python -m http.server -d runs/site
 docs: install

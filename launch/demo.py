@@ -13,8 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from pipeline.settings.quantities import PathText
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,19 +33,18 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    out: str = setting(
+class DemoConfig(Settings):
+    out: PathText = setting(
         "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
     )
-    num_per_class: int = setting(400, "Number of generated images of each shape.", min=1)
-    finetune_epochs: int = setting(
-        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml.", min=0
+    num_per_class: PositiveInt = setting(400, "Number of generated images of each shape.")
+    finetune_epochs: NonNegativeInt = setting(
+        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml."
     )
-    ranks: int = setting(2, "Number of DeepSpeed ranks.", min=1)
+    ranks: PositiveInt = setting(2, "Number of DeepSpeed ranks.")
 
 
 def demo(config: DemoConfig) -> None:

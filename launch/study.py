@@ -82,4 +82,4 @@ def on_ray(config: StudyConfig) -> tuple["RunJobs", int]:
 
 
 if __name__ == "__main__":
-    main(StudyConfig, study, __doc__, flag="plan")
+    main(StudyConfig, study, __doc__)

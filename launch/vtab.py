@@ -73,4 +73,4 @@ def on_ray(config: VtabConfig, *arguments: Any) -> Iterable[tuple[int, Any]]:
 
 
 if __name__ == "__main__":
-    main(VtabConfig, vtab, __doc__, flag="plan")
+    main(VtabConfig, vtab, __doc__)

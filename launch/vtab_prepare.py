@@ -34,4 +34,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.data import VtabPrepareConfig
 
 if __name__ == "__main__":
-    main(VtabPrepareConfig, "data_tools.vtab.prepare", __doc__, flag="prove")
+    main(VtabPrepareConfig, "data_tools.vtab.prepare", __doc__)

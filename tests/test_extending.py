@@ -73,7 +73,7 @@ assert before == after and before.keys() == {"format", "vit-weights"}
 # What cannot have it refuses it, and weights determine it.
 overrides = ["name=try", "data.path=here", "train.length=1 epochs", "model.final_norm=false", "init.weights=w"]
 assert "leave out model.final_norm" in refused(schema.load, RunConfig, None, overrides)
-assert "must be true or false" in refused(schema.load, RunConfig, None, ["model.final_norm=5"])
+assert "model.final_norm = 5" in refused(schema.load, RunConfig, None, ["model.final_norm=5"])
 assert "Set model.final_norm=true" in refused(lambda: models.configure("BiT-R50x1", final_norm=False))
 without = models.create("ViT-mu/8", 8, 4, final_norm=False)
 assert "cannot hold final_norm = False" in refused(as_plain, without, "timm", ("token",), True, True)

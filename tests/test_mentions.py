@@ -119,9 +119,9 @@ def test_sections_exist() -> None:
 
 # ---------------------------------------------------------------------- settings and names
 @cache
-def commands() -> dict[str, list[tuple[type, str, str]]]:
-    """Command -> (class of its settings, subject, flag) of each of its calls of `main`."""
-    found: dict[str, list[tuple[type, str, str]]] = {}
+def commands() -> dict[str, list[tuple[type, str]]]:
+    """Command -> (class of its settings, subject) of each of its calls of `main`."""
+    found: dict[str, list[tuple[type, str]]] = {}
     for path in sorted((ROOT / "launch").glob("*.py")):
         tree = ast.parse(path.read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
@@ -129,7 +129,7 @@ def commands() -> dict[str, list[tuple[type, str, str]]]:
             if call.func.id in ("main", "read_settings") and call.args and isinstance(call.args[0], ast.Name):  # type: ignore[attr-defined]
                 cls = _class_of(call.args[0].id, tree, path)
                 texts = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
-                found.setdefault(path.name, []).append((cls, str(texts.get("subject", "")), str(texts.get("flag", ""))))
+                found.setdefault(path.name, []).append((cls, str(texts.get("subject", ""))))
     return found
 
 
@@ -148,7 +148,7 @@ def _class_of(name: str, tree: ast.Module, path: Path) -> type:
 @cache
 def settings() -> set[str]:
     """All settings of all commands, and their sections."""
-    names = {name for forms in commands().values() for cls, _, _ in forms for name, *_ in schema.describe(cls)}
+    names = {name for forms in commands().values() for cls, _ in forms for name, *_ in schema.describe(cls)}
     names |= {f"objective.{field.name}" for loss in OBJECTIVES for field in dataclasses.fields(kind(loss).Settings)}
     return names | {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
 
@@ -296,9 +296,9 @@ def _errors(name: str, line: str) -> Iterator[str]:
 def _refusals(command: str, rest: list[str]) -> list[str]:
     """What every form of the command says against these arguments; [] if one accepts them."""
     errors = []
-    for cls, subject, flag in commands()[command]:
+    for cls, subject in commands()[command]:
         try:
-            _check(cls, subject, flag, rest[1:] if command == "bench.py" and rest[:1] == ["gpu"] else rest)
+            _check(cls, subject, rest[1:] if command == "bench.py" and rest[:1] == ["gpu"] else rest)
         except UserError as error:
             errors.append(str(error))
         else:
@@ -306,13 +306,18 @@ def _refusals(command: str, rest: list[str]) -> list[str]:
     return errors
 
 
-def _check(cls: type, subject: str, flag: str, words: list[str]) -> None:
+def _check(cls: type, subject: str, words: list[str]) -> None:
     config = Path(words[words.index("--config") + 1]) if "--config" in words else None
     is_whole = not any(re.search(r"\.\.\.|=[A-Z]+$|[$]|^\[", word) for word in words)
     if is_whole and (config is None or (ROOT / config).exists()):
         arguments = [str(ROOT / word) if word == str(config) else word for word in words]
-        read_settings(cls, arguments, subject=subject, flag=flag)
+        read_settings(cls, arguments, subject=subject)
         return
     for word in words:
         if "=" in word and not word.startswith(("-", "[")):
-            schema._apply(cls, {}, word.replace("...", "x"))
+            schema._apply(tree := {}, word.replace("...", "x"))
+            try:
+                schema.build(cls, tree, "the command line")
+            except UserError as error:
+                if "is not set" not in str(error):
+                    raise

@@ -1,16 +1,13 @@
-"""The configurations of the models: `ViTConfig` and `ResNetConfig`, where each field of a model is declared.
+"""The configurations of the models: `ViTConfig` and `ResNetConfig`.
 
-    dropout: float = option(0.0, "Dropout after positions ...", min=0, below=1)
-
-is all that `model.dropout` needs to be a setting with help and a range, to be saved with weights and checkpoints, and to be read
-as its default from files that were made without it. What uses the field is in `pipeline/model/`.
+A field is saved with weights and checkpoints, and read as its default from files that were made without it. What a run may set has the
+same name in `ModelConfig` (settings/run_sections.py), with its documentation and its range. What uses the field is in `pipeline/model/`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from pipeline.architecture.option import REQUIRED, Fields, Option, option
+from pipeline.architecture.fields import Fields
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.resnets import (
     ResNetConfig,
@@ -20,16 +17,19 @@ from pipeline.architecture.resnets import (
     stem_reduction,
 )
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits, type_hints
 from pipeline.base.words import counted
 
 Gelu = Literal["tanh", "erf", "quick"]
 Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
+Positions = Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"]
+QkvBias = Literal["qkv", "qv", "none"]
 # Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 
+# Fields that change neither the weights nor what they compute after training, so a run may set them for weights that exist.
+ONLY_TRAIN = ("dropout", "drop_path")
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17
 
@@ -38,112 +38,40 @@ _MAX_TOKENS = 2**17
 class ViTConfig(Fields):
     """The architecture of a ViT. Raises UserError for values that do not fit together."""
 
-    width: int = option(
-        REQUIRED,
-        "Overrides the variant's width D; for a ResNet, the channels of its first layer.",
-        min=1,
-        max=2**16,
-        setting=None,
-    )
-    depth: int = option(REQUIRED, "Overrides the variant's number of blocks.", min=1, max=1024, setting=None)
-    mlp_width: int = option(REQUIRED, "Overrides the variant's MLP width.", min=1, max=2**18, setting=None)
-    num_heads: int = option(REQUIRED, "Overrides the variant's number of heads.", min=1, max=2**12, setting=None)
-    # mypy takes `option` for a default of the fields above.
-    patch_size: Annotated[int, Limits(1, 2**12)]  # type: ignore[misc]  # P, in pixels; in a hybrid, in cells of the stem's output
-    image_size: tuple[int, int]  # type: ignore[misc]  # height, width, in pixels
-    num_classes: Annotated[int, Limits(0, 2**24)]  # type: ignore[misc]  # 0: no head, the model returns its features
-    # ViT paper, D.4.
-    positions: Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"] = option(
-        "learned",
-        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none.",
-    )
-    positions_at: Literal["stem", "blocks", "shared"] = option(
-        "stem",
-        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block "
-        "with the same table (shared).",
-    )
-    pool: Pool = option(
-        "token",
-        "Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class "
-        "token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
-        setting=None,
-    )
-    # "pre_logits" of the official weights of ImageNet-21k.
-    representation: bool = option(
-        False,
-        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
-        setting=True,
-    )
-    # timm and Hugging Face: erf.
-    gelu: Gelu = option(
-        "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
-    )
-    dropout: float = option(
-        0.0,
-        "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k).",
-        min=0,
-        below=1,
-        only_trains=True,
-    )
-    drop_path: float = option(
-        0.0, "Stochastic depth: drop probability of the last block, linear from 0.", min=0, below=1, only_trains=True
-    )
-    head_bias: float = option(
-        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
-    )
+    width: int  # D
+    depth: int
+    mlp_width: int
+    num_heads: int
+    patch_size: int  # P, in pixels; in a hybrid, in cells of the stem's output
+    image_size: tuple[int, int]  # height, width, in pixels
+    num_classes: int  # 0: no head, the model returns its features
+    positions: Positions = "learned"  # ViT paper, D.4
+    positions_at: Literal["stem", "blocks", "shared"] = "stem"
+    pool: Pool = "token"
+    representation: bool = False  # "pre_logits" of the official weights of ImageNet-21k
+    gelu: Gelu = "tanh"  # timm and Hugging Face: erf
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    head_bias: float = 0.0
     stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
-    # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5.
-    layer_norm_eps: Annotated[float, Limits(above=0, max=1)] = 1e-6
+    layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
     masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
-    # Darcet et al., arXiv 2309.16588.
-    registers: int = option(
-        0, "Extra learned tokens without a position, which the head does not read; 4 in DINOv2.", min=0, max=256
-    )
+    registers: int = 0  # Darcet et al., arXiv 2309.16588
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
     # Parts of later ViTs (pipeline/model/parts.py, rope.py).
-    layer_scale: float | None = option(
-        None,
-        "Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
-        min=-1000,
-        max=1000,
-    )
-    swiglu: bool = option(
-        False, "Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."
-    )
-    rope_base: float | None = option(
-        None,
-        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
-        above=1,
-        max=1e9,
-    )
-    # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit.
-    rope_side: int | None = option(
-        None,
-        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not "
-        "stretched; null: from -1 to 1.",
-        min=0,
-        max=_MAX_TOKENS,
-    )
-    qkv_bias: Literal["qkv", "qv", "none"] = option(
-        "qkv", "Which of queries, keys and values have a bias; qv in DINOv3."
-    )
-    out_bias: bool = option(True, "Bias of the attention's output layer.")
-    mlp_bias: bool = option(True, "Biases of the MLP's layers.")
-    embedding_norm: bool = option(False, "LayerNorm of all tokens before the first block, as in CLIP.")
-    qk_norm: bool = option(False, "LayerNorm of each head's queries and keys (ViT-22B).")
-    pool_norm: bool = option(
-        False,
-        "The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes.",
-    )
-    class_norm: bool = option(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
-    small_stem: tuple[int, ...] | None = option(
-        None,
-        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of "
-        "channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
-        min=16,
-        max=2**12,
-    )
+    layer_scale: float | None = None
+    swiglu: bool = False
+    rope_base: float | None = None
+    rope_side: int | None = None  # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit
+    qkv_bias: QkvBias = "qkv"
+    out_bias: bool = True
+    mlp_bias: bool = True
+    embedding_norm: bool = False
+    qk_norm: bool = False
+    pool_norm: bool = False
+    class_norm: bool = False
+    small_stem: tuple[int, ...] | None = None
     pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
     def __post_init__(self) -> None:
@@ -359,17 +287,3 @@ class ViTConfig(Fields):
 
 
 Config = ViTConfig | ResNetConfig
-
-
-def _options() -> Iterator[tuple[str, Option]]:
-    hints = type_hints(ViTConfig)
-    for field in fields(ViTConfig):
-        if (rule := field.metadata.get("rule")) is not None:
-            default = field.default if rule.setting is ... else rule.setting
-            # Settings are lists, as YAML and checkpoints have them; a configuration has to be hashable.
-            kind = list[int] | None if hints[field.name] == (tuple[int, ...] | None) else hints[field.name]
-            yield field.name, replace(rule, setting=default, kind=kind | None if default is None else kind)
-
-
-# What a run may set of a model, in the order of `--help`; of a ResNet the width and head_bias, which a ViT has too.
-OPTIONS = dict(_options())

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 Labels = Literal["learned", "partly", "scored", "unread"]
 
 
-class Facts(NamedTuple):
+class ObjectiveFacts(NamedTuple):
     """of_whole_batch: its loss is a property of all samples of a step, which is then one micro-batch of each rank."""
 
     place: str  # file and class in pipeline/objectives/
@@ -20,17 +20,17 @@ class Facts(NamedTuple):
 
 # Value of train.loss -> its facts.
 OBJECTIVES = {
-    "softmax": Facts("classification:Classification", "learned"),
-    "sigmoid": Facts("classification:Classification", "learned"),
-    "dino": Facts("dino:Dino"),
-    "lejepa": Facts("lejepa:Lejepa", of_whole_batch=True),
-    "mae": Facts("mae:Mae"),
-    "masked_mean_color": Facts("masked_patches:MaskedPatches"),
-    "masked_small_patch": Facts("masked_patches:MaskedPatches"),
-    "masked_pixels": Facts("masked_patches:MaskedPatches"),
-    "distill": Facts("distill:Distill"),
-    "distill_classes": Facts("distill_classes:DistillClasses", "scored"),
-    "pseudo_labels": Facts("pseudo_labels:PseudoLabels", "partly"),
+    "softmax": ObjectiveFacts("classification:Classification", "learned"),
+    "sigmoid": ObjectiveFacts("classification:Classification", "learned"),
+    "dino": ObjectiveFacts("dino:Dino"),
+    "lejepa": ObjectiveFacts("lejepa:Lejepa", of_whole_batch=True),
+    "mae": ObjectiveFacts("mae:Mae"),
+    "masked_mean_color": ObjectiveFacts("masked_patches:MaskedPatches"),
+    "masked_small_patch": ObjectiveFacts("masked_patches:MaskedPatches"),
+    "masked_pixels": ObjectiveFacts("masked_patches:MaskedPatches"),
+    "distill": ObjectiveFacts("distill:Distill"),
+    "distill_classes": ObjectiveFacts("distill_classes:DistillClasses", "scored"),
+    "pseudo_labels": ObjectiveFacts("pseudo_labels:PseudoLabels", "partly"),
 }
 # For messages: those that read no labels.
 NEED_NO_LABELS = " | ".join(loss for loss, facts in OBJECTIVES.items() if facts.labels == "unread")

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
 
-from pipeline.architecture.option import Fields
+from pipeline.architecture.fields import Fields
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits, quoted
+from pipeline.base.json_record import quoted
 
 _MAX_STAGES, _MAX_UNITS = 8, 1024
 
@@ -17,10 +16,10 @@ class ResNetConfig(Fields):
     """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
 
     units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
-    width: Annotated[int, Limits(1, 2**16)]  # channels after the root; stage i has 4 * 2^i times as many
+    width: int  # channels after the root; stage i has 4 * 2^i times as many
     image_size: tuple[int, int]  # height, width, in pixels
-    num_classes: Annotated[int, Limits(0, 2**24)]  # 0: no head, the model returns its features
-    head_bias: Annotated[float, Limits(-1000, 1000)] = 0.0  # initial bias of the head
+    num_classes: int  # 0: no head, the model returns its features
+    head_bias: float = 0.0  # initial bias of the head
     pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
     def __post_init__(self) -> None:

@@ -101,12 +101,6 @@ def check_name(name: str) -> None:
     _implied(name)
 
 
-def num_blocks(name: str, depth: int | None = None) -> int:
-    """Number of blocks that a named model runs, 0 for a ResNet. depth: in place of the name's. Raises UserError for an unknown name."""
-    _, values = _implied(name)
-    return (depth or values.get("depth", 0)) * (2 if values.get("axial") else 1)
-
-
 def parse_name(name: str) -> tuple[Variant, int]:
     """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side is accepted. Raises UserError for an unknown name."""
     match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)

@@ -97,7 +97,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
 
 def lay_out(config: _Run, stage: int, checkpointing: bool) -> _Run:
     """Returns the same run at another ZeRO stage, with or without activation checkpointing."""
-    engine = replace(config.engine, zero_stage=stage, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    engine = replace(config.engine, zero_stage=stage, activation_checkpointing=checkpointing)
     return replace(config, engine=engine)
 
 

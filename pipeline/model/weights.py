@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import OPTIONS, Config, ViTConfig
+from pipeline.architecture.config import ONLY_TRAIN, Config, ViTConfig
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
@@ -255,7 +255,7 @@ def adapted(
     pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels.with_channels`
         says; other weights read images of their own channels and type only, by their own range. Those of another project that do not
         describe their channels take these pixels, if they are as many.
-    training: fields that act in training only (`only_trains` in architecture/config.py), such as dropout and drop_path; a ResNet has none.
+    training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path; a ResNet has none.
     """
     num_classes = old.num_classes if num_classes is None else num_classes
     if new_head and num_classes == 0:
@@ -268,7 +268,7 @@ def adapted(
         head_bias=old.head_bias if keep_head else 0.0,
         pixels=_pixels_read(old.pixels, pixels, path),
     )
-    if wrong := training.keys() - {name for name, option in OPTIONS.items() if option.only_trains}:
+    if wrong := training.keys() - set(ONLY_TRAIN):
         raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
     if not isinstance(config, ViTConfig):
         given = training | {

@@ -18,7 +18,6 @@ from typing import Protocol
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, parse_line
 from pipeline.monitor.page_folder import End, PageFolder
 from pipeline.monitor.run_page import RunFacts
@@ -39,7 +38,7 @@ class SentModel:
 
     model_id: str
     roles: tuple[str, ...]
-    num_scores: Count = 0
+    num_scores: int = 0
     version: str | None = None
 
 
@@ -56,8 +55,8 @@ class Sent:
     key: str = ""
     run_id: str = ""
     is_described: bool = False
-    last: dict[str, Count] = field(default_factory=dict)
-    rollbacks: tuple[Count, ...] = ()
+    last: dict[str, int] = field(default_factory=dict)
+    rollbacks: tuple[int, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     models: dict[str, SentModel] = field(default_factory=dict)
 

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count, Time
 from pipeline.base.words import counted
 from pipeline.monitor.run_page import RunFacts
 
@@ -41,8 +40,8 @@ class Start:
     changed: settings that were others until then, as "optimizer.lr was 0.005, is 0.002".
     """
 
-    time: Time
-    step: Count
+    time: float
+    step: int
     hosts: tuple[str, ...] = ()
     before: str = ""
     changed: str = ""

@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.base.json_record import Count, Limits
 from pipeline.base.metric import Metric, metric_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
@@ -83,8 +82,8 @@ class DatasetFacts:
     source: str
     digest: str
     split: str
-    num_samples: Count
-    num_classes: Count
+    num_samples: int
+    num_classes: int
     context: str
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -179,9 +178,9 @@ class RunFacts:
     datasets: tuple[DatasetFacts, ...] = ()
     description: str = ""
     parents: dict[str, str] = field(default_factory=dict)
-    steps: Count = 0
-    images_per_step: Count = 0
-    flops_per_image: Annotated[float, Limits(0, 1e30)] = 0.0
+    steps: int = 0
+    images_per_step: int = 0
+    flops_per_image: float = 0.0
     artifacts: tuple[str, ...] = ()
     score: str = ""
     scored_on: str = ""

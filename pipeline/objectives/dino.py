@@ -9,13 +9,14 @@ Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M ma
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import cos, log, pi
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
@@ -38,9 +39,9 @@ from pipeline.objectives.objective import (
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
-from pipeline.settings.quantities import MAX_SIDE, Length
+from pipeline.settings.quantities import MAX_SIDE, Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 _SINKHORN_STEPS = 3
 # What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which the running mean
@@ -51,8 +52,7 @@ _CERTAIN, _FOLLOWED = 0.01, 0.01
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
-@dataclass(frozen=True, kw_only=True)
-class DinoSettings:
+class DinoSettings(Settings):
     prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
@@ -68,24 +68,22 @@ class DinoSettings:
         max=1,
         needs="local_views",
     )
-    blur: list[float] = setting(
-        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
+    blur: list[Share] = setting(
+        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones."
     )
-    solarise: list[float] = setting(
-        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones.", min=0, max=1
+    solarise: list[Share] = setting(
+        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones."
     )
-    student_temperature: float = setting(0.1, "What the student's outputs are divided by.", above=0)
-    teacher_temperature: float = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.", above=0)
-    teacher_temperature_start: float = setting(
-        0.04, "The same in the first step, from which it changes linearly.", above=0
+    student_temperature: PositiveFloat = setting(0.1, "What the student's outputs are divided by.")
+    teacher_temperature: PositiveFloat = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.")
+    teacher_temperature_start: PositiveFloat = setting(
+        0.04, "The same in the first step, from which it changes linearly."
     )
     temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
-    momentum: float = setting(
+    momentum: ShareBelow1 = setting(
         0.996,
         "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches "
         "(0.9995 at 256).",
-        min=0,
-        below=1,
     )
     frozen: Length = setting(
         Length.parse("1%"),
@@ -96,13 +94,11 @@ class DinoSettings:
         "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
         "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
     )
-    centre_momentum: float = setting(
+    centre_momentum: ShareBelow1 = setting(
         0.9,
         "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.",
-        min=0,
-        below=1,
     )
-    ibot_weight: float = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.", min=0)
+    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.")
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
@@ -116,8 +112,8 @@ class DinoSettings:
     ibot_share_max: float = setting(
         0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
     )
-    koleo_weight: float = setting(
-        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none.", min=0
+    koleo_weight: NonNegativeFloat = setting(
+        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none."
     )
 
 

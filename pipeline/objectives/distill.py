@@ -9,7 +9,6 @@ features does not matter.
 Shapes: B batch, N patches, D width of the backbone, T width of the teacher.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillSettings(TeacherSettings):
     patch_weight: float = setting(
         1.0,

@@ -8,7 +8,6 @@ Shapes: B batch, K classes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillClassesSettings(TeacherSettings):
     temperature: float = setting(
         1.0, "By which the logits of both are divided; above 1, unlikely classes count more.", min=0.01, max=1000

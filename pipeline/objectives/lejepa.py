@@ -11,7 +11,7 @@ Shapes: B batch, V views, W width of the backbone, R rows, D width of the projec
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +35,12 @@ from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LejepaSettings:
+class LejepaSettings(Settings):
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
     local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")

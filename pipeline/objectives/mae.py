@@ -9,7 +9,7 @@ Shapes: B batch, C channels, N patches, K kept patches, D width of the backbone,
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -31,15 +31,14 @@ from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 _REMOVED = Purpose.named("mae_mask")
 _ENCODER_ALONE = "use its encoder alone: launch/export.py format=safetensors"
 _PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaeSettings:
+class MaeSettings(Settings):
     mask_share: float = setting(0.75, "Share of the patches that are removed and predicted.", above=0, below=1)
     decoder_width: int = setting(512, "Width of the decoder, a multiple of 4 and of decoder_heads.", min=4, max=2**16)
     decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)

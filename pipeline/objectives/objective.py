@@ -13,7 +13,7 @@ Shapes: B batch, V views of a group, H height, W width.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.architecture.config import OPTIONS
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
@@ -37,7 +36,7 @@ from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_bl
 from pipeline.objectives.parameters.lora import add_factors
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import build
+from pipeline.settings.schema import Settings, build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own (`teacher_file`).
@@ -46,8 +45,7 @@ FROZEN_TEACHER = "frozen_teacher."
 _SAME = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoSettings:
+class NoSettings(Settings):
     """The settings of an objective that has none of its own."""
 
 
@@ -174,7 +172,7 @@ class Objective(nn.Module):
     def new_backbone(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
         """Returns the configuration of a run's new model. Arguments and errors: see `objectives.new_backbone`."""
         assert config.model.name, "config.check refuses a run with neither model.name nor init.weights"
-        given = {name: getattr(config.model, name) for name in OPTIONS} | cls.of_backbone(config, num_classes)
+        given = config.model.options | cls.of_backbone(config, num_classes)
         return configure(config.model.name, config.model.image_size, covered=covered, pixels=pixels, **given)
 
     @classmethod

@@ -9,8 +9,6 @@ as many images without a label.
 Shapes: B batch, K classes, M labels per sample.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +20,9 @@ from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.classification import Classification, losses
 from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
+from pipeline.settings.quantities import Share, ShareBelow1
 from pipeline.settings.run import AugmentConfig, RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 # What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
 _CROP_AND_FLIP = (
@@ -43,20 +42,15 @@ _CROP_AND_FLIP = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PseudoLabelsSettings:
-    threshold: float = setting(
+class PseudoLabelsSettings(Settings):
+    threshold: Share = setting(
         0.6,
         "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of ImageNet's "
         "labels and 0.5 with 10 %.",
-        min=0,
-        max=1,
     )
-    momentum: float = setting(
+    momentum: ShareBelow1 = setting(
         0.9999,
         "Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller for short runs.",
-        min=0,
-        below=1,
     )
 
 

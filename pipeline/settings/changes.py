@@ -55,13 +55,12 @@ def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Map
     """The settings of a class by dotted name. prefix, on_change: of the section that they are. A required one has the default None."""
     facts = {}
     for name, kind, declared, meaning in schema.leaves(cls, prefix, on_change):
-        default = None if declared.default is REQUIRED else declared.default
-        if declared.default_factory is not REQUIRED:
-            default = declared.default_factory()
+        default = schema.default_of(declared)
+        default = None if default is REQUIRED else default
         if typing.get_origin(kind) is dict:  # Its entries are names of their own.
             facts.update({f"{name}.{key}": Fact(value, meaning) for key, value in (default or {}).items()})
             default = None
-        facts[name] = Fact(schema.as_plain(default), meaning)
+        facts[name] = Fact(schema.to_dict(default), meaning)
     return facts
 
 

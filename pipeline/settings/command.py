@@ -4,12 +4,13 @@ import argparse
 import errno
 import gc
 import importlib
+import json
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar
 
 from pipeline.base.errors import CrashError, UserError, exit_code, is_of_one_rank, mistake_in_words
 from pipeline.base.words import counted
@@ -35,7 +36,6 @@ def main(
     function: Callable[[T], object] | str,
     about: str | None,
     subject: str = "",
-    flag: str = "",
     more_help: Callable[[Sequence[str]], str] | None = None,
     by_launcher: bool = False,
     starts_launcher: bool = False,
@@ -46,8 +46,6 @@ def main(
         settings need no torch, pyarrow or Matplotlib.
     about: description of the command, shown by `--help` above the fields of `cls`: the docstring of its file (see `description`).
     subject: a setting that may be given as the first argument without its name, as `report.py runs/vit_b16` for run=runs/vit_b16.
-    flag: a setting that may also be given as an option, as `--cluster 8x8xH100` for cluster=8x8xH100, or `--prove` for
-        prove=true.
     more_help: command line -> text at the end of `--help`.
     by_launcher: it may be a rank of a launcher. starts_launcher: see `forget_launcher`.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
@@ -58,7 +56,7 @@ def main(
         with mistakes_in_one_line(by_launcher):
             if more_help and {"-h", "--help"} & set(sys.argv) and (more := more_help(sys.argv[1:])):
                 print(more, end="\n\n")
-            settings = read_settings(cls, sys.argv[1:], about, subject, flag)
+            settings = read_settings(cls, sys.argv[1:], about, subject)
             with holding_outputs():
                 if rank() == 0:
                     try_outputs(settings)
@@ -77,10 +75,17 @@ def description(about: str | None) -> str:
     return text.partition("\n\n")[2] if text.startswith("Command:") else text
 
 
-def read_settings(
-    cls: type[T], arguments: Sequence[str], about: str | None = None, subject: str = "", flag: str = ""
-) -> T:
-    """Returns the settings of a command line; arguments: without the command's own name. Raises UserError."""
+def read_settings(cls: type[T], arguments: Sequence[str], about: str | None = None, subject: str = "") -> T:
+    """Returns the settings of a command line; arguments: without the command's own name. Raises UserError.
+
+    `--cluster 8x8xH100` is the same as cluster=8x8xH100, and `--plan` as plan=true.
+    """
+    words, rest, kinds = list[str](), iter(arguments), {name: kind for name, kind, *_ in schema.leaves(cls)}
+    for word in rest:
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in kinds:
+            word = f"{name}={value or ('true' if kinds[name] is bool else next(rest, ''))}"
+        words.append(word)
     parser = argparse.ArgumentParser(
         description=description(about),
         epilog=fields_help(cls),
@@ -90,23 +95,21 @@ def read_settings(
         "--config", metavar="FILE", action="append", default=[], help="YAML file of settings (see configs/)"
     )
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="settings that override the file")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of a file of settings, for editors"
+    )
     # The deepspeed launcher adds this to every command line; the rank itself is read from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    if flag:
-        is_switch = get_type_hints(cls)[flag] is bool
-        kind: dict[str, Any] = {"action": "store_const", "const": "true"} if is_switch else {"metavar": "VALUE"}
-        value = "true" if is_switch else "VALUE"
-        parser.add_argument(f"--{flag}", dest="flag", help=f"the same as {flag}={value}", **kind)
-    given, unknown = parser.parse_known_intermixed_args(arguments)  # Settings may also precede --config.
+    given, unknown = parser.parse_known_intermixed_args(words)  # Settings may also precede --config.
+    if given.schema:
+        print(json.dumps(schema.json_schema(cls), indent=1))
+        sys.exit()
     if unknown:
-        name, _, value = unknown[0].lstrip("-").partition("=")
         raise UserError(
-            f"{as_typed(unknown[0])} is no option. Settings are written without dashes: {as_typed(name)}={value or 'VALUE'}"
+            f"{as_typed(unknown[0])} is not an option. Settings are written as setting=value: --help lists them."
         )
     if subject and given.overrides and "=" not in given.overrides[0]:
         given.overrides[0] = f"{subject}={given.overrides[0]}"
-    if flag and given.flag is not None:
-        given.overrides.append(f"{flag}={given.flag}")
     if len(given.config) > 1:
         raise UserError(
             f"--config is given {counted(len(given.config), 'time')} ({', '.join(given.config)}). Give one file, and what differs as setting=value."

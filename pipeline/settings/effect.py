@@ -1,81 +1,59 @@
-"""Settings that have no effect, because a setting that they need is not set. What each needs is declared at it (`needs` of `setting`)."""
+"""Settings that have no effect, because a setting that they need is not set. What each needs is declared at it (`needs` of `setting`).
+
+needs: names with | between, of settings of the same class (of a section: of its own), or else of one that contains it, of which one has to be
+set to anything but 0, empty, null and false; or `name=value,value`, where of a list one is enough and none is all. What a section needs, its
+settings need, but for those that declare `ignores_section`.
+"""
 
 import dataclasses
 from typing import Any
 
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import is_record
-from pipeline.settings.yaml_reader import as_typed
+from pipeline.settings.schema import Settings, default_of, to_dict
 
 # (settings, prefix of their names) of a section, then of those that contain it.
 Sections = list[tuple[Any, str]]
 
 
-def without_effect(settings: Any, prefix: str = "") -> list[str]:
-    """A line for each reason for which settings that are not at their defaults have no effect. prefix: of the settings' names."""
-    found: dict[str, list[str]] = {}
-    _collect([(settings, prefix)], "", found)
-    return [
-        f"{', '.join(of)} {'has' if len(of) == 1 else 'have'} no effect without {needs}" for needs, of in found.items()
-    ]
+def without_effect(settings: Settings, prefix: str = "") -> list[str]:
+    """A line for each setting that is not at its default and has no effect. prefix: of the settings' names."""
+    return _collect([(settings, prefix)], "")
 
 
-def refuse_without_effect(settings: Any, why: str = "", prefix: str = "") -> None:
-    """Raise UserError if settings that are not at their defaults have no effect. why: beginning of the message."""
+def refuse_without_effect(settings: Settings, why: str = "", prefix: str = "") -> None:
+    """Raise UserError if settings that are not at their defaults have no effect. why: beginning of the message. prefix: of their names."""
     for line in without_effect(settings, prefix):
         raise UserError(f"{why}{line}. Set what is needed, or leave out what has no effect.")
 
 
-def _collect(sections: Sections, why: str, found: dict[str, list[str]]) -> None:
-    """Add the settings of a section to `found`, by what they need. why: what all of the section need, "" if that is set."""
+def _collect(sections: Sections, of_section: str) -> list[str]:
+    """The lines of the first section. of_section: what all of it needs and lacks."""
     settings, prefix = sections[0]
+    found = []
     for field in dataclasses.fields(settings):
-        name, value, needs = f"{prefix}{field.name}", getattr(settings, field.name), field.metadata["rule"].needs
-        if is_record(type(value)):
+        name, value, rule = f"{prefix}{field.name}", getattr(settings, field.name), field.metadata
+        if isinstance(value, Settings):
             inner = [(value, f"{name}."), *sections]
-            _collect(inner, why or _missing(inner, needs), found)
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        of_section = "" if field.metadata["rule"].ignores_section else why
-        missing = of_section or _missing(sections, needs)
-        # What is needed may be off in another way than by default: 0% instead of 0 steps.
-        if missing and value != default and name not in missing.split():
-            found.setdefault(missing, []).append(f"{name} = {_shown(value)}")
+            found += _collect(inner, of_section or _missing(rule["needs"], inner))
+        elif value != default_of(field):
+            missing = (not rule["ignores_section"] and of_section) or _missing(rule["needs"], sections)
+            # What is needed may be off in another way than by default: 0% instead of 0 steps.
+            if missing and name not in missing.split():
+                found.append(f"{name} = {to_dict(value)} has no effect without {missing}")
+    return found
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        value = [str(item) if hasattr(item, "parse") else item for item in value]
-    return str(value).lower() if isinstance(value, bool) else as_typed(str(value))
-
-
-def _missing(sections: Sections, needs: str) -> str:
-    """What is needed, in words, if none of it is set and has an effect itself; else "". needs: as of `Rule`."""
+def _missing(needs: str, sections: Sections) -> str:
+    """What is needed, if none of it is set; else ""."""
     words = []
-    for need in filter(None, needs.split("|")):
-        name, _, accepted = need.partition("=")
-        of = [(settings, prefix) for settings, prefix in sections if hasattr(settings, name)]
-        if not of:  # Of a class that inherits the setting, or of a section that is read alone.
-            continue
-        settings, prefix = of[0]
-        value, known = getattr(settings, name), accepted.split(",")
-        if _is_one_of(value, known) if accepted else _is_set(value):
-            (its,) = (field.metadata["rule"].needs for field in dataclasses.fields(settings) if field.name == name)
-            if not (missing := _missing(sections, its)):
-                return ""
-            words.append(missing)
-            continue
-        # "auto" is one of the others, which is not known yet.
-        words.append(f"{prefix}{name}" + f" = {' or '.join(one for one in known if one != 'auto')}" * bool(accepted))
+    for name, _, accepted in (need.partition("=") for need in needs.split("|")):
+        value, prefix = next(((getattr(of, name), prefix) for of, prefix in sections if hasattr(of, name)), (True, ""))
+        values = value if isinstance(value, list) else [value]
+        if accepted and (not values or any(str(one) in accepted.split(",") for one in values)):
+            return ""
+        if not accepted and any(getattr(one, "amount", one) for one in values):
+            return ""  # Also where nothing is needed, or a setting that a section which is read alone does not know.
+        words.append(
+            f"{prefix}{name}" + (f" = {accepted.removeprefix('auto,').replace(',', ' or ')}" if accepted else "")
+        )
     return " or ".join(words)
-
-
-def _is_one_of(value: Any, accepted: list[str]) -> bool:
-    """Whether a value is accepted, or one of a list; an empty list stands for all."""
-    values = value if isinstance(value, list) else [value]
-    return not values or any(str(one) in accepted for one in values)
-
-
-def _is_set(value: Any) -> bool:
-    """Whether a value is not 0, empty, null or false; a list of zeros is not set."""
-    return any(value) if isinstance(value, list) else bool(getattr(value, "amount", value))

@@ -1,10 +1,15 @@
 """Types of settings that are written with a unit ('90 epochs', '10%') or as 224x384, and upper limits of numbers."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from annotated_types import Interval
+from pydantic import AfterValidator, Field
+from pydantic_core import CoreSchema, core_schema
 
 from pipeline.base.errors import UserError
 
@@ -15,9 +20,16 @@ MAX_BATCH = 2**24
 MAX_THREADS = 4096
 MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
+Seed = Annotated[int, Interval(ge=0, le=MAX_SEED)]
+Side = Annotated[int, Interval(ge=0, le=MAX_SIDE)]  # of an image, in pixels
+Batch = Annotated[int, Interval(ge=1, le=MAX_BATCH)]
+Threads = Annotated[int, Interval(ge=1, le=MAX_THREADS)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+ShareBelow1 = Annotated[float, Interval(ge=0, lt=1)]
+# A path, in which ~ is the home folder, or an address.
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 # A number without a sign, as 90, .5 or 1.2e+9.
-_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-_MAX_AMOUNT = {"epochs": 1e6, "steps": 1e12, "samples": 1e15, "%": 100.0}
+_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)"
 
 
 def whole_number(text: str, most: int = 10**18) -> int | None:
@@ -29,12 +41,25 @@ def whole_number(text: str, most: int = 10**18) -> int | None:
     return None if number is None or number > most else number
 
 
+def _read_by_pydantic(cls: Any, source: Any, handler: Any) -> CoreSchema:
+    """Values are text for pydantic, and written as text."""
+    return core_schema.no_info_plain_validator_function(
+        cls.parse,
+        json_schema_input_schema=core_schema.union_schema([core_schema.str_schema(), core_schema.float_schema()]),
+        serialization=core_schema.to_string_ser_schema(),
+    )
+
+
 @dataclass(frozen=True)
 class Length:
     """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
 
     amount: float
     unit: Literal["epochs", "steps", "samples", "%"]
+    __get_pydantic_core_schema__ = classmethod(_read_by_pydantic)
+
+    def __gt__(self, number: float) -> bool:
+        return self.amount > number
 
     @classmethod
     def parse(cls, value: object) -> "Length":
@@ -42,12 +67,9 @@ class Length:
             return value
         match = re.fullmatch(rf"\s*{_NUMBER}\s*(epochs?|steps?|samples?|%)\s*", str(value))
         if not match:
-            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'.")
-        unit = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-        amount = float(match[1])
-        if amount > _MAX_AMOUNT[unit]:
-            raise ValueError(f"a length is at most {_MAX_AMOUNT[unit]:,.0f}{'%' if unit == '%' else f' {unit}'}.")
-        return cls(amount, unit)  # type: ignore[arg-type]
+            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'")
+        unit: Any = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
+        return cls(float(match[1]), unit)
 
     def __str__(self) -> str:
         # Exact, so that a checkpoint's text is read back as the same length.
@@ -83,6 +105,9 @@ class Length:
         return in_samples[0] / in_samples[1]
 
 
+PositiveLength = Annotated[Length, Field(gt=0)]
+
+
 class ImageSize(NamedTuple):
     """Height and width of an image in pixels, written as '224' for a square or '224x384' for height x width."""
 
@@ -90,15 +115,19 @@ class ImageSize(NamedTuple):
     width: int
 
     @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return _read_by_pydantic(cls, source, handler)
+
+    @classmethod
     def parse(cls, value: object) -> "ImageSize":
         if isinstance(value, tuple):
             return cls(*value)
         match = re.fullmatch(r"\s*([0-9]+)(?:\s*x\s*([0-9]+))?\s*", str(value))
         if not match:
-            raise ValueError("write the side of a square, as 224, or height x width, as 224x384.")
+            raise ValueError("write the side of a square, as 224, or height x width, as 224x384")
         sides = (match[1], match[2] or match[1])
         if not all(1 <= int(side) <= MAX_SIDE for side in sides):
-            raise ValueError(f"a side has from 1 to {MAX_SIDE:,} pixels.")
+            raise ValueError(f"a side has from 1 to {MAX_SIDE:,} pixels")
         return cls(int(sides[0]), int(sides[1]))
 
     def __str__(self) -> str:
@@ -106,11 +135,8 @@ class ImageSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limit:
+class Limit(Length):
     """How many samples of a split are used: a number, or a share such as '10%'."""
-
-    amount: float
-    unit: Literal["samples", "%"]
 
     @classmethod
     def parse(cls, value: object) -> "Limit":
@@ -118,14 +144,11 @@ class Limit:
             return value
         match = re.fullmatch(rf"\s*{_NUMBER}\s*(%|samples)?\s*", str(value))
         if not match or (match[2] == "%" and float(match[1]) > 100):
-            raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%.")
-        if float(match[1]) > _MAX_AMOUNT["samples"]:
-            raise ValueError(f"there are at most {_MAX_AMOUNT['samples']:,.0f} samples.")
+            raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%")
         return cls(float(match[1]), "%" if match[2] == "%" else "samples")
 
     def __str__(self) -> str:
-        amount = f"{self.amount:.0f}" if self.amount.is_integer() else repr(self.amount)
-        return f"{amount}%" if self.unit == "%" else amount
+        return super().__str__().removesuffix(" samples")
 
     def count(self, num_samples: int) -> int:
         """Number of samples out of `num_samples`, rounded to the nearest."""

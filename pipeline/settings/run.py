@@ -5,21 +5,19 @@ number of ranks are in `pipeline/estimate/plan.py`, those of an objective in its
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from pipeline.architecture.config import OPTIONS
+from pipeline.architecture.config import ONLY_TRAIN
 from pipeline.architecture.objectives import OBJECTIVES, Labels
-from pipeline.architecture.variants import check_name, num_blocks
+from pipeline.architecture.variants import check_name
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.effect import refuse_without_effect
-from pipeline.settings.quantities import MAX_SEED, ImageSize
+from pipeline.settings.quantities import ImageSize, PathText, Seed
 from pipeline.settings.run_execution import (
     CheckpointConfig,
     EngineConfig,
     EvaluateConfig,
-    EvaluatorConfig,
     HealthConfig,
     InitConfig,
     LaunchConfig,
@@ -34,14 +32,13 @@ from pipeline.settings.run_sections import (
     RunScheduleConfig,
     TrainConfig,
 )
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import result_name
 
 _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
     # An override may turn off what settings of the file need, and config.yaml keeps both: they are a line of the log and of the plan,
@@ -49,8 +46,8 @@ class RunConfig:
     notes_without_effect = True
 
     name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
-    out: str = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
-    seed: int = setting(0, "Seed of all random numbers.", min=0, max=MAX_SEED, on_change="run")
+    out: PathText = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
+    seed: Seed = setting(0, "Seed of all random numbers.", on_change="run")
     model: ModelConfig = setting(ModelConfig, "", on_change="run")
     data: DataConfig = setting(DataConfig, "")
     augment: AugmentConfig = setting(AugmentConfig, "")
@@ -70,8 +67,11 @@ class RunConfig:
     launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
 
     @property
-    def evaluators(self) -> dict[str, EvaluatorConfig]:
-        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py."""
+    def evaluators(self) -> dict[str, RunProbeConfig]:
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py.
+
+        Each has `every`, its interval, and `measured()`: metrics by their name in metrics.jsonl, the most telling first.
+        """
         return {"probe": self.probe}
 
     @property
@@ -92,71 +92,53 @@ class RunConfig:
 
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
-        decay, freeze, model, found = self.optimizer.layer_decay, self.train.freeze, vars(self.model), list[str]()
-        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
-            found = [
-                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
-            ]
-        # The first block's is 0.
-        if model["drop_path"] and model["name"] and num_blocks(model["name"], model["depth"]) == 1:
-            found.append(f"model.drop_path = {model['drop_path']:g} has no effect on a model of one block")
-        return found
+        decay, freeze = self.optimizer.layer_decay, self.train.freeze
+        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
+            return []
+        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
         self._check_model_source()
+        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
+        refuse_without_effect(self.train, prefix="train.")
         self._check_training()
-        self._check_probes()
-        self._check_health_and_time()
         self._check_engine()
 
     def _check_model_source(self) -> None:
-        if self.model.name is None and self.init.weights is None:
+        name, weights, freeze, init = self.model.name, self.init.weights, self.train.freeze, self.init
+        if (name is None) == (weights is None):
             raise UserError(
-                "neither model.name nor init.weights is set. Set model.name=ViT-B/16, say, for a new model, or init.weights to continue "
-                "from weights, which determine their architecture."
+                f"model.name = {quoted(name)} and init.weights = {quoted(weights)}: set one of them. model.name=ViT-B/16, say, is a new model; "
+                "init.weights continues from weights, which determine their architecture (model.name=null if the file sets it)."
             )
-        if self.model.name is not None and self.init.weights is not None:
-            raise UserError(
-                f"init.weights = {quoted(self.init.weights)} determines the architecture, so model.name = {quoted(self.model.name)} must "
-                "not be set: set model.name=null to continue from these weights, or init.weights=null for a new model."
-            )
-        if self.train.lora_rank and self.train.freeze != "backbone":
+        if self.train.lora_rank and freeze != "backbone":
             raise UserError(
                 f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
             )
-        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
-        refuse_without_effect(self.train, prefix="train.")
-        if self.init.weights is None:
-            assert self.model.name is not None, "refused above"
-            check_name(self.model.name)
-            if self.train.freeze != "none":
+        if name is not None:
+            check_name(name)
+            if freeze != "none":
                 raise UserError(
-                    f"train.freeze = {self.train.freeze} needs init.weights: a new model's values are random. Leave it out."
+                    f"train.freeze = {freeze} needs init.weights: a new model's values are random. Leave it out."
                 )
-            for name, value in {"mean_pool": "mean and model.pool_norm=true", "attentive_pool": "attentive"}.items():
-                if getattr(self.init, name):
-                    raise UserError(
-                        f"init.{name} changes init.weights, which are not set. Set init.{name}=false; a new model pools so with "
-                        f"model.pool={value}."
-                    )
             return
-        pools = [name for name in ("mean_pool", "attentive_pool") if getattr(self.init, name)]
-        if len(pools) > 1:
+        if init.mean_pool + init.attentive_pool > init.new_head:
             raise UserError(
-                "init.mean_pool and init.attentive_pool are two things for the head to read: set one of them."
+                "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with init.new_head=true."
             )
-        if pools and not self.init.new_head:
-            raise UserError(f"init.{pools[0]}=true changes what the head reads: leave init.new_head at true.")
-        if self.init.attentive_pool and self.train.freeze == "backbone":
+        if init.attentive_pool and freeze == "backbone":
             raise UserError(
                 "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random values. Use train.freeze=encoder, "
                 "which trains the pool and the head."
             )
-        fixed = {name: option for name, option in OPTIONS.items() if not option.only_trains}
-        if other := [f"model.{name}" for name in fixed if getattr(self.model, name) != fixed[name].setting]:
-            raise UserError(f"init.weights determines the architecture: leave out {', '.join(other)}.")
+        usual = ModelConfig().options
+        changed = [of for of, value in self.model.options.items() if value != usual[of] and of not in ONLY_TRAIN]
+        if changed:
+            raise UserError(
+                f"init.weights determines the architecture: leave out {', '.join(f'model.{of}' for of in changed)}."
+            )
 
     def _check_training(self) -> None:
         batch, streams = self.train.global_batch, self.data.streams
@@ -165,26 +147,13 @@ class RunConfig:
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
-        self.schedule.check("schedule.")
-
-    def _check_probes(self) -> None:
+        self.schedule.check_decay("schedule.")
         if self.probe.every.amount:
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:
                 raise UserError(
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
                 )
-            if self.probe.data and not self.probe.reads_labels:
-                raise UserError(
-                    f"probe.data = {self.probe.data} is read for labels: set probe.neighbours=20 or probe.shots=5, or leave it out."
-                )
-
-    def _check_health_and_time(self) -> None:
-        if 0 < self.train.stop_after_minutes <= 0.5:
-            raise UserError(
-                f"train.stop_after_minutes = {self.train.stop_after_minutes:g} leaves no time to train: at least 30 s of "
-                "it are reserved for the last checkpoint and the exit."
-            )
         if self.health.hang_minutes >= self.engine.timeout_minutes:
             raise UserError(
                 f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
@@ -192,26 +161,19 @@ class RunConfig:
             )
 
     def _check_engine(self) -> None:
-        if self.optimizer.name == "muon" and (self.engine.zero_stage == 3 or self.engine.offload):
+        engine, freeze = self.engine, self.train.freeze
+        if engine.zero_stage not in self.zero_stages:
             raise UserError(
-                "optimizer.name = muon needs engine.zero_stage=0, 1 or 2 without engine.offload: it multiplies whole matrices, of which "
-                "stage 3 gives each rank a part."
+                f"engine.zero_stage = {engine.zero_stage} with engine.precision = {engine.precision} and optimizer.name = {self.optimizer.name}: "
+                f"use one of {', '.join(map(str, self.zero_stages))}. Stage 0 in 16 bits takes a wrong first Adam step in DeepSpeed; Muon "
+                "multiplies whole matrices, of which stage 3 gives each rank a part."
             )
-        if self.optimizer.name == "muon" and self.train.freeze in _FREEZE_ALL_BLOCKS:
+        if engine.offload and (engine.zero_stage == 0 or self.optimizer.name == "muon"):
+            raise UserError("engine.offload needs engine.zero_stage=1, 2 or 3, and optimizer.name=adam or sgd.")
+        if self.optimizer.name == "muon" and freeze in _FREEZE_ALL_BLOCKS:
             raise UserError(
-                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {self.train.freeze} trains. Use "
+                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {freeze} trains. Use "
                 "optimizer.name=adam or sgd."
-            )
-        if self.engine.zero_stage != 0:
-            return
-        if self.engine.precision != "fp32":
-            raise UserError(
-                f"engine.precision = {self.engine.precision} with engine.zero_stage = 0 takes a wrong first Adam step in "
-                "DeepSpeed. Use engine.zero_stage=1 (same memory on one rank) or engine.precision=fp32."
-            )
-        if self.engine.offload:
-            raise UserError(
-                "engine.offload needs engine.zero_stage=1, 2 or 3: stage 0 does not separate the optimizer's state."
             )
 
 

@@ -1,22 +1,25 @@
 """The sections of a run's settings that say how it is computed, scored, saved, watched and tracked. `run.py` has them all."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
-from pipeline.settings.quantities import Length
-from pipeline.settings.schema import setting
-from pipeline.settings.shared import batch_size, minutes, mlflow_uri
+from pipeline.settings.quantities import Batch, Length, PathText
+from pipeline.settings.schema import Settings, setting
+from pipeline.settings.shared import ShellWords, minutes
 
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    zero_stage: Literal[0, 1, 2, 3] = setting(
-        1, "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."
+class EngineConfig(Settings):
+    zero_stage: int = setting(
+        1,
+        "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters.",
+        min=0,
+        max=3,
     )
     precision: TrainPrecision = setting(
         "bf16",
@@ -38,51 +41,47 @@ class EngineConfig:
         "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
         "A CPU always does.",
     )
-    peak_tflops: float = setting(
-        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", min=0, on_change="nothing"
+    peak_tflops: NonNegativeFloat = setting(
+        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", on_change="nothing"
     )
     timeout_minutes: float = minutes(
         10.0, "Timeout of a collective call, after which the run fails.", min=None, above=0
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Settings):
     every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
-    batch: int = batch_size(64, "Images per forward pass of one rank.")
+    batch: Batch = setting(64, "Images per forward pass of one rank.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
+class ProbeConfig(Settings):
     """Scores of features without training: few-shot linear and k-nearest-neighbour accuracy; without labels, RankMe."""
 
     train_split: str = setting(
         "train", "Split that few-shot images and neighbours are chosen from.", needs="shots|neighbours"
     )
-    shots: list[int] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.", min=0)
+    shots: list[NonNegativeInt] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.")
     shots_seeds: int = setting(
         3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000, needs="shots"
     )
-    l2: list[float] = setting(
+    l2: list[PositiveFloat] = setting(
         [1024.0],
         "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
-        above=0,
         min_items=1,
         needs="shots",
     )
-    neighbours: int = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.", min=0)
-    temperature: float = setting(
-        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", above=0, needs="neighbours"
+    neighbours: NonNegativeInt = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.")
+    temperature: PositiveFloat = setting(
+        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", needs="neighbours"
     )
-    neighbour_images: int = setting(
-        50_000, "kNN: number of random training images to search; 0 is all.", min=0, needs="neighbours"
+    neighbour_images: NonNegativeInt = setting(
+        50_000, "kNN: number of random training images to search; 0 is all.", needs="neighbours"
     )
 
-    rankme_images: int = setting(
+    rankme_images: NonNegativeInt = setting(
         0,
         "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the run's training "
         "split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
-        min=0,
     )
 
     @property
@@ -112,20 +111,9 @@ class ProbeConfig:
             )
 
 
-class EvaluatorConfig(Protocol):
-    """The section of an evaluator that runs during training. every: 0 is never."""
-
-    @property
-    def every(self) -> Length: ...
-
-    def measured(self) -> dict[str, Metric]:
-        """What it measures, by name in metrics.jsonl, the most telling first."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: str = setting("", "Folder or URL of the data set for probes; empty is the run's own.", path=True)
+    data: PathText = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
     split: str = setting("val", "Split that probes are tested on.")
 
     @property
@@ -139,16 +127,15 @@ class RunProbeConfig(ProbeConfig):
         return self.metrics(self.prefix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
-    keep: int = setting(2, "Number of newest checkpoints that are kept.", min=1)
+    keep: PositiveInt = setting(2, "Number of newest checkpoints that are kept.")
     keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
     best: str = setting(
         "",
         "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently; empty is none.",
     )
-    folder: str = setting(
+    folder: PathText = setting(
         "",
         "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
         output="folder or URL",
@@ -160,19 +147,17 @@ class CheckpointConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(Settings):
     on_spike: Literal["warn", "skip", "rollback"] = setting(
         "warn",
         "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
         "before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).",
     )
-    spike_sigma: float = setting(6.0, "A spike is this many standard deviations above the recent mean.", above=0)
+    spike_sigma: PositiveFloat = setting(6.0, "A spike is this many standard deviations above the recent mean.")
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
-    max_rollbacks: int = setting(
+    max_rollbacks: NonNegativeInt = setting(
         3,
         "With on_spike=rollback: number of rollbacks above which the run stops.",
-        min=0,
         on_change="comparison",
         needs="on_spike=rollback",
     )
@@ -182,20 +167,17 @@ class HealthConfig:
         "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
         "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
     )
-    straggler_ratio: float = setting(
+    straggler_ratio: NonNegativeFloat = setting(
         1.5,
         "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
-        min=0,
         on_change="nothing",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    weights: str | None = setting(
+class InitConfig(Settings):
+    weights: PathText | None = setting(
         None,
         "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
-        path=True,
     )
     new_head: bool = setting(
         True, "With init.weights: replace the head by a zero-initialised linear layer.", needs="weights"
@@ -203,17 +185,18 @@ class InitConfig:
     mean_pool: bool = setting(
         False,
         "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",
+        needs="weights",
     )
     attentive_pool: bool = setting(
         False,
         "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
+        needs="weights",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrackConfig:
+class TrackConfig(Settings):
     enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = mlflow_uri("MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
+    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,
@@ -237,11 +220,9 @@ class TrackConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    env: str = setting(
+class LaunchConfig(Settings):
+    env: ShellWords = setting(
         "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
         "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
         "NAME=value. Put secrets into the environment, because settings are displayed.",
-        command=True,
     )

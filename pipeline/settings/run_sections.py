@@ -1,21 +1,33 @@
 """The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
 
 import re
-from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipeline.architecture.config import OPTIONS
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from pipeline.architecture.config import ONLY_TRAIN, Gelu, Pool, Positions, QkvBias
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.quantities import MAX_BATCH, MAX_THREADS, ImageSize, Length, Limit
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, minutes, pixels, share
+from pipeline.settings.quantities import (
+    MAX_BATCH,
+    MAX_THREADS,
+    Batch,
+    ImageSize,
+    Length,
+    Limit,
+    PathText,
+    Share,
+    ShareBelow1,
+    Side,
+    Threads,
+)
+from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.shared import minutes
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
-
-T = TypeVar("T")
 
 Precision = Literal["fp32", "bf16"]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
@@ -24,25 +36,13 @@ _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_
 _OF_COLOURS = ("color_jitter", "saturation", "hue", "three_augment", "grey", "solarise", "randaugment_layers")
 
 
-def _with_options(cls: type[T]) -> type[T]:
-    """The class with what a run may set of a model, as `pipeline/architecture/config.py` declares it."""
-    added = []
-    for name, option in OPTIONS.items():
-        limits = {limit: getattr(option, limit) for limit in ("min", "max", "above", "below")}
-        added.append((name, option.kind, setting(option.setting, option.doc, **limits)))
-    space = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-    return make_dataclass(cls.__name__, added, bases=(cls,), namespace=space, frozen=True, kw_only=True)
-
-
 def _named(text: str) -> list[str]:
     """The names in a text with commas between them, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-@_with_options
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model: its name, its image size, and the fields of `ViTConfig` that are marked as options."""
+class ModelConfig(Settings):
+    """The model: its name, its image size, and what a run may set of `ViTConfig`; of a ResNet the width and head_bias, which a ViT has too."""
 
     name: str | None = setting(
         None,
@@ -50,19 +50,93 @@ class ModelConfig:
         "BiT-R50x1. Leave it out with init.weights.",
     )
     image_size: ImageSize = setting(ImageSize(224, 224), "Input size in pixels: side of a square, or height x width.")
+    width: int | None = setting(
+        None, "Overrides the variant's width D; for a ResNet, the channels of its first layer.", min=1, max=2**16
+    )
+    depth: int | None = setting(None, "Overrides the variant's number of blocks.", min=1, max=1024)
+    mlp_width: int | None = setting(None, "Overrides the variant's MLP width.", min=1, max=2**18)
+    num_heads: int | None = setting(None, "Overrides the variant's number of heads.", min=1, max=2**12)
+    positions: Positions = setting(
+        "learned",
+        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none.",
+    )
+    positions_at: Literal["stem", "blocks", "shared"] = setting(
+        "stem",
+        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block with the same table (shared).",
+    )
+    pool: Pool | None = setting(
+        None,
+        "Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
+    )
+    representation: bool = setting(
+        True,
+        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
+    )
+    gelu: Gelu = setting(
+        "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
+    )
+    dropout: ShareBelow1 = setting(
+        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k)."
+    )
+    drop_path: ShareBelow1 = setting(0.0, "Stochastic depth: drop probability of the last block, linear from 0.")
+    head_bias: float = setting(
+        0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000, max=1000
+    )
+    registers: int = setting(
+        0, "Extra learned tokens without a position, which the head does not read; 4 in DINOv2.", min=0, max=256
+    )
+    layer_scale: float | None = setting(
+        None,
+        "Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
+        min=-1000,
+        max=1000,
+    )
+    swiglu: bool = setting(
+        False, "Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."
+    )
+    rope_base: float | None = setting(
+        None,
+        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        max=1e9,
+        above=1,
+    )
+    rope_side: int | None = setting(
+        None,
+        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not stretched; null: from -1 to 1.",
+        min=0,
+        max=2**17,
+    )
+    qkv_bias: QkvBias = setting("qkv", "Which of queries, keys and values have a bias; qv in DINOv3.")
+    out_bias: bool = setting(True, "Bias of the attention's output layer.")
+    mlp_bias: bool = setting(True, "Biases of the MLP's layers.")
+    embedding_norm: bool = setting(False, "LayerNorm of all tokens before the first block, as in CLIP.")
+    qk_norm: bool = setting(False, "LayerNorm of each head's queries and keys (ViT-22B).")
+    pool_norm: bool = setting(
+        False,
+        "The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes.",
+    )
+    class_norm: bool = setting(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
+    small_stem: list[int] | None = setting(
+        None,
+        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What these settings say of a model beside its name and image size: arguments of `configure`."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "image_size")}
 
     def for_weights(self) -> dict[str, Any]:
         """The settings that a run may change for init.weights, but for the image size: they act in training only."""
-        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.only_trains}
+        return {name: getattr(self, name) for name in ONLY_TRAIN}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedSet:
+class MixedSet(Settings):
     """A data set of a mixture, or another weight of one from a step on."""
 
-    path: str = setting(REQUIRED, "Folder or URL of a data set beside data.path", path=True)
-    weight: float = setting(
-        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight", min=0
+    path: PathText = setting(REQUIRED, "Folder or URL of a data set beside data.path")
+    weight: NonNegativeFloat = setting(
+        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight"
     )
     split: str = setting("train", "Split to train on.")
     exclude: str = setting("all", "Lists of excluded samples: all, none, or names with commas.")
@@ -99,24 +173,21 @@ class MixedSet:
         return self.path.rstrip("/"), self.split, self.labels
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    path: str = setting(
+class DataConfig(Settings):
+    path: PathText = setting(
         REQUIRED,
         "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py",
-        path=True,
         on_change="comparison",
     )
-    cache: str = setting(
+    cache: PathText = setting(
         "",
         "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
         output="folder",
         on_change="nothing",
     )
-    cache_gb: float = setting(
+    cache_gb: PositiveFloat = setting(
         200.0,
         "Maximum size of data.cache in GB; least recently read shards are removed.",
-        above=0,
         on_change="nothing",
         needs="cache",
     )
@@ -139,17 +210,14 @@ class DataConfig:
         "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
         on_change="run",
     )
-    dev_share: float = setting(
+    dev_share: ShareBelow1 = setting(
         0.0,
         "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
         "data.eval_split, to choose settings by; of samples with groups, whole groups. 0 is none.",
-        min=0,
-        below=1,
     )
-    weight: float = setting(
+    weight: PositiveFloat = setting(
         1.0,
         "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
-        above=0,
         on_change="comparison",
         needs="mix",
     )
@@ -165,16 +233,16 @@ class DataConfig:
         max=1_000_000,
         on_change="run",
     )
-    window: int = setting(
-        4096, "Number of consecutive samples of a stream that are shuffled together.", min=1, on_change="run"
+    window: PositiveInt = setting(
+        4096, "Number of consecutive samples of a stream that are shuffled together.", on_change="run"
     )
-    balance: float = share(
+    balance: Share = setting(
         1.0,
         "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
         "classes equally often, 0.5 is between. A sample's class is its first label.",
         on_change="run",
     )
-    threads: int = cpu_threads(2, "Decoding threads of each rank.", on_change="nothing")
+    threads: Threads = setting(2, "Decoding threads of each rank.", on_change="nothing")
     processes: int = setting(
         0,
         "Decode training images in so many processes of each rank instead of data.threads threads; of local files only. For small images, whose "
@@ -184,7 +252,7 @@ class DataConfig:
         on_change="nothing",
     )
     prefetch: int = setting(4, "Number of micro-batches decoded ahead.", min=1, max=10_000, on_change="nothing")
-    max_bad_share: float = share(
+    max_bad_share: Share = setting(
         0.001,
         "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
         on_change="comparison",
@@ -210,8 +278,7 @@ class DataConfig:
         return _named(self.eval_also)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
+class AugmentConfig(Settings):
     """Augmentation and preprocessing. The default of a new field must leave images as they are without it."""
 
     crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
@@ -221,12 +288,12 @@ class AugmentConfig:
     )
     area_min: float = setting(0.05, "inception, random_resized: smallest part of the area.", above=0, max=1, needs=_BOX)
     area_max: float = setting(1.0, "inception, random_resized: largest part of the area.", above=0, max=1, needs=_BOX)
-    aspect_min: float = setting(3 / 4, "inception, random_resized: smallest width / height.", above=0, needs=_BOX)
-    aspect_max: float = setting(4 / 3, "inception, random_resized: largest width / height.", above=0, needs=_BOX)
-    resize_to: int = pixels(
+    aspect_min: PositiveFloat = setting(3 / 4, "inception, random_resized: smallest width / height.", needs=_BOX)
+    aspect_max: PositiveFloat = setting(4 / 3, "inception, random_resized: largest width / height.", needs=_BOX)
+    resize_to: Side = setting(
         0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384).", needs=_RESIZE
     )
-    padding: int = pixels(
+    padding: Side = setting(
         0,
         "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
         "simple crop and for CIFAR-10, with resize_to=model.image_size.",
@@ -241,32 +308,32 @@ class AugmentConfig:
         "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
         ignores_section=True,
     )
-    color_jitter: float = share(
+    color_jitter: Share = setting(
         0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
     )
-    saturation: float = share(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
+    saturation: Share = setting(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
     hue: float = setting(
         0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
     )
-    color_jitter_probability: float = share(
+    color_jitter_probability: Share = setting(
         1.0, "Probability of colour jitter (0.8 in DINO).", needs="color_jitter|saturation|hue"
     )
-    channel_brightness: float = share(
+    channel_brightness: Share = setting(
         0.0,
         "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 - channel_brightness to 1 + "
         "channel_brightness.",
     )
-    channel_contrast: float = share(
+    channel_contrast: Share = setting(
         0.0, "The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."
     )
-    three_augment: float = share(
+    three_augment: Share = setting(
         0.0,
         "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
         "colour jitter.",
     )
-    grey: float = share(0.0, "Probability of making a view grey.")
-    blur: float = share(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
-    solarise: float = share(0.0, "Probability of inverting values of 128 and above.")
+    grey: Share = setting(0.0, "Probability of making a view grey.")
+    blur: Share = setting(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
+    solarise: Share = setting(0.0, "Probability of inverting values of 128 and above.")
     randaugment_layers: int = setting(
         0, "RandAugment's N: random operations per image (2 in the recipes).", min=0, max=100
     )
@@ -279,20 +346,20 @@ class AugmentConfig:
         "in the published AugReg and big_vision runs.",
         needs="randaugment_layers",
     )
-    noise: float = share(
+    noise: Share = setting(
         0.0,
         "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of the channel's range.",
     )
-    erase: float = share(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
-    drop_channels: float = share(
+    erase: Share = setting(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
+    drop_channels: Share = setting(
         0.0, "Probability with which each channel is replaced by its low end, black; one is always left."
     )
-    mixup: float = share(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
-    cutmix: float = share(
+    mixup: Share = setting(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
+    cutmix: Share = setting(
         0.0,
         "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of the two.",
     )
-    eval_resize: int = pixels(
+    eval_resize: Side = setting(
         0,
         "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).",
         ignores_section=True,
@@ -325,14 +392,19 @@ class AugmentConfig:
         return bool(self.mixup or self.cutmix)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+def _objective(name: str) -> str:
+    if name not in OBJECTIVES:
+        raise ValueError(f"must be one of {', '.join(OBJECTIVES)}")
+    return name
+
+
+class TrainConfig(Settings):
     length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
-    global_batch: int = batch_size(4096, "Samples per optimizer step, over all ranks.", on_change="run")
-    micro_batch: int = batch_size(
+    global_batch: Batch = setting(4096, "Samples per optimizer step, over all ranks.", on_change="run")
+    micro_batch: Batch = setting(
         64, "Samples per forward pass of one rank; determines accumulation.", on_change="comparison"
     )
-    loss: str = setting(
+    loss: Annotated[str, AfterValidator(_objective)] = setting(
         "sigmoid",
         "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
         "prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features (distill) or the "
@@ -345,7 +417,7 @@ class TrainConfig:
         "none",
         "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the attention pool that it "
         "reads (encoder), or what comes before the first block and so many first blocks (8 blocks).",
-        form=TextForm(r"none|backbone|encoder|[1-9]\d{0,3} blocks?", "none, backbone, encoder, or N blocks"),
+        pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$",
         on_change="run",
     )
     lora_rank: int = setting(
@@ -356,10 +428,9 @@ class TrainConfig:
         max=65_536,
         on_change="run",
     )
-    lora_alpha: float = setting(
+    lora_alpha: PositiveFloat = setting(
         16.0,
         "LoRA: the changes are multiplied by lora_alpha / lora_rank.",
-        above=0,
         needs="lora_rank",
         on_change="run",  # A checkpoint holds the factor.
     )
@@ -367,18 +438,16 @@ class TrainConfig:
         ["qkv", "out"],
         "LoRA: dense layers of each block: qkv, out, up, down.",
         min_items=1,
-        distinct=True,
         needs="lora_rank",
         on_change="run",
     )
-    label_smoothing: float = share(
+    label_smoothing: Share = setting(
         0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax,pseudo_labels"
     )
-    log_every: int = setting(50, "Steps between log lines.", min=1, on_change="nothing")
-    max_skipped_steps: int = setting(
+    log_every: PositiveInt = setting(50, "Steps between log lines.", on_change="nothing")
+    max_skipped_steps: NonNegativeInt = setting(
         20,
         "Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops.",
-        min=0,
         on_change="comparison",
     )
     stop_after_minutes: float = minutes(
@@ -387,34 +456,31 @@ class TrainConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
         "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
         on_change="run",
     )
-    lr: float = setting(1e-3, "Peak learning rate.", above=0)
+    lr: PositiveFloat = setting(1e-3, "Peak learning rate.")
     lr_batch: int = setting(
         0,
         "Batch size that lr is meant for: lr is multiplied by train.global_batch / lr_batch. 0 uses lr as it is.",
         min=0,
         max=MAX_BATCH,
     )
-    beta1: float = setting(0.9, "Adam: decay of the first moment.", min=0, below=1, needs="name=adam,muon")
-    beta2: float = setting(0.999, "Adam: decay of the second moment.", min=0, below=1, needs="name=adam,muon")
-    eps: float = setting(1e-8, "Adam: term added to the denominator.", above=0, needs="name=adam,muon")
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="name=sgd")
-    muon_momentum: float = setting(0.95, "Muon: Nesterov momentum of the matrices.", min=0, below=1, needs="name=muon")
-    weight_decay: float = setting(
+    beta1: ShareBelow1 = setting(0.9, "Adam: decay of the first moment.", needs="name=adam,muon")
+    beta2: ShareBelow1 = setting(0.999, "Adam: decay of the second moment.", needs="name=adam,muon")
+    eps: PositiveFloat = setting(1e-8, "Adam: term added to the denominator.", needs="name=adam,muon")
+    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="name=sgd")
+    muon_momentum: ShareBelow1 = setting(0.95, "Muon: Nesterov momentum of the matrices.", needs="name=muon")
+    weight_decay: NonNegativeFloat = setting(
         0.1,
         "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
-        min=0,
     )
-    weight_decay_end: float | None = setting(
+    weight_decay_end: NonNegativeFloat | None = setting(
         None,
         "Weight decay at the end of the run, which it approaches along half a cosine. null keeps it constant.",
-        min=0,
     )
     layer_decay: float = setting(
         1.0,
@@ -423,32 +489,29 @@ class OptimizerConfig:
         above=0,
         max=1,
     )
-    clip: float = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.", min=0)
-    ema_decay: float = setting(
+    clip: NonNegativeFloat = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.")
+    ema_decay: ShareBelow1 = setting(
         0.0,
         "Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then "
         "evaluated and exported. 0 is none.",
-        min=0,
-        below=1,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Settings):
     decay: Literal["linear", "cosine", "constant", "drops"] = setting(
         "linear", "Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
     )
-    drops: list[float] = setting(
-        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9].", above=0, below=1
+    drops: list[Annotated[float, Field(gt=0, lt=1)]] = setting(
+        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."
     )
     warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
-    final: float = share(
+    final: Share = setting(
         0.0,
         "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown.",
         needs="decay=linear,cosine,drops|cooldown",
     )
 
-    def check(self, prefix: str) -> None:
+    def check_decay(self, prefix: str) -> None:
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""
         if (self.decay == "drops") != bool(self.drops):
             raise UserError(
@@ -457,7 +520,6 @@ class ScheduleConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunScheduleConfig(ScheduleConfig):
     cooldown: Length = setting(
         Length.parse("0 steps"),
@@ -465,8 +527,8 @@ class RunScheduleConfig(ScheduleConfig):
         "runs of any length are the same, so launch/study.py trains them once.",
     )
 
-    def check(self, prefix: str) -> None:
+    def check_decay(self, prefix: str) -> None:
         """Check as above, and refuse a cooldown of a rate that falls anyway. Raises UserError."""
-        super().check(prefix)
+        super().check_decay(prefix)
         if self.cooldown.amount and self.decay != "constant":
             raise UserError(f"{prefix}cooldown = {self.cooldown} needs {prefix}decay=constant, and it is {self.decay}.")

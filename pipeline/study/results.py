@@ -4,11 +4,10 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pipeline.base import json_record
 from pipeline.base.files import write_text
-from pipeline.base.json_record import Count, Limits, Share
 from pipeline.settings.commands.study import Question
 
 RESULTS_FILE = "results.json"
@@ -41,20 +40,20 @@ class CellResult:
     name: str
     model: str
     family: str
-    parameters: Count
-    data_size: Count
-    steps: Count
-    images_seen: Count
-    exaflops: Annotated[float, Limits(0, 1e30)]
+    parameters: int
+    data_size: int
+    steps: int
+    images_seen: int
+    exaflops: float
     seed: int
     state: State = "not run"
     reason: str = ""
-    scores: dict[str, Share] = field(default_factory=dict)
-    num_test: dict[str, Count] = field(default_factory=dict)
-    hours: Annotated[float, Limits(0, 1e9)] | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    num_test: dict[str, int] = field(default_factory=dict)
+    hours: float | None = None
     folder: str = ""
     run_id: str = ""
-    effective_images: dict[str, Annotated[float, Limits(1, 1e15)]] = field(default_factory=dict)
+    effective_images: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Count, Share
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.transfer.published import PAPER, Published
 from pipeline.transfer.vtab_tasks import GROUPS, TASKS
@@ -53,13 +52,13 @@ class _TaskScore:
     task: str
     seed: int
     accuracy: float
-    num_test: Count
+    num_test: int
     learning_rate: float | None = None
     weight_decay: float | None = None
     steps: float | None = None
     l2: float | None = None
     neighbours: float | None = None
-    val_accuracy: Share | None = None
+    val_accuracy: float | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
+from pipeline.settings.effect import without_effect
 from pipeline.transfer.score_table import RESULTS_FILE, choice_in_words, read_results, unpublished_warning
 from pipeline.transfer.sweep import (
     Outcome,
@@ -53,7 +54,7 @@ def run(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> d
     Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed; all other results are written then.
     """
     sweep = open_sweep(config, folder)
-    for line in config.without_effect():
+    for line in without_effect(config):
         print(line, flush=True)
     if config.plan:
         _print_plan(sweep)

@@ -3,7 +3,6 @@
 `plant` makes an objective that the library does not have a value of train.loss in this process.
 """
 
-import dataclasses
 import importlib.util
 import os
 import signal
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import objectives
-from pipeline.architecture.objectives import Facts
+from pipeline.architecture.objectives import ObjectiveFacts
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
 from pipeline.objectives.classification import Classification
@@ -72,9 +71,7 @@ class Distillation(Dino):
 
 def plant(name: str, cls: type[Objective]) -> None:
     """Make an objective a value of train.loss in this process."""
-    run_sections.OBJECTIVES[name] = Facts(f"{name}:{cls.__name__}")
-    (field,) = (field for field in dataclasses.fields(run_sections.TrainConfig) if field.name == "loss")
-    object.__setattr__(field.metadata["rule"], "choices", tuple(run_sections.OBJECTIVES))
+    run_sections.OBJECTIVES[name] = ObjectiveFacts(f"{name}:{cls.__name__}")
     sys.modules[f"pipeline.objectives.{name}"] = sys.modules[cls.__module__]
 
 

@@ -60,5 +60,5 @@ def test_what_is_missing_is_named(sharded):
         with pytest.raises(UserError, match=r"shard .* is missing"):
             load(sharded)
     index.write_text("{}")
-    with pytest.raises(UserError, match=r"index\.json: .*must be a mapping"):
+    with pytest.raises(UserError, match=r"index\.json: .*must be dict"):
         load(sharded)

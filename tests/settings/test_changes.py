@@ -1,6 +1,5 @@
 """What a changed setting means for what was made with it."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +99,16 @@ def test_a_setting_of_a_run_means_what_it_meant(name: str) -> None:
 
 
 def test_a_new_setting_changes_the_result_unless_it_or_its_section_says_otherwise() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Section:
+    class Section(schema.Settings):
         own: int = setting(1, "", on_change="run")
         of_section: int = setting(2, "")
 
-    @dataclasses.dataclass(frozen=True)
-    class Settings:
+    class All(schema.Settings):
         silent: int = setting(0, "")
         section: Section = setting(Section, "", on_change="nothing")
         plain: Section = setting(Section, "")
 
-    assert {name: fact.on_change for name, fact in facts_of(Settings).items()} == {
+    assert {name: fact.on_change for name, fact in facts_of(All).items()} == {
         "silent": "result",
         "section.own": "run",
         "section.of_section": "nothing",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.architecture.objectives import OBJECTIVES, Facts
+from pipeline.architecture.objectives import OBJECTIVES, ObjectiveFacts
 from pipeline.objectives.objective import Objective
 from pipeline.train.setup import _other_comparison
 
@@ -70,7 +70,7 @@ class Contrast(Objective):
 @pytest.mark.parametrize("weight", [0, 2])
 def test_any_objective_may_compare_images(monkeypatch: pytest.MonkeyPatch, weight: int) -> None:
     """It was said of dino only."""
-    monkeypatch.setitem(OBJECTIVES, "contrast", Facts("contrast:Contrast"))
+    monkeypatch.setitem(OBJECTIVES, "contrast", ObjectiveFacts("contrast:Contrast"))
     monkeypatch.setitem(sys.modules, "pipeline.objectives.contrast", sys.modules[__name__])
     now = {**NOW, "train.loss": "contrast", "objective.weight": weight}
     said = _other_comparison({**now, "train.micro_batch": 128}, now)

@@ -121,8 +121,8 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     outcome = json.loads(content)["outcome"]
     for damaged, reason in (
         (content[:40], "is not valid JSON"),
-        (b"[1]", "the content = [1] must be a mapping"),
-        (content.replace(b'"accuracy": ', b'"accuracy": "x", "was": '), "outcome.accuracy = 'x' must be a number"),
+        (b"[1]", "the content = [1]"),
+        (content.replace(b'"accuracy": ', b'"accuracy": "x", "was": '), "outcome.accuracy = 'x'"),
         (content.replace(b'"fingerprint": "', b'"fingerprint": "0'), "is of another fingerprint"),
     ):
         assert damaged != content

@@ -29,7 +29,7 @@ from pipeline.base.json_record import quoted, shortened
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.settings.commands.data import ShardConfig, is_split_name
+from pipeline.settings.commands.data import ShardConfig
 
 _ROWS_AT_ONCE = 2**16
 
@@ -125,7 +125,7 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
         return {}
     table = _read(source, config, _column_names(source), {"split_column": column})
     values = sorted(set(_as_text(table[column]).unique().to_pylist()) - MISSING - {None})
-    if not all(map(is_split_name, values)):
+    if not all(re.fullmatch("[a-z0-9_]+", value) for value in values):
         names = (LIKE_SPLITS.get(value.lower(), re.sub("[^a-z0-9_]+", "_", value.lower())) for value in values)
         said = shlex.join(f"splits.{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(

@@ -8,17 +8,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits
 from pipeline.model.build import build
-from pipeline.model.convert.preprocessing import HALF, Json, PixelMean, PixelStd
+from pipeline.model.convert.preprocessing import HALF, Json
 from pipeline.model.convert.tables import Names
 
 Tensors = Mapping[str, Tensor]
@@ -42,10 +40,10 @@ class DecoderFacts:
     pixels it predicts.
     """
 
-    num_heads: Annotated[int, Limits(1, 2**12)] | None = None
+    num_heads: int | None = None
     normalise: bool | None = None
-    mean: tuple[PixelMean, PixelMean, PixelMean] = HALF
-    std: tuple[PixelStd, PixelStd, PixelStd] = HALF
+    mean: tuple[float, float, float] = HALF
+    std: tuple[float, float, float] = HALF
 
 
 class Weights(NamedTuple):
@@ -211,7 +209,7 @@ def check_tensors(tensors: Mapping[str, object], shapes: Mapping[str, tuple[int,
             raise UserError(f'"{key}" {shape} is missing.')
         tensor = tensors[key]
         if not isinstance(tensor, Tensor):
-            raise UserError(f'"{key}" should be a tensor {shape}, but is {json_record.type_name(type(tensor))}.')
+            raise UserError(f'"{key}" should be a tensor {shape}, but is {type(tensor).__name__}.')
         if tuple(tensor.shape) != shape:
             raise UserError(f'"{key}" should be {shape}, but is {tuple(tensor.shape)}.')
         check_values(key, tensor)

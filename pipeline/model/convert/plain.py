@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import OPTIONS, Pool, ViTConfig
+from pipeline.architecture.config import ONLY_TRAIN, Pool, ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.model import position
 from pipeline.model.vit import VisionTransformer
@@ -35,7 +35,7 @@ def as_plain(
         "a ResNet stem (a hybrid)": config.stem is not None and not hybrids,
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
     }
-    harmless = {"registers", "kernel"} | holds | {name for name, option in OPTIONS.items() if option.only_trains}
+    harmless = {"registers", "kernel"} | holds | set(ONLY_TRAIN)
     unsupported |= {f"{name} = {value}": name not in harmless for name, value in config.added().items()}
     for feature in (feature for feature, is_present in unsupported.items() if is_present):
         raise UserError(f"{target} cannot hold {feature}; format = safetensors or onnx can.")

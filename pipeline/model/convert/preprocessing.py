@@ -7,7 +7,7 @@ Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits
 
 Json = Mapping[str, Any]
 HALF = (0.5, 0.5, 0.5)
@@ -26,16 +25,14 @@ _MAX_SIDE = 2**16
 # Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to bicubic.
 _FILTERS = {1: "bicubic", 3: "bicubic", "lanczos": "bicubic", "bicubic": "bicubic"}
 Size = int | list[int] | dict[str, int | None]
-PixelMean = Annotated[float, Limits(-1000, 1000)]
-PixelStd = Annotated[float, Limits(1e-4, 1000)]  # It is divided by.
 
 
 @dataclass(frozen=True)
 class SavedPreprocessing:
     """Our settings, as a weights file stores them; None if unknown."""
 
-    image_size: Annotated[int, Limits(1, _MAX_SIDE)] | None = None
-    eval_resize: Annotated[int, Limits(0, _MAX_SIDE)] | None = None
+    image_size: int | None = None
+    eval_resize: int | None = None
     eval_crop: Literal["center", "resize", "resize_center"] | None = None
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] | None = None
 
@@ -48,11 +45,11 @@ class _Processor:
     do_rescale: bool | None = None
     rescale_factor: float | None = None
     do_normalize: bool | None = None
-    image_mean: tuple[PixelMean, ...] | None = None
-    image_std: tuple[PixelStd, ...] | None = None
+    image_mean: tuple[float, ...] | None = None
+    image_std: tuple[float, ...] | None = None
     size: Size | None = None
     crop_size: Size | None = None
-    resample: Annotated[int, Limits(0, 5)] | None = None  # Pillow's filters
+    resample: int | None = None  # Pillow's filters
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,11 @@ class _Pretrained:
     """The fields of `pretrained_cfg` in timm's config.json that are read."""
 
     input_size: tuple[int, int, int] | None = None
-    crop_pct: Annotated[float, Limits(0.05, 2)] | None = None
+    crop_pct: float | None = None
     crop_mode: str | None = None
     interpolation: str | None = None
-    mean: tuple[PixelMean, ...] | None = None
-    std: tuple[PixelStd, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class _OpenClip:
     size: int | list[int] | None = None
     resize_mode: str = "shortest"
     interpolation: str = "bicubic"
-    mean: tuple[PixelMean, ...] | None = None
-    std: tuple[PixelStd, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
 
 
 class Preprocessing(NamedTuple):

@@ -6,7 +6,7 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import Limits
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.entries import Weights, model_entries
@@ -74,7 +73,7 @@ class _TimmArgs:
     pos_embed: str | None = None
     init_values: float | None = None
     rope_type: str | None = None
-    rope_temperature: Annotated[float, Limits(above=1)] | None = None
+    rope_temperature: float | None = None
     rope_rotate_half: bool | None = None
     rope_grid_indexing: str | None = None
     ref_feat_shape: int | list[int] | None = None

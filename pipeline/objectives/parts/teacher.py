@@ -5,7 +5,6 @@ ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start read
 
 import hashlib
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,16 +21,15 @@ from pipeline.model import Config, Model, adapted, build, load, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import is_uri
 from pipeline.objectives.objective import Inputs, Objective
+from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Settings, setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherSettings:
-    teacher: str = setting(
+class TeacherSettings(Settings):
+    teacher: PathText = setting(
         "",
         "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.",
-        path=True,
         on_change="comparison",  # Whether they are the same is told by their content.
     )
 

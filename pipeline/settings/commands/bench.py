@@ -1,23 +1,23 @@
 """The settings of the benchmark of one GPU."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pipeline.settings.quantities import MAX_BATCH
-from pipeline.settings.schema import TextForm, setting
-from pipeline.settings.shared import cpu_threads
+from pydantic import Field
+
+from pipeline.settings.quantities import MAX_BATCH, PathText, Threads
+from pipeline.settings.schema import Settings, setting
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuBenchConfig:
+class GpuBenchConfig(Settings):
     """A benchmark of training on one GPU: how fast it is, and which settings make it so."""
 
-    json: str = setting("", "File for the results as JSON, replaced after each result; empty is none.", output="file")
-    models: list[str] = setting(
+    json: PathText = setting(
+        "", "File for the results as JSON, replaced after each result; empty is none.", output="file"
+    )
+    models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = setting(
         [],
         "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is L/16, H/14 "
         "at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.",
-        form=TextForm(r".+@[1-9]\d{0,3}", "NAME@PIXELS, such as ViT-L/16@224"),
     )
     device: Literal["cuda", "cpu"] = setting(
         "cuda", "cpu runs the same code in seconds on a tiny model, as a test of it."
@@ -36,4 +36,4 @@ class GpuBenchConfig:
         above=0,
         max=1,
     )
-    decoders: int = cpu_threads(14, "Decoding threads of the run from shards.")
+    decoders: Threads = setting(14, "Decoding threads of the run from shards.")

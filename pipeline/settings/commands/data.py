@@ -2,85 +2,88 @@
 
 import re
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.quantities import MAX_SEED, MAX_TASKS
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import check_pattern, group_pattern, mlflow_uri, pixels, share
+from pipeline.settings.quantities import MAX_TASKS, PathText, Seed, Share, ShareBelow1, Side
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
+from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern
 
 _URL = "Folder or URL (s3://, gs://)"
-_INSPECT = "decode: decode every image; header: read its header and, but for GIF, BMP, TIFF and PPM, look for its end."
 Inspect = Literal["decode", "header"]
+SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
+_VALUES = (
+    "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, "
+    "[low,high,low,high,...] for each. Default: full for 8 bits, else percentiles."
+)
 
 
-def _num_tasks(items: str) -> int:
-    return setting(0, f"{items} at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS)
+def _range(values: list[str]) -> list[str]:
+    if values in ([], ["full"], ["percentiles"]):
+        return values
+    numbers = [float(value) for value in values]
+    if len(numbers) % 2 or not all(low < high for low, high in zip(numbers[::2], numbers[1::2], strict=True)):
+        raise ValueError("must be full, percentiles, or [low,high] with low < high")
+    return values
 
 
-def _values(doc: str = "Which values become 0 and 1 in training, for images that are not 8-bit RGB: ") -> list[str]:
-    return setting(
-        list,
-        doc
-        + "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, "
-        "[low,high,low,high,...] for each. Default: full for 8 bits, else percentiles.",
+def _names(values: list[str]) -> list[str]:
+    if any("," in name for name in values):
+        raise ValueError("must be a list, as [red,green]")
+    return values
+
+
+ValueRange = Annotated[list[str], AfterValidator(_range)]
+
+
+class JobConfig(Settings):
+    """A job of Ray tasks on data."""
+
+    num_tasks: int = setting(
+        0, "Tasks (shards) at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS
     )
 
 
-def _channels() -> list[str]:
-    return setting(
+class ValuesConfig(JobConfig):
+    """A job that may measure the range of the images' values."""
+
+    values: ValueRange = setting(
+        list, f"Which values become 0 and 1 in training, for images that are not 8-bit RGB: {_VALUES}"
+    )
+    values_images: NonNegativeInt = setting(
+        10000, "Training images whose values are counted for it, evenly from all shards; 0 is all."
+    )
+
+
+class ImagesConfig(ValuesConfig):
+    """A job that makes a data set's manifest from images."""
+
+    group_pattern: RegularExpression = group_pattern()
+    inspect: Inspect = setting(
+        "decode",
+        "decode: decode every image; header: read its header and, but for GIF, BMP, TIFF and PPM, look for its end.",
+    )
+    channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(
         list,
         "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
         "photographs are RGB, and one channel with channels=gray. With one file per channel: those that are used; [1:dapi,3:gfp] renames.",
-        distinct=True,
     )
+    nodata: float | None = setting(
+        None,
+        "Value of missing pixels. Default: what GeoTIFFs say.",
+        min=-sys.float_info.max,  # GDAL's usual values are the lowest of float32 and float64.
+    )
+    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
 
 
-def _check_channels(channels: list[str]) -> None:
-    if any("," in name for name in channels):
-        raise UserError(f"channels = {','.join(channels)} must be a list: channels=[{','.join(channels)}]")
-
-
-def _nodata() -> float | None:
-    largest = sys.float_info.max  # GDAL's usual values are the lowest of float32 and float64.
-    return setting(None, "Value of missing pixels. Default: what GeoTIFFs say.", min=-largest, max=largest)
-
-
-def _values_images() -> int:
-    return setting(10000, "Training images whose values are counted for it, evenly from all shards; 0 is all.", min=0)
-
-
-def check_values(values: list[str]) -> None:
-    """Raises UserError for what is neither a word nor pairs of numbers."""
-    if values in ([], ["full"], ["percentiles"]):
-        return
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        numbers = []
-    pairs = list(zip(numbers[::2], numbers[1::2], strict=False))
-    if not pairs or len(numbers) % 2 or any(not low < high for low, high in pairs):
-        raise UserError(f"values = {','.join(values)} must be full, percentiles, or [low,high] with low < high.")
-
-
-def is_split_name(name: str) -> bool:
-    """Whether a split can be called so."""
-    return re.fullmatch(r"[a-z0-9_]+", name) is not None
-
-
-def _check_split_names(splits: dict[str, str]) -> None:
-    if not splits or not all(map(is_split_name, splits)):
-        raise UserError(f"splits = {quoted(splits)} must name at least one split, in lower-case letters, digits and _.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardConfig:
+class ShardConfig(ImagesConfig):
     """A sharding job, from raw images to tars and a manifest."""
 
-    source: str = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts", path=True)
-    out: str = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
+    source: PathText = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts")
+    out: PathText = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
     layout: Literal[
         "auto",
         "folder",
@@ -95,25 +98,25 @@ class ShardConfig:
         "list",
         "webdataset",
     ] = setting("auto", "Layout of source; auto detects it. images: any tree of images without labels.")
-    splits: dict[str, str] = setting(
+    splits: dict[SplitName, str] = setting(
         {"train": ""},
         "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images; the tar "
         "(imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet, webdataset).",
+        min_items=1,
     )
-    val_share: float = setting(
+    val_share: ShareBelow1 = setting(
         0.0,
         "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that a sample never "
         "changes split.",
-        min=0,
-        below=1,
     )
-    holdout_per_class: int = setting(0, "Images per class of split train held out as 'val': the first by name.", min=0)
-    val_labels: str = setting(
+    holdout_per_class: NonNegativeInt = setting(
+        0, "Images per class of split train held out as 'val': the first by name."
+    )
+    val_labels: PathText = setting(
         "",
         "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or "
         "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
         "number' or ReaL's real.json.",
-        path=True,
         needs="layout=auto,imagenet1k",
     )
     cifar100_labels: Literal["fine", "coarse"] = setting(
@@ -129,11 +132,10 @@ class ShardConfig:
         "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
         needs="layout=auto,list",
     )
-    channel_columns: list[str] = setting(
+    channel_columns: Distinct[str] = setting(
         list,
         "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of the columns. A row is "
         "one image.",
-        distinct=True,
         needs="layout=auto,list",
     )
     label_column: str = setting(
@@ -144,7 +146,7 @@ class ShardConfig:
     label_separator: str = setting(
         ";",
         "list: separator between the labels of an image.",
-        form=TextForm(r"(?s).+", "text that is not empty"),
+        min_items=1,
         needs="layout=auto,list",
     )
     group_column: str = setting(
@@ -158,22 +160,23 @@ class ShardConfig:
         "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them; empty is none.",
         needs="layout=auto,list",
     )
-    group_pattern: str = group_pattern()
-    label_names: str = setting("", "File of class names, one per line, for labels that are numbers from 0.", path=True)
-    class_map: str = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.", path=True)
-    class_list: str = setting("", "File of class names, one per line: keep only these, in this order.", path=True)
-    min_images: int = setting(0, "Keep only classes with more than this number of images in the train split.", min=0)
-    synset_names: str = setting(
-        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt).", path=True
+    label_names: PathText = setting("", "File of class names, one per line, for labels that are numbers from 0.")
+    class_map: PathText = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.")
+    class_list: PathText = setting("", "File of class names, one per line: keep only these, in this order.")
+    min_images: NonNegativeInt = setting(
+        0, "Keep only classes with more than this number of images in the train split."
+    )
+    synset_names: PathText = setting(
+        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."
     )
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     compare: Literal["mtime", "content"] = setting(
         "mtime",
         "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of change; content: all.",
     )
-    seed: int = setting(0, "Seed of the order of samples.", min=0, max=MAX_SEED)
-    samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
-    resize_short: int = pixels(0, "Resize larger images to this short side; 0 copies the bytes.")
+    seed: Seed = setting(0, "Seed of the order of samples.")
+    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
+    resize_short: Side = setting(0, "Resize larger images to this short side; 0 copies the bytes.")
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
         "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
@@ -182,9 +185,7 @@ class ShardConfig:
     jpeg_quality: int = setting(
         95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
     )
-    inspect: Inspect = setting("decode", _INSPECT)
-    channels: list[str] = _channels()
-    channel_pattern: str = setting(
+    channel_pattern: RegularExpression = setting(
         "",
         "One file per channel: a regular expression in the key with the groups sample and channel, as "
         "(?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.",
@@ -205,20 +206,18 @@ class ShardConfig:
         "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255. "
         "Channels named red, green and blue are kept, else the first three.",
     )
-    nodata: float | None = _nodata()
-    values: list[str] = _values()
-    values_images: int = _values_images()
-    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
-    num_tasks: int = _num_tasks("Number of shards written")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        check_values(self.values)
-        _check_channels(self.channels)
-        if self.channel_columns and (self.channel_pattern or self.path_column != ShardConfig.path_column):
-            raise UserError(
-                "channel_columns, channel_pattern and path_column say which files make an image: use one of them."
-            )
+        for one, other in (
+            ("channel_columns", "channel_pattern"),
+            ("group_column", "group_pattern"),
+            ("holdout_per_class", "val_share"),
+            ("holdout_per_class", "group_column"),  # It would divide groups.
+            ("holdout_per_class", "group_pattern"),
+        ):
+            if getattr(self, one) and getattr(self, other):
+                raise UserError(f"{one} and {other} cannot be used together: leave out one of them.")
         if self.to_rgb8 and self.missing_channels == "mean":
             raise UserError(
                 "missing_channels=mean keeps the channels that a sample has, and to_rgb8 makes RGB of it: use one of them."
@@ -227,13 +226,6 @@ class ShardConfig:
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():
                 raise UserError("channel_pattern must have the groups (?P<sample>...) and (?P<channel>...).")
-        if self.group_column and self.group_pattern:
-            raise UserError("group_column and group_pattern both name the group of an image: use one of them.")
-        if self.holdout_per_class and (self.group_column or self.group_pattern):
-            raise UserError("holdout_per_class holds out single images, and would divide groups. Use val_share.")
-        check_pattern(self.group_pattern)
-        if self.val_share and self.holdout_per_class:
-            raise UserError("val_share and holdout_per_class both hold out 'val': use one of them.")
         for name in ("val_share", "holdout_per_class"):
             if getattr(self, name) and "val" in self.splits:
                 raise UserError(
@@ -249,30 +241,26 @@ class ShardConfig:
                 raise UserError(
                     f"{name} = {getattr(self, name)} needs classes, and layout=images has none. Leave it out."
                 )
-        _check_split_names(self.splits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VtabPrepareConfig:
+class VtabPrepareConfig(JobConfig):
     """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or prepared copies of them."""
 
-    originals: str = setting(
+    originals: PathText = setting(
         "",
         "Folder with one folder per source data set, which contains the files as published (docs/vtab.md).",
-        path=True,
     )
-    tfds: str = setting(
-        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals.", path=True
+    tfds: PathText = setting(
+        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals."
     )
-    lists: str = setting(
-        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits.", path=True
+    lists: PathText = setting(
+        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."
     )
-    out: str = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
+    out: PathText = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
     published: bool = setting(True, "Require the published file sizes, checksums and numbers of images.")
     prove: bool = setting(False, "Only read: compute the splits of the data sets in out again, and compare.")
-    samples_per_shard: int = setting(4096, "Samples per tar, except a split's last.", min=1)
-    num_tasks: int = _num_tasks("Number of shards written")
+    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --prove only reads."""
@@ -284,94 +272,66 @@ class VtabPrepareConfig:
             raise UserError("Set where the images are: originals=..., tfds=..., or lists=... (docs/vtab.md).")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexConfig:
+class IndexConfig(ImagesConfig):
     """A manifest for existing WebDataset shards, which are not copied."""
 
-    source: str = setting(
+    source: PathText = setting(
         REQUIRED,
         f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json",
-        path=True,
     )
-    out: str = setting(
+    out: PathText = setting(
         "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder or URL", holds="data set"
     )
-    splits: dict[str, str] = setting({"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).")
-    label_names: str = setting(
-        "", "File of class names, one per line, by label; empty names classes by number.", path=True
+    splits: dict[SplitName, str] = setting(
+        {"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).", min_items=1
     )
-    group_pattern: str = group_pattern()
-    inspect: Inspect = setting("decode", _INSPECT)
-    channels: list[str] = _channels()
+    label_names: PathText = setting("", "File of class names, one per line, by label; empty names classes by number.")
     pages: Literal["", "first", "channels"] = setting(
         "", "What the pages of a TIFF are: channels of one image, or all but the first are not used."
     )
-    nodata: float | None = _nodata()
-    values: list[str] = _values()
-    values_images: int = _values_images()
-    max_bad_share: float = share(0.001, "Share of unreadable samples above which the job fails.")
-    num_tasks: int = _num_tasks("Number of tars read")
-
-    def check(self) -> None:
-        """Check the names of splits and channels, the pattern and the values. Raises UserError."""
-        check_values(self.values)
-        _check_channels(self.channels)
-        check_pattern(self.group_pattern)
-        _check_split_names(self.splits)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(JobConfig):
     """A check of every byte of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting(
+    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    out: PathText = setting(
         "",
         "Folder of report.json and damage.csv; empty is <data>/verify.",
         output="folder or URL",
         holds="verification",
     )
-    decode_share: float = share(
+    decode_share: Share = setting(
         1.0,
         "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
     )
-    num_tasks: int = _num_tasks("Number of shards read")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatsConfig:
+class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 
-    data: str = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py", path=True)
-    out: str = setting(
+    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    out: PathText = setting(
         "",
         "Folder of stats.json, tables and figures; empty is <data>/stats.",
         output="folder or URL",
         holds="statistics",
     )
     sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
-    values: list[str] = _values("Measure the range of the values again, and record it in the data set: ")
-    values_images: int = _values_images()
-    num_tasks: int = _num_tasks("With values, number of shards read")
-    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
-
-    def check(self) -> None:
-        """Raises UserError for values that are no range."""
-        check_values(self.values)
+    values: ValueRange = setting(
+        list, f"Measure the range of the values again, and record it in the data set: {_VALUES}"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DedupConfig:
+class DedupConfig(JobConfig):
     """A search for images of a data set that are near copies of test images, or of one another."""
 
-    data: str = setting(REQUIRED, f"{_URL} of the data set in which copies are marked", path=True)
+    data: PathText = setting(REQUIRED, f"{_URL} of the data set in which copies are marked")
     split: str = setting("train", "Split that is searched and marked.")
-    against: list[str] = setting(
+    against: list[PathText] = setting(
         list,
         "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its splits, "
         "folder:split for one",
-        path=True,
     )
     within_split: bool = setting(
         False,
@@ -384,8 +344,7 @@ class DedupConfig:
         min=0,
         max=0.5,
     )
-    max_bad_share: float = share(0.001, "Share of unreadable images above which the job stops.")
-    num_tasks: int = _num_tasks("Number of shards read")
+    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
     dry_run: bool = setting(False, "Write only the report and the sheet of pairs; mark no image.")
 
     def check(self) -> None:

@@ -1,28 +1,34 @@
 """The settings of commands around a run: plan, hosts, restarts, order of samples."""
 
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
+from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.yaml_reader import as_typed
+from pipeline.settings.schema import REQUIRED, Settings, setting
 
 
-@dataclass(frozen=True, kw_only=True)
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value  # As 14.2e6.
+
+
 class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
     cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
-    samples: int = setting(0, "Training samples per epoch; 0 takes them from the data set.", min=0, max=1e15)
+    samples: Annotated[int, BeforeValidator(_number)] = setting(
+        0, "Training samples per epoch; 0 takes them from the data set.", min=0
+    )
     classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
-    measured: float = setting(
+    measured: NonNegativeFloat = setting(
         0.0,
         "Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; hours follow from it.",
-        min=0,
         needs="cluster",
     )
-    json: str = setting("", "File for all figures as JSON.", output="file")
+    json: PathText = setting("", "File for all figures as JSON.", output="file")
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: those of the run itself."""
@@ -37,22 +43,25 @@ class PlanConfig(RunConfig):
             raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplesConfig:
+class SamplesConfig(Settings):
     """A query of a run's sample order: the samples of a step, or the steps of a sample."""
 
-    run: str = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started", path=True)
+    run: PathText = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started")
     step: int = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.", min=0, max=1e15)
-    ranks: int = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.", min=1)
-    rank: int = setting(0, "With step: rank whose samples are listed, from 0.", min=0, needs="step")
+    ranks: PositiveInt = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.")
+    rank: NonNegativeInt = setting(0, "With step: rank whose samples are listed, from 0.", needs="step")
     sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
-    data: str = setting("", "Folder of the data set, if it is not where the run's settings say.", path=True)
+    data: PathText = setting("", "Folder of the data set, if it is not where the run's settings say.")
     mix: dict[str, str] = setting(
         dict, "Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."
     )
-    csv: str = setting("", "File for the table; empty prints it.", output="file")
-    sheet: str = setting(
-        "", "With step: file for the images, .png, cropped and flipped as for the model.", output="file"
+    csv: PathText = setting("", "File for the table; empty prints it.", output="file")
+    sheet: PathText = setting(
+        "",
+        "With step: file for the images, .png, cropped and flipped as for the model.",
+        output="file",
+        pattern=r"^$|\.png$",
+        needs="step",
     )
 
     def check(self) -> None:
@@ -61,31 +70,25 @@ class SamplesConfig:
             raise UserError("set step=... to list the samples of a step, or sample=KEY to list the steps of a sample.")
         if self.rank >= self.ranks:
             raise UserError(f"rank = {self.rank} must be below ranks = {self.ranks}.")
-        if self.sheet and not self.step:
-            raise UserError("sheet=... shows the samples of a step: set step=...")
-        if self.sheet and not self.sheet.endswith(".png"):
-            raise UserError(f"sheet = {as_typed(self.sheet)} must end with .png.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostsConfig:
+class HostsConfig(Settings):
     """A check of a run's hosts before it starts."""
 
-    hostfile: str = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'", path=True)
-    run: str = setting(REQUIRED, "YAML file of the run", path=True)
+    hostfile: PathText = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'")
+    run: PathText = setting(REQUIRED, "YAML file of the run")
     settings: list[str] = setting(
         list,
         "Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets].",
     )
-    min_free_gb: float = setting(20.0, "Free space that the output folder needs, in GB.", min=0)
+    min_free_gb: NonNegativeFloat = setting(20.0, "Free space that the output folder needs, in GB.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SuperviseConfig:
+class SuperviseConfig(Settings):
     """Automatic restarts of a run."""
 
-    restarts: int = setting(
-        10, "Number of consecutive restarts without a new checkpoint after which the supervisor gives up.", min=0
+    restarts: NonNegativeInt = setting(
+        10, "Number of consecutive restarts without a new checkpoint after which the supervisor gives up."
     )
     pause_seconds: float = setting(
         10.0,

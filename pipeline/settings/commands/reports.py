@@ -1,38 +1,31 @@
 """The settings of commands that follow runs: report of sweeps, comparison of runs, and a fine-tuning protocol's grid."""
 
-from dataclasses import dataclass
+from pydantic import PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import (
-    mlflow_of_runs,
-    mlflow_uri,
-    refuse_overrides,
-    result_name,
-    seeds,
-)
+from pipeline.settings.quantities import PathText
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
+from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
 
 
-@dataclass(frozen=True, kw_only=True)
-class VtabReportConfig:
+class VtabReportConfig(Settings):
     """The report of one or more VTAB-1k sweeps."""
 
-    sweeps: list[str] = setting(
+    sweeps: list[PathText] = setting(
         REQUIRED,
         "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others "
         "are compared with it",
-        path=True,
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
-    out: str = setting(
+    out: PathText = setting(
         "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
     )
-    mlflow: str = mlflow_uri(
-        "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
+    mlflow: str = setting(
+        "", "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
     )
 
     def check(self) -> None:
@@ -46,28 +39,24 @@ class VtabReportConfig:
 _RUN = "the folder of a run, a grid or a sweep"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareConfig:
+class CompareConfig(Settings):
     """A comparison of two or more runs."""
 
-    runs: list[str] = setting(
+    runs: Distinct[PathText] = setting(
         REQUIRED,
         f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data",
         min_items=2,
-        distinct=True,
-        path=True,
     )
-    out: str = setting(
+    out: PathText = setting(
         "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunReportConfig:
+class RunReportConfig(Settings):
     """The report of one run."""
 
-    run: str = setting(REQUIRED, f"The run: {_RUN}", path=True)
-    out: str = setting(
+    run: PathText = setting(REQUIRED, f"The run: {_RUN}")
+    out: PathText = setting(
         "",
         "Folder of the report; empty is <run>/review.",
         output="folder",
@@ -75,42 +64,36 @@ class RunReportConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig:
+class SyncConfig(Settings):
     """Sending run folders to MLflow afterwards."""
 
-    runs: list[str] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]", path=True)
-    uri: str = mlflow_uri(
-        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."
+    runs: list[PathText] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]")
+    uri: str = setting(
+        "",
+        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GridConfig:
+class GridConfig(Settings):
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 
     name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "grid")
-    run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
+    run: PathText = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
-    lr: list[float] = setting(
-        REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]", above=0, distinct=True
-    )
+    lr: list[PositiveFloat] = setting(REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]")
     dev_share: float = setting(
         0.1, "Share of the training split held out to choose lr (data.dev_share).", above=0, below=1
     )
-    seeds: list[int] = seeds(
-        [0, 1, 2], "Seeds of the final runs on the whole training split; the first is also used for the trials."
+    seeds: Seeds = setting(
+        [0, 1, 2],
+        "Seeds of the final runs on the whole training split; the first is also used for the trials.",
     )
-    also: list[str] = setting(
+    also: list[PathText] = setting(
         list,
         "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
-        path=True,
-        distinct=True,
     )
-    launcher: str = setting(
-        "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True
-    )
-    out: str = setting("runs", "Folder that holds all runs.", output="folder")
+    launcher: ShellWords = setting("", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
+    out: PathText = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:

@@ -3,74 +3,69 @@
 Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md says what else differs.
 """
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
-from pipeline.settings.quantities import MAX_SEED
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, check_pattern, group_pattern, mlflow_uri, pixels, share
+from pipeline.settings.quantities import Batch, PathText, Seed, Share, Side
+from pipeline.settings.schema import REQUIRED, setting
+from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentConfig(WeightsConfig):
+class SegmentConfig(WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
-    images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
-    masks: list[str] = setting(
+    images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
+    masks: list[PathText] = setting(
         REQUIRED,
         "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour for each class. A "
         "mask has its image's path below the folder, but for the suffix.",
-        path=True,
     )
     split: str = setting(
         "train", "If images is a data set: the split to learn from. Masks are of the split of the same name."
     )
-    val_images: list[str] = setting(
-        list, "Images to be scored on; empty is val_split of a data set, else val_share.", path=True
+    val_images: list[PathText] = setting(
+        list, "Images to be scored on; empty is val_split of a data set, else val_share."
     )
-    val_masks: list[str] = setting(list, "Their masks.", path=True, needs="val_images")
+    val_masks: list[PathText] = setting(list, "Their masks.", needs="val_images")
     val_split: str = setting("val", "If images or val_images is a data set: the split to be scored on.")
-    val_share: float = share(0.1, "Share of the images that is held out for the score if nothing else says which.")
-    group_pattern: str = group_pattern()
+    val_share: Share = setting(0.1, "Share of the images that is held out for the score if nothing else says which.")
+    group_pattern: RegularExpression = group_pattern()
     image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
     mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    ignore: list[str] = setting(
+    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(
         ["255"],
         "Values of masks that are no class: numbers, or colours as '#000000'.",
-        form=TextForm(r"[0-9]{1,7}|#[0-9a-fA-F]{6}", "a number, as 255, or a colour, as '#000000'"),
     )
-    short_side: int = pixels(
+    short_side: Side = setting(
         0,
         "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is image_size.",
     )
     steps: int = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).", min=1, max=10_000_000)
-    train_batch: int = batch_size(16, "Crops of a step.")
+    train_batch: Batch = setting(16, "Crops of a step.")
     lr: float = setting(1e-3, "Peak rate of AdamW.", above=0, max=10)
-    seed: int = setting(0, "Seed of the order, the crops and the layer.", min=0, max=MAX_SEED)
-    batch: int = batch_size(8, "Windows per forward pass of the score.")
-    apply: list[str] = setting(
+    seed: Seed = setting(0, "Seed of the order, the crops and the layer.")
+    batch: Batch = setting(8, "Windows per forward pass of the score.")
+    apply: list[PathText] = setting(
         list,
         "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.",
-        path=True,
     )
     num_drawn: int = setting(
         16, "The first images of apply that sheet.png shows with their masks.", min=1, max=200, needs="apply"
     )
     apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
-    out: str = setting(
+    out: PathText = setting(
         "",
         "Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its checkpoints, and "
         "runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).",
         output="folder",
         holds="segmentation",
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the score and the sheet; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        check_pattern(self.group_pattern)
         if bool(self.val_images) != bool(self.val_masks):
             raise UserError("val_images and val_masks belong together: set both, or neither.")

@@ -1,12 +1,13 @@
 """The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat
+
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_TASKS, Length, Limit
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import cpu_threads, mlflow_of_runs, refuse_overrides, result_name, seeds
+from pipeline.settings.quantities import MAX_TASKS, Limit, PathText, PositiveLength, ShareBelow1, Threads
+from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
+from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
 
 Question = Literal["data_size", "scaling", "ablation", "labels"]
 # Settings of a run that the study sets itself.
@@ -36,75 +37,66 @@ _NOT_COMPARABLE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyModel:
+class StudyModel(Settings):
     """A model of a study, or weights that it fine-tunes."""
 
     name: str = setting(
         REQUIRED,
         "Name in figures and run names",
-        form=TextForm(r"[A-Za-z0-9][A-Za-z0-9+_.-]*", "letters, digits and + _ . -"),
+        pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$",
     )
     family: str = setting("", "Models of one family share a line in figures and a fit; empty is the model's name.")
     settings: list[str] = setting(
         list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
     )
-    speed: float = setting(
-        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end.", min=0
+    speed: NonNegativeFloat = setting(
+        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end."
     )
-    weights: str = setting(
+    weights: PathText = setting(
         "",
         "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
-        path=True,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(Settings):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
     name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
-    out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
+    out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Question = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
         "labels: what pre-trained weights gain over the first model, by the number of labelled images",
     )
-    run: str = setting(
+    run: PathText = setting(
         REQUIRED,
         "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells share",
-        path=True,
     )
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
     )
     models: list[StudyModel] = setting(REQUIRED, "The models that are compared")
-    data_sizes: list[Limit] = setting(
+    data_sizes: Distinct[Limit] = setting(
         list,
         "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",
     )
-    lengths: list[Length] = setting(
-        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run.", above=0
+    lengths: Distinct[PositiveLength] = setting(
+        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."
     )
-    budgets: list[float] = setting(
+    budgets: Distinct[PositiveFloat] = setting(
         list,
         "In place of lengths: compute of pre-training in exaFLOPs, the same for each model.",
-        above=0,
-        distinct=True,
     )
-    minutes: list[float] = setting(
+    minutes: Distinct[PositiveFloat] = setting(
         list,
         "In place of lengths: time of training, the same for each model; its `speed` says how many steps that is.",
-        above=0,
-        distinct=True,
     )
-    cooldown: float = setting(
+    cooldown: ShareBelow1 = setting(
         0.0,
         "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then share all steps "
         "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
-        min=0,
-        below=1,
+        needs="lengths|budgets|minutes",
     )
     equal_compute: bool = setting(
         True,
@@ -112,30 +104,27 @@ class StudyConfig:
         "worth in compute.",
         needs="question=labels",
     )
-    seeds: list[int] = seeds([0], "Seeds; each gives a run with its own subset, weights and order.")
+    seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
         "top1",
         "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
         "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
     )
-    finetune: list[str] = setting(
+    finetune: list[PathText] = setting(
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
-        distinct=True,
-        path=True,
     )
     on: Literal["here", "ray"] = setting(
         "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
     )
-    launcher: str = setting(
+    launcher: ShellWords = setting(
         "",
         "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
-        command=True,
     )
     gpus: int = setting(
         0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
     )
-    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
+    threads: Threads = setting(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
     num_tasks: int = setting(
         0,
         "on=ray: number of cells that run at the same time; 0 is as many as fit.",
@@ -143,12 +132,11 @@ class StudyConfig:
         max=MAX_TASKS,
         needs="on=ray",
     )
-    tflops: float = setting(
+    tflops: NonNegativeFloat = setting(
         0.0,
         "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
-        min=0,
     )
-    slurm: str = setting(
+    slurm: PathText = setting(
         "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
     )
     cell: str = setting("", "Run this cell only (its name), and write no report.")
@@ -181,40 +169,28 @@ class StudyConfig:
                 raise UserError(
                     f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run prints."
                 )
-        for listed in ("data_sizes", "lengths"):
-            texts = [str(item) for item in getattr(self, listed)]
-            if twice := [text for text in texts if texts.count(text) > 1]:
-                raise UserError(f"{listed} has {twice[0]} twice.")
         self._check_question()
-        if self.cooldown and self.num_lengths == 0:
-            raise UserError(
-                f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths, budgets or minutes."
-            )
-        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
-            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
 
     def _check_question(self) -> None:
-        num_lengths, num_sizes = self.num_lengths, len(self.data_sizes)
-        if self.question == "data_size" and num_sizes < 2:
-            raise UserError(
-                f"question = data_size compares data sizes, and data_sizes has {num_sizes}: give at least two."
-            )
-        if self.question == "scaling" and num_lengths * len(self.models) < 2:
-            raise UserError(
-                "question = scaling compares compute: give at least two models, lengths, budgets or minutes."
-            )
-        if self.question == "ablation" and len(self.models) < 2:
-            raise UserError("question = ablation compares models with the first one: give at least two.")
+        num_models, num_sizes = len(self.models), len(self.data_sizes)
         weighted = [model.name for model in self.models if model.weights]
-        if self.question == "labels" and (len(self.models) < 2 or not weighted):
+        compared = {
+            "data_size": num_sizes,
+            "scaling": self.num_lengths * num_models,
+            "ablation": num_models,
+            "labels": num_models if weighted else 0,
+        }
+        if compared[self.question] < 2:
             raise UserError(
-                "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+                f"question = {self.question} has nothing to compare: data_size compares at least two data_sizes; scaling two models, lengths, "
+                "budgets or minutes; ablation two models; labels two models, one of them with weights=..."
             )
-        if self.question != "labels" and weighted:
-            raise UserError(f"model {weighted[0]} has weights, which belong to question = labels: leave them out.")
-        if self.question not in ("data_size", "labels") and num_sizes > 1:
-            raise UserError(
-                f"data_sizes has {num_sizes} sizes, which belong to question = data_size or labels. Give one, or none."
-            )
-        if self.question != "scaling" and num_lengths > 1:
-            raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")
+        for name, is_given, questions in (
+            ("weights of models", weighted, ("labels",)),
+            ("several data_sizes", num_sizes > 1, ("data_size", "labels")),
+            ("several lengths", self.num_lengths > 1, ("scaling",)),
+        ):
+            if is_given and self.question not in questions:
+                raise UserError(
+                    f"{name} belong to question = {' or '.join(questions)}, and it is {self.question}: leave them out."
+                )

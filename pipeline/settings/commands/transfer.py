@@ -3,81 +3,82 @@
 A protocol fixes everything that makes two scores comparable; `configs/vtab/` has the published ones.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
 from pipeline.base.errors import UserError
-from pipeline.settings import effect
-from pipeline.settings.quantities import MAX_TASKS, Length
+from pipeline.settings.quantities import (
+    MAX_SIDE,
+    MAX_TASKS,
+    Batch,
+    PathText,
+    PositiveLength,
+    ShareBelow1,
+    Side,
+    Threads,
+)
 from pipeline.settings.run import check_augment
 from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, seeds
+from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.shared import Seeds
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProtocolConfig:
+class ProtocolConfig(Settings):
     """How a model is adapted to a task and scored. All combinations of the lists are tried on train800 and val200."""
 
-    name: str = setting(
-        REQUIRED, "Name in results, as vit_paper", form=TextForm(r"[a-z0-9_]+", "of lower-case letters, digits and _")
-    )
-    image_size: int = pixels(REQUIRED, "Side of the square input images in pixels", 1)
-    small_image_size: int = pixels(
+    name: str = setting(REQUIRED, "Name in results, as vit_paper", pattern="^[a-z0-9_]+$")
+    image_size: int = setting(REQUIRED, "Side of the square input images in pixels", min=1, max=MAX_SIDE)
+    small_image_size: Side = setting(
         0,
         "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled with it; 0 is image_size.",
     )
-    small_resize_to: int = pixels(0, "augment.resize_to for these tasks.", needs="small_image_size")
+    small_resize_to: Side = setting(0, "augment.resize_to for these tasks.", needs="small_image_size")
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
         "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
         "standard deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
-    batch: int = batch_size(REQUIRED, "Samples per optimizer step", needs="method=finetune")
-    length: list[Length] = setting(
+    batch: Batch = setting(REQUIRED, "Samples per optimizer step", needs="method=finetune")
+    length: list[PositiveLength] = setting(
         REQUIRED,
         "Training lengths to try, as [2500 steps, 10000 steps]",
-        above=0,
-        distinct=True,
         needs="method=finetune",
     )
     optimizer: Literal["sgd", "adam"] = setting(
         "sgd", "SGD with momentum, or Adam with decoupled weight decay.", needs="method=finetune"
     )
-    lr: list[float] = setting(
+    lr: list[PositiveFloat] = setting(
         REQUIRED,
         "Peak learning rates to try, as [0.1, 0.01]",
-        above=0,
-        distinct=True,
         needs="method=finetune",
     )
-    momentum: float = setting(0.9, "SGD: momentum.", min=0, below=1, needs="optimizer=sgd")
-    weight_decay: list[float] = setting(
+    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="optimizer=sgd")
+    weight_decay: list[NonNegativeFloat] = setting(
         [0.0],
         "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
-        min=0,
         min_items=1,
-        distinct=True,
         needs="method=finetune",
     )
-    clip: float = setting(0.0, "Clip gradients to this global norm; 0 is no clipping.", min=0, needs="method=finetune")
-    dropout: float = setting(
-        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", min=0, below=1, needs="method=finetune"
+    clip: NonNegativeFloat = setting(
+        0.0, "Clip gradients to this global norm; 0 is no clipping.", needs="method=finetune"
+    )
+    dropout: ShareBelow1 = setting(
+        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", needs="method=finetune"
     )
     schedule: ScheduleConfig = setting(ScheduleConfig, "", needs="method=finetune")
-    l2: list[float] = setting(
+    l2: list[PositiveFloat] = setting(
         [16.0, 128.0, 1024.0, 8192.0, 65536.0],
         "method=linear: strengths of ridge regression on whitened features to try.",
-        above=0,
         min_items=1,
         needs="method=linear",
     )
-    neighbours: list[int] = setting(
-        [1, 5, 20], "method=knn: numbers of neighbours to try.", min=1, min_items=1, needs="method=knn"
+    neighbours: list[PositiveInt] = setting(
+        [1, 5, 20], "method=knn: numbers of neighbours to try.", min_items=1, needs="method=knn"
     )
-    temperature: float = setting(
-        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", above=0, needs="method=knn"
+    temperature: PositiveFloat = setting(
+        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", needs="method=knn"
     )
 
     def check(self) -> None:
@@ -91,7 +92,7 @@ class ProtocolConfig:
             raise UserError(
                 f"protocol.small_resize_to = {self.small_resize_to} is smaller than protocol.small_image_size = {self.small_image_size}."
             )
-        self.schedule.check("protocol.schedule.")
+        self.schedule.check_decay("protocol.schedule.")
         self.check_pairs("protocol.batch", self.batch)
 
     def check_pairs(self, name: str, batch: int) -> None:
@@ -100,18 +101,15 @@ class ProtocolConfig:
             raise UserError(f"{name} = {batch} must be even: Mixup and CutMix mix images in pairs.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class VtabConfig:
+class VtabConfig(Settings):
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
     # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
     notes_without_effect = True
 
-    weights: str = setting(
-        REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)", path=True
-    )
-    data: str = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py", path=True)
-    out: str = setting(
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    data: PathText = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
+    out: PathText = setting(
         "",
         "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
         "runs/vtab/<weights>-... for others.",
@@ -124,49 +122,36 @@ class VtabConfig:
         "unchanged weights.",
     )
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose data sets exist.")
-    seeds: list[int] = seeds(
+    seeds: Seeds = setting(
         [0],
         "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
         "depend on seeds.",
         needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
-    pretrained_on: list[str] = setting(
+    pretrained_on: list[PathText] = setting(
         list,
         "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as [datasets/a,datasets/b]; the "
         "results then include the number of copies of test images that launch/dedup.py marked in them. Without a split it is that of the "
         "weights' run, or train.",
-        path=True,
-        distinct=True,
     )
-    micro_batch: int = batch_size(
+    micro_batch: Batch = setting(
         64,
         "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so use "
         "one value in a sweep.",
     )
     precision: Precision = setting("fp32", "Precision of activations; bf16 is autocast on GPUs, and weights stay fp32.")
-    threads: int = cpu_threads(
+    threads: Threads = setting(
         2, "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."
     )
     gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
-    mlflow: str = mlflow_uri(
+    mlflow: str = setting(
+        "",
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
-        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs)."
+        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
-
-    def without_effect(self) -> list[str]:
-        """A line for each reason for which settings have no effect."""
-        protocol, crops = self.protocol, ("resize_crop", "resize_small_crop")
-        lines = effect.without_effect(self)
-        is_used = self.method == "finetune" and protocol.augment.crop in crops
-        if protocol.small_image_size and protocol.small_resize_to and not is_used:
-            lines.append(
-                f"protocol.small_resize_to = {protocol.small_resize_to} has no effect without method = finetune and "
-                f"protocol.augment.crop = {' or '.join(crops)}"
-            )
-        return lines
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""

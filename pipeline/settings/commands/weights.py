@@ -1,19 +1,20 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from pydantic import PositiveInt
+
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_SEED
+from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
 from pipeline.settings.run_execution import ProbeConfig
 from pipeline.settings.run_sections import Precision
-from pipeline.settings.schema import REQUIRED, TextForm, setting
-from pipeline.settings.shared import batch_size, cpu_threads, mlflow_uri, pixels, share
+from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed
 
 IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
 EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
-_ONE_OR_ALL = TextForm(r"all|mean|0*[1-9][0-9]*", "a number from 1, all, or mean")
+_ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
     "attention",
@@ -39,12 +40,11 @@ def loss_setting() -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
+class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)", path=True)
-    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)")
+    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
         "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
@@ -52,21 +52,20 @@ class WeightsConfig:
     )
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
-    max_bad_share: float = share(
+    max_bad_share: Share = setting(
         0.001,
         "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply allow at least 10, unless it is 0.",
     )
-    batch: int = batch_size(64, "Images per forward pass.")
-    threads: int = cpu_threads(2, "Decoding threads.")
+    batch: Batch = setting(64, "Images per forward pass.")
+    threads: Threads = setting(2, "Decoding threads.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
     precision: Precision = setting("fp32", "Precision of weights and activations; bf16 is for GPUs.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ViewConfig(WeightsConfig):
     """Weights that see an image as one input: all of it, or its centre."""
 
-    eval_resize: int = pixels(
+    eval_resize: Side = setting(
         0,
         "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
         needs="eval_crop=auto,center,resize_center",
@@ -78,15 +77,14 @@ class ViewConfig(WeightsConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreConfig(ViewConfig, ProbeConfig):
+class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
     loss: TrainedLoss = loss_setting()
-    data: str = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py", path=True)
+    data: PathText = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
     split: str = setting("val", "Split to score.")
     exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
-    out: str = setting(
+    out: PathText = setting(
         "",
         "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
         "runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).",
@@ -97,8 +95,6 @@ class ScoreConfig(ViewConfig, ProbeConfig):
     match_classes: bool = setting(
         True, "Match classes by name, and refuse data with one that the weights do not have; false: by number."
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the scores and the report; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -109,11 +105,10 @@ class ScoreConfig(ViewConfig, ProbeConfig):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
-    weights: str = setting(REQUIRED, "Weights: a run, a checkpoint, .pt, .npz, timm, Hugging Face, DINOv2", path=True)
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, .npz, timm, Hugging Face, DINOv2")
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"] = (
         setting(
             REQUIRED,
@@ -121,15 +116,15 @@ class ExportConfig:
             "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
         )
     )
-    out: str = setting(
+    out: PathText = setting(
         REQUIRED,
         "File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder",
         output="new",
     )
-    image_size: int = pixels(0, "Side of the input images in pixels; 0 is the weights' own.")
+    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
     head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
-    tolerance: float = setting(
-        1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit.", min=0, below=1
+    tolerance: ShareBelow1 = setting(
+        1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit."
     )
 
     def check(self) -> None:
@@ -149,50 +144,40 @@ class ExportConfig:
             raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class LookConfig(ViewConfig):
     """Weights and the images that they are applied to."""
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
     least_bad: ClassVar[int] = 10
-    images: list[str] = setting(REQUIRED, f"Images: {IMAGES}", path=True)
+    images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     split: str = setting("val", "If images is a data set: its split.")
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    class_names: str = setting("", "File of class names, one per line, for weights without class names.", path=True)
+    class_names: PathText = setting("", "File of class names, one per line, for weights without class names.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
     loss: TrainedLoss = loss_setting()
-    top: int = setting(5, "Number of classes per image, the most likely first.", min=1)
-    out: str = setting("", "File for the whole table, .csv or .parquet; empty prints its first rows.", output="file")
+    top: PositiveInt = setting(5, "Number of classes per image, the most likely first.")
+    out: PathText = setting(
+        "",
+        "File for the whole table, .csv or .parquet; empty prints its first rows.",
+        output="file",
+        pattern=r"^$|\.(csv|parquet)$",
+    )
 
-    def check(self) -> None:
-        """Check the suffix of out. Raises UserError."""
-        if self.out and not self.out.endswith((".csv", ".parquet")):
-            raise UserError(f"out = {as_typed(self.out)} must end with .csv or .parquet.")
 
-
-@dataclass(frozen=True, kw_only=True)
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: str = setting(REQUIRED, "File for the table, .parquet", output="file")
-    like: str = setting(
+    out: PathText = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
+    like: PathText = setting(
         "",
         "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.",
-        path=True,
     )
 
-    def check(self) -> None:
-        """Check the suffix of out. Raises UserError."""
-        if not self.out.endswith(".parquet"):
-            raise UserError(f"out = {as_typed(self.out)} must end with .parquet.")
 
-
-@dataclass(frozen=True, kw_only=True)
 class ChooseConfig(LookConfig):
     """The images that are worth labelling first."""
 
@@ -206,15 +191,14 @@ class ChooseConfig(LookConfig):
         min=1,
         max=MAX_CANDIDATES,
     )
-    labelled: list[str] = setting(
+    labelled: list[PathText] = setting(
         list,
         "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with labels, those that have one. "
         "All are read.",
-        path=True,
     )
     labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
-    seed: int = setting(0, "Seed of the random part.", min=0, max=MAX_SEED)
-    out: str = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
+    seed: Seed = setting(0, "Seed of the random part.")
+    out: PathText = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
 
     def check(self) -> None:
         """Check the number of images. Raises UserError."""
@@ -222,32 +206,29 @@ class ChooseConfig(LookConfig):
             raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExplainConfig(LookConfig):
+class ExplainConfig(LookConfig, MlflowConfig):
     """Figures that explain weights and their predictions."""
 
     loss: TrainedLoss = loss_setting()
-    images: list[str] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.", path=True)
+    images: list[PathText] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.")
     draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
     layer: str = setting(
-        "all", "attention: block, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+        "all", "attention: block, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
     )
     head: str = setting(
-        "mean", "attention: head, a number from 1, all, or mean.", form=_ONE_OR_ALL, needs="draw=attention"
+        "mean", "attention: head, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
     )
     normalise: bool | None = setting(
         None,
         "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true.",
         needs="draw=reconstruction",
     )
-    num_drawn: int = setting(6, "Number of images that are drawn, chosen at random.", min=1)
-    seed: int = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.", min=0, max=MAX_SEED)
-    out: str = setting(
+    num_drawn: PositiveInt = setting(6, "Number of images that are drawn, chosen at random.")
+    seed: Seed = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.")
+    out: PathText = setting(
         "",
         "Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and "
         "runs/explain/<weights> for others (refused if it holds those of other weights of this name).",
         output="folder",
         holds="explanation",
     )
-    mlflow: str = mlflow_uri("MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")

@@ -190,42 +190,37 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ("models=[{name: a},{name: b}]", "a-n50-seed0 and b-n50-seed0 are the same run: leave out one"),
         ("data_sizes=[50,151]", "only|150"),
         ("data_sizes=[100%,150]", "are the same run"),
-        ("data_sizes=[50]", "question = data_size compares data sizes, and data_sizes has 1"),
-        ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
-        ("models=[{name: a},{name: b,weights: runs/b}]", "model b has weights, which belong to question = labels"),
-        ("question=labels", "question = labels compares weights with the first model: give at least two models"),
+        ("data_sizes=[50]", "question = data_size"),
+        ("lengths=[8 steps,9 steps]", "question = scaling"),
+        ("models=[{name: a},{name: b,weights: runs/b}]", "question = labels"),
+        ("question=labels", "question = labels"),
         (
             "models=[{name: a},{name: b,settings: [data.path=elsewhere]}]",
             "model b sets data.path=elsewhere, which must be the same",
         ),
         ("models=[{name: a},{name: b,settings: [data.eval_split=train]}]", "scores could not be compared"),
         ("models=[{name: a},{name: a}]", "models has two called 'a'"),
-        ("models=[{name: a},{name: ../b}]", r"models\[1\].name = ../b must be letters"),
-        ("models=[{name: a},{names: b}]", r"unknown setting models\[1\].names. Did you mean models\[1\].name"),
+        ("models=[{name: a},{name: ../b}]", r"models\[1\].name = ../b"),
+        ("models=[{name: a},{names: b}]", r"unknown setting models\[1\].names"),
         ("models=[{name: a},{name: b,settings: [seed=3]}]", "model b sets seed=3, which this command sets"),
         ("settings=[train.length=3 steps]", "settings has train.length=3 steps, which this command sets"),
         ("settings=[data.path=nowhere]", "nowhere"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
         ("score=top5", "score = top5: these cells will not have it, but top1\\."),
         ("settings=[train.loss=masked_mean_color]", "score = top1: these cells will not have it, but none at all"),
-        ("cooldown=0.5", "set lengths, budgets or minutes"),
+        ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets or minutes"),
         (
             "settings=[schedule.warmup=9 steps]",
             "cell wide-n50-seed0: schedule.warmup = 9 steps is 9 steps, but the whole run has 8",
         ),
         ("finetune=[missing.yaml]", "missing.yaml"),
-        ("cell=x plan=true", "set one of them"),
         ("question=scaling data_sizes=[] budgets=[1e-15,1e-9]", "1e-15 exaFLOPs are less than one step"),
         ("models=[{name: a},{name: b,settings: [train.loss=masked_mean_color]}]", "train.loss"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        open_study(
-            make(
-                base, SIZES, *re.split(r" (?=\w+=)", change) if change.startswith(("cell", "question=s")) else [change]
-            )
-        )
+        open_study(make(base, SIZES, *re.split(r" (?=\w+=)", change) if change.startswith("question=s") else [change]))
     assert re.search(message, str(refused.value)), str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (base.parent / "runs").exists()
