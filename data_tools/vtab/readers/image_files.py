@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ def clevr(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool, part in {"train": "train", "validation": "val"}.items():
         label_of = {}
-        for scene in _scenes(files.text(f"scenes/CLEVR_{part}_scenes.json")):
+        for scene in json.loads(files.text(f"scenes/CLEVR_{part}_scenes.json"), object_hook=_needed)["scenes"]:
             objects = scene["objects"]
             label_of[scene["image_filename"]] = (
                 labels.clevr_count(len(objects))
@@ -171,20 +171,9 @@ def clevr(files: DatasetFiles, task: Task) -> Original:
     return Original(labels.COUNTS if is_count else labels.DEPTHS, pools)
 
 
-def _scenes(text: str) -> Iterator[dict[str, Any]]:
-    """Yields each scene of the list "scenes", one at a time: all scenes as Python objects would take gigabytes."""
-    decoder = json.JSONDecoder()
-    try:
-        position = text.index("[", text.index('"scenes"')) + 1
-        while True:
-            while text[position] in " \n\r\t,":
-                position += 1
-            if text[position] == "]":
-                return
-            scene, position = decoder.raw_decode(text, position)
-            yield scene
-    except (ValueError, IndexError) as error:
-        raise UserError(f"clevr: the table of scenes is damaged ({error}). Fetch it again.") from None
+def _needed(part: dict[str, Any]) -> dict[str, Any]:
+    """What is used of a scene or an object: all of them would take gigabytes."""
+    return {name: part[name] for name in ("scenes", "objects", "image_filename", "pixel_coords") if name in part}
 
 
 def kitti(files: DatasetFiles, task: Task) -> Original:
