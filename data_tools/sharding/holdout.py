@@ -38,23 +38,6 @@ def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(find(some), pa.large_string()) for some in keys], pa.large_string())
 
 
-def describe_classes_of_groups(listing: Listing) -> list[str]:
-    """A line to print about groups that have images of several classes."""
-    images, labels = listing.label_pairs()
-    if not listing.has_groups or (np.diff(images) == 0).any():
-        return []
-    groups = listing.table["group"].combine_chunks().dictionary_encode()
-    pairs = groups.indices.to_numpy().astype(np.int64)[images] * len(listing.classes) + labels
-    of_pairs, counts = np.unique(np.unique(pairs) // len(listing.classes), return_counts=True)
-    if not (several := of_pairs[counts > 1]).size:
-        return []
-    group = groups.dictionary[int(several[0])].as_py()
-    return [
-        f"note: {len(several):,} of {counted(len(of_pairs), 'group')} have images of several classes, such as {printable(group)!r}. That is right for "
-        "a patient, but not where names begin anew in each class: then let the group begin with the class, as group_pattern='^([^/]+/.*?seq[0-9]+)'"
-    ]
-
-
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
     """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples in the listing."""
     if not listing.has_groups:
