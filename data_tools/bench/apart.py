@@ -43,7 +43,7 @@ def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float) -> Iterat
     finally:
         # With its compilers, which are in its session.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)  # type: ignore[arg-type]
         child.kill()  # Before it had a session of its own.
         child.join()
 

@@ -43,10 +43,9 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE, dataset.pixels)) is None:
             pixels, about[-1] = _GREY, "unreadable"
         tiles.append(Tile(pixels, [printable(name), *about]))
-    of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
-        len(classes)
-    )
-    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
+    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}"
+    if len(classes):
+        about_all += f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first"
     rows = [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
     return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI, dataset.pixels.describe_shown())
 

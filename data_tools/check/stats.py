@@ -159,7 +159,7 @@ def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
     header = ("shard", "split", "samples", "bytes", "classes", "largest_class", "largest_share", "distance", "excess")
-    rows = [header]
+    rows: list[tuple[Any, ...]] = [header]
     for s, m in zip(shards, mixes, strict=True):
         largest = names[m.largest] if m.classes else ""
         of_mix = (f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")

@@ -70,9 +70,7 @@ def _write_marks(searched: ComparedSplit, name: str, marks: pa.Table, sheet: Any
     earlier = earlier_list(searched.dataset, name)
     of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
     if replaced := len(earlier) - len(of_others):
-        print(
-            f"the {counted(replaced, 'mark')} of an earlier search are replaced: against=[...] names several test sets"
-        )
+        print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
     path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
     done = f"marked {counted(len(marks), 'copy')} in {path}; look at {sheet}" if len(marks) else f"wrote {path}"
     if len(of_others):

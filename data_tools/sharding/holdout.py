@@ -55,14 +55,11 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
     groups: split -> the group of each sample; none of those without groups.
     """
     counts = {split: _sizes(column) for split, column in groups.items()}
-    parts = []
-    for split, of in counts.items():
-        largest, size = max(of.items(), key=lambda item: item[1], default=("", 0))
-        if size:
-            parts.append(f"{split} {len(of):,} (the largest, {printable(largest)!r}, has {counted(size, 'image')})")
-    lines = [f"groups: {', '.join(parts)}"] if parts else []
-    if parts and len(set().union(*counts.values())) == sum(sum(of.values()) for of in counts.values()):
-        lines.append("warning: each image is a group of its own, as without groups")
+    lines = [
+        f"groups of {split}: {len(of):,}, of at most {counted(max(of.values()), 'image')} ({printable(max(of, key=of.__getitem__))!r})"
+        for split, of in counts.items()
+        if of
+    ]
     for one, other in itertools.combinations(counts, 2):
         if both := sorted(counts[one].keys() & counts[other].keys()):
             lines.append(

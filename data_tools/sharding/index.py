@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.driver import remove_leftovers
-from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
@@ -37,7 +36,7 @@ from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
+from pipeline.base.json_record import quoted, shortened
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
@@ -121,23 +120,19 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     files = split_files(source, config.splits, ".tar", notes)
     refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
-    if finished and not config.label_names:
-        names = finished.classes
+    if finished:
+        names, pixels = finished.classes, finished.pixels
+        before = finished.info["settings"].get("group_pattern", "")
+        is_other = bool(config.label_names) and names != known_class_names(source, files, config.label_names)
+        if is_other or before != config.group_pattern:
+            raise UserError(
+                f"{out} was indexed with group_pattern = {quoted(before)} and the classes {shortened(', '.join(names))}. Give these, or remove {INFO} and "
+                "index again."
+            )
     else:
         names = known_class_names(source, files, config.label_names)
-    for note in [] if finished else [*notes, *not_taken_over(source, files, config.group_pattern)]:
-        print(note)
-    if finished and (before := finished.info["settings"].get("group_pattern", "")) != config.group_pattern:
-        raise UserError(
-            f"{out} was indexed with group_pattern = {quoted(before)}. Give that, or remove {INFO} and index again."
-        )
-    if finished and (other := renamed(finished.classes, names)):
-        raise UserError(
-            f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
-            f"{INFO} and index again."
-        )
-    pixels = finished.pixels if finished else None
-    if not pixels:
+        for note in [*notes, *not_taken_over(source, files, config.group_pattern)]:
+            print(note)
         pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
         check_range(pixels, config.values)
     jobs = [

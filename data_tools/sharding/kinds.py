@@ -93,9 +93,7 @@ def pixels_of(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
             f"{next(iter(examples.values()))}."
         )
-    types = Counter[str]()
-    for kind, count in kinds.items():
-        types[kind.type] += count
+    types = Counter(kind.type for kind in kinds.elements())
     common, count = types.most_common(1)[0]
     if count < _MOST * types.total():
         common = np.result_type(*types).name  # It holds the values of all.
@@ -127,9 +125,7 @@ def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], p
                 "of them, the others are not used)."
             )
     channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
-    counts = Counter[int]()
-    for kind, count in kinds.items():
-        counts[channels_of[kind]] += count
+    counts = Counter(channels_of[kind] for kind in kinds.elements())
     num_channels, count = counts.most_common(1)[0]
     if count < _MOST * counts.total():
         raise UserError(

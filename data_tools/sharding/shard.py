@@ -122,7 +122,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     if others := _other_settings(config, existing):
         if _has_shards(out):
             raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
-        existing = _forget(out)
+        _forget(out)
+        existing = None
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
@@ -133,7 +134,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if existing and existing.source.sha256 != identity["source"]["sha256"]:
             if _has_shards(out):
                 _refuse_other_source(out, identity, existing, listing)
-            existing = _forget(out)
+            _forget(out)
+            existing = None
         _refuse_other_names(out, names)
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""

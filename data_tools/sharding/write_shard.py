@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
 
+# Bytes between starts of writing to disk.
+_WRITEBACK = 2**23
 # Where the bytes of a sample are: columns of `Listing.rows`.
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
 # An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
@@ -159,6 +162,7 @@ class _Tar:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
+        self._started = 0
 
     def add(self, name: str, data: bytes) -> int:
         """Append a file. Returns the offset of its bytes."""
@@ -168,6 +172,11 @@ class _Tar:
         begin = self.size
         self._write(data)
         self._write(bytes(-len(data) % tarfile.BLOCKSIZE))
+        if self.size - self._started >= _WRITEBACK:
+            # Start writing to disk, or the final fsync waits for the whole shard.
+            self.file.flush()
+            os.posix_fadvise(self.file.fileno(), self._started, self.size - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = self.size
         return begin
 
     def finish(self) -> None:

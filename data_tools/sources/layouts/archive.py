@@ -166,7 +166,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
             while found := tar.next():
-                tar.members.clear()  # A tar may have more members than fit into memory.
+                tar.members = []  # type: ignore[attr-defined]  # A tar may have more members than fit into memory.
                 if not 0 <= found.size <= end - found.offset_data:
                     raise tarfile.ReadError(f"cut off at byte {end} within {found.name}")
                 is_file = found.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) and not found.issparse()

@@ -69,17 +69,14 @@ def _of_mat(path: AnyPath, num_labels: int) -> Pixels:
     return read
 
 
+# The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 def mat(path: AnyPath, name: str) -> np.ndarray:
     """Read an array of a MATLAB file. Raises UserError for a damaged file or a missing array."""
-    with _damage_named(path), path.open("rb") as file:
+    with damage_named(path, Exception), path.open("rb") as file:
         arrays = loadmat(file, variable_names=[name])
         if name not in arrays:
             raise ValueError(f"it has no array {name}")
         return arrays[name]
-
-
-def _damage_named(path: AnyPath) -> contextlib.AbstractContextManager[None]:
-    return damage_named(path, Exception)  # The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 
 
 def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
@@ -114,7 +111,7 @@ def dsprites(files: DatasetFiles, task: Task) -> Original:
 
 @contextlib.contextmanager
 def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
-    with _damage_named(path), path.open("rb") as file, h5py.File(file, "r") as opened:
+    with damage_named(path, Exception), path.open("rb") as file, h5py.File(file, "r") as opened:
         yield opened
 
 
@@ -169,7 +166,7 @@ def _norb(files: DatasetFiles, name: str) -> Iterator[tuple[IO[bytes], str]]:
     if place is None:
         raise files.missing(f"{name}.gz")
     path = files.folder / place.name
-    with _damage_named(path), path.open("rb") as raw:
+    with damage_named(path, Exception), path.open("rb") as raw:
         yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
 
 

@@ -101,7 +101,7 @@ def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster:
     source = Path(shutil.copytree(tmp_path / "plain", tmp_path / "raw"))
     (source / "cat/up").symlink_to("..")
     (source / "dog/up").symlink_to("..")
-    with pytest.raises(UserError, match=r"^2 items of the source cannot be used, more than the 1 that max_bad_share"):
+    with pytest.raises(UserError, match=r"^2 of the 2 images read so far are bad, more than 1 of 12"):
         shard.run(settings(source, tmp_path / "b"))
     capfd.readouterr()
     made = shard.run(settings(source, tmp_path / "b", max_bad_share=0.2))
