@@ -4,13 +4,13 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from pipeline.base.progress import ProgressFile, duration
-from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size
 
 _SECONDS_BETWEEN_FILES = 10.0
@@ -38,8 +38,7 @@ class ProgressMeter:
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
-        # The counts change together, and are written in the order of their states.
-        self._counting, self._writing = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
         if self.file is not None:
@@ -86,14 +85,9 @@ class ProgressMeter:
 
     def _line(self) -> str:
         images_per_second, bytes_per_second = self._rates(time.monotonic())
-        line = f"{self._done} {self.images:,}".lstrip()
-        if self.total is None:
-            return f"{self._done} {counted(self.images, 'image')}, {images_per_second:,.0f} images/s".lstrip()
-        line += f" of {counted(self.total, 'image')} ({self.images / self.total:.0%})"
+        line = f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s"
         left = self._left(images_per_second)
-        if left is None:
-            return line
-        return f"{line}, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s, {duration(left)} left"
+        return line if left is None else f"{line}, {duration(left)} left"
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_FILES):
@@ -103,8 +97,7 @@ class ProgressMeter:
 
     def _write(self) -> None:
         if self.file is not None:
-            with self._writing:
-                self.file.write(self._state())
+            self.file.write(self._state())
 
     def _state(self) -> dict[str, Any]:
         with self._counting:
@@ -134,45 +127,14 @@ class ProgressMeter:
         return (self.total - self.images) / images_per_second if images_per_second and self.total else None
 
 
-class Reading:
-    """A file read once, sequentially; shows bytes, MB/s and the remaining time on stderr.
-
-    done: the operation as a participle, such as "unpacked". Raises FileNotFoundError.
-    """
-
-    def __init__(self, path: AnyPath, done: str) -> None:
-        self._name, self._size, self._bytes = f"{done} {path.name}", file_size(path), 0
-        self._file = path.open("rb")
-        self._start = self._shown = time.monotonic()
-        self._bar = (
-            tqdm(total=self._size, desc=self._name, unit="B", unit_scale=True, delay=_SECONDS_BEFORE_BAR)
-            if sys.stderr.isatty()
-            else None
-        )
-
-    def __enter__(self) -> "Reading":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._bar is not None:
-            self._bar.close()
-
-    def read(self, size: int = -1) -> bytes:
-        """Read up to `size` bytes; all of the rest by default."""
-        part = self._file.read(size)
-        self._bytes += len(part)
-        if self._bar is not None:
-            self._bar.update(len(part))
-        elif part and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            print(self._line(max(self._shown - self._start, 1e-3)), file=sys.stderr, flush=True)
-        return part
-
-    def _line(self, seconds: float) -> str:
-        share = f"{self._name}: {self._bytes / 1e6:,.1f} of {self._size / 1e6:,.1f} MB ({self._bytes / self._size:.0%})"
-        left = seconds / self._bytes * (self._size - self._bytes)
-        return f"{share}, {self._bytes / 1e6 / seconds:.1f} MB/s, {duration(left)} left"
+@contextlib.contextmanager
+def reading(path: AnyPath, done: str) -> Iterator[BinaryIO]:
+    """A file read once, sequentially, whose progress is shown on stderr. done: the operation as a participle, such as "unpacked"."""
+    interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    with path.open("rb") as file:
+        shown = {"total": file_size(path), "desc": f"{done} {path.name}", "unit_scale": True}
+        with tqdm.wrapattr(file, "read", delay=_SECONDS_BEFORE_BAR, mininterval=interval, **shown) as wrapped:
+            yield wrapped
 
 
 def data_size(num_bytes: int) -> str:

@@ -19,15 +19,14 @@ Row = dict[str, Any]
 Work = Callable[..., Iterable[Row]]
 
 
-def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: str = "fork") -> Iterator[Row]:
+def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float) -> Iterator[Row]:
     """Yields the rows of `work(*arguments)`, and at last {"failed": reason} if it raised, died, or took over `seconds`.
 
-    work: a function of a module, and picklable arguments for method "spawn". With "fork" it starts with all that this process
-    has imported; this process must then not have used CUDA.
+    The process is forked, so it starts with all that this one has imported; this one must not have used CUDA.
     """
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, arguments, sender))  # type: ignore[attr-defined]
+    child = context.Process(target=_child, args=(work, arguments, sender))
     child.start()
     sender.close()
     deadline = time.monotonic() + seconds
@@ -44,7 +43,7 @@ def rows_apart(work: Work, arguments: tuple[Any, ...], seconds: float, method: s
     finally:
         # With its compilers, which are in its session.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)  # type: ignore[arg-type]
         child.kill()  # Before it had a session of its own.
         child.join()
 

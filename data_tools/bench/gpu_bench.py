@@ -57,7 +57,6 @@ class GpuBench:
     def __init__(self, config: GpuBenchConfig, results: BenchResults) -> None:
         self.config, self.results = config, results
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
-        self.method = "fork"
         self.device_memory: int | None = None
         self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
 
@@ -122,12 +121,9 @@ class GpuBench:
             self._add(name, {"failed": "not measured: no time left"})
             return []
         rows = []
-        for row in rows_apart(work, arguments, min(_PART_SECONDS, left), self.method):
+        for row in rows_apart(work, arguments, min(_PART_SECONDS, left)):
             self._add(name, row)
             rows.append(row)
-        if name == "product" and self.method == "fork" and "failed" in rows[-1]:
-            self.method = "spawn"  # An import may have used CUDA before the fork: every process is then started afresh.
-            return self.apart(name, work, *arguments)
         return rows
 
     def _add(self, name: str, row: Row) -> None:
@@ -147,7 +143,7 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
 
     from data_tools.sharding import shard
     from data_tools.sharding.holdout import hold_out
-    from data_tools.sharding.write_shard import part_path, write_shard
+    from data_tools.sharding.write_shard import part_path, read_rows, write_shard
     from data_tools.sources import list_source
     from data_tools.sources.split_files import PARTS
     from pipeline.data.dataset.manifest import write_dataset
@@ -167,6 +163,6 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
     listing = hold_out(list_source(source, config, folder / "staging"), config)
     jobs = shard.make_jobs(listing, shard.make_plan(listing, config), config, out, {})
     shards = [write_shard(job).shard for job in jobs]
-    tables = (shard.read_rows(part_path(out, one.name)) for one in shards)
+    tables = (read_rows(part_path(out, one.name)) for one in shards)
     write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
     yield {"made": len(shards)}

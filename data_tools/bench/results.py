@@ -1,7 +1,6 @@
 """What `bench.py gpu` found: rows in a JSON file, which configurations are exact, which is the fastest, and the tables."""
 
 import json
-import math
 import os
 import platform
 import shlex
@@ -19,32 +18,6 @@ from pipeline.base import files
 from pipeline.monitor.gpus import find_gpu
 
 _PLAIN = asdict(Setup())
-_RATE, _PEAK = {"images/s": "{images_per_second:,.0f}", "MFU": "{mfu:.1%}"}, {"peak GiB": "{peak_memory_gib:.1f}"}
-_SPEED = {"ms": "{ms:,.1f}", **_RATE, "TFLOP/s": "{tflops:,.1f}"}
-# Part -> the columns of its table.
-_TABLES = {
-    "step": {
-        **_SPEED,
-        "of the product": "{of_product:.1%}",
-        **_PEAK,
-        "loss within": "{loss_difference}",
-        "tolerated": "{is_close}",
-    },
-    "shards": {
-        **_RATE,
-        "data wait": "{data_wait:.2%}",
-        "checkpoint stall": "{checkpoint_blocked_seconds:.3f} s",
-        **_PEAK,
-    },
-    "objectives": {
-        "batch": "{batch}",
-        **_SPEED,
-        "arithmetic of classification": "{arithmetic:.2f}",
-        **_PEAK,
-        "predicted": "{predicted_gib:.1f}",
-    },
-    "fit": {"micro-batch": "{micro_batch}", "fits": "{fits}", **_PEAK},
-}
 
 
 class BenchResults:
@@ -113,7 +86,7 @@ class BenchResults:
         parts = [
             f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}: `{self.facts['command']}`",
             f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet {sheet:,.0f} (0: unknown).",
-            *(self._table(part, columns, sheet or math.inf, product or math.inf) for part, columns in _TABLES.items()),
+            *(self._table(part) for part in ("step", "shards", "objectives", "fit")),
         ]
         for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:
             settings = ["none measured"]
@@ -126,14 +99,13 @@ class BenchResults:
         self.write()
         print("\n" + self.facts["report"], flush=True)
 
-    def _table(self, part: str, columns: dict[str, str], sheet: float, product: float) -> str:
-        """Markdown of the rows of a part; "" without rows. sheet, product: TFLOP/s that a row's are divided by."""
-        lines = [[part, *columns], ["---"] * (1 + len(columns))]
-        for row in self.rows:
-            if f"{row['name']} ".startswith(f"{part} ") and "made" not in row:
-                tflops = row.get("tflops", 0.0)
-                facts = {"mfu": tflops / sheet, "of_product": tflops / product, "is_close": self._is_close(row), **row}
-                failed = [f"failed: {row['failed']}", *[""] * (len(columns) - 1)] if "failed" in row else None
-                cells = failed or [text.format(**facts) for text in columns.values()]
-                lines.append([row["name"].removeprefix(f"{part} "), *cells])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if lines[2:] else ""
+    def _table(self, part: str) -> str:
+        """Markdown of the rows of a part; "" without rows."""
+        rows = [row for row in self.rows if f"{row['name']} ".startswith(f"{part} ") and "made" not in row]
+        shown = [{name: value for name, value in row.items() if isinstance(value, int | float | str)} for row in rows]
+        columns = list(dict.fromkeys(name for row in shown for name in row))
+        lines = [columns, ["---"] * len(columns)]
+        for row in shown:
+            values = (row.get(name, "") for name in columns)
+            lines.append([f"{value:,.5g}" if isinstance(value, float) else str(value) for value in values])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""

@@ -13,7 +13,6 @@ from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.storage.parquet import open_parquet
 
 _SIDE = 180  # Of a tile, in pixels.
-_BATCH = 2**18
 _SEED = 0  # Every sheet of a data set shows the same samples.
 _GREY = np.full((_SIDE, _SIDE, 3), 225, np.uint8)
 
@@ -44,45 +43,28 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
         if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE, dataset.pixels)) is None:
             pixels, about[-1] = _GREY, "unreadable"
         tiles.append(Tile(pixels, [printable(name), *about]))
-    of_classes = f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first" * bool(
-        len(classes)
-    )
-    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}{of_classes}"
+    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}"
+    if len(classes):
+        about_all += f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first"
     rows = [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
     return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI, dataset.pixels.describe_shown())
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:
     """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number; without classes, of all."""
-    place = np.full(max(dataset.num_classes, 1), -1)
-    place[classes if len(classes) else [0]] = np.arange(max(len(classes), 1))
-    best: pa.Table | None = None
-    first = 0
     columns = ["offset", "size", "labels", "shard", "width", "height", "key"]
-    for batch in open_parquet(dataset.path / SAMPLES_FILE).iter_batches(_BATCH, columns=columns):
-        lists = batch.column("labels")
-        starts = lists.offsets.to_numpy()
-        if len(classes):
-            # For a sample with several labels, the first counts.
-            rows = np.flatnonzero(np.diff(starts))
-            labels = lists.values.to_numpy()[starts[rows]]
-        else:
-            rows, labels = np.arange(len(batch)), np.zeros(len(batch), np.int64)
-        known = (labels >= 0) & (labels < len(place))
-        rows, labels = rows[known], labels[known]
-        rows, labels = rows[place[labels] >= 0], labels[place[labels] >= 0]
-        hashes = random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, first + rows)
-        keep = _first_of_each(place[labels], hashes, per_class)
-        chosen = pa.Table.from_batches([batch]).take(pa.array(rows[keep]))
-        chosen = chosen.append_column("class", pa.array(labels[keep])).append_column("hash", pa.array(hashes[keep]))
-        best = pa.concat_tables([best, chosen]) if best is not None else chosen
-        best = best.take(pa.array(_first_of_each(place[best["class"].to_numpy()], best["hash"].to_numpy(), per_class)))
-        first += len(batch)
-    return best.to_pylist() if best is not None else []
-
-
-def _first_of_each(groups: np.ndarray, hashes: np.ndarray, num: int) -> np.ndarray:
-    """Indices of the `num` lowest hashes of each group, ordered by group."""
-    order = np.lexsort([hashes, groups])
-    starts = np.searchsorted(groups[order], groups[order], side="left")
-    return order[np.arange(len(order)) - starts < num]
+    table = open_parquet(dataset.path / SAMPLES_FILE).read(columns=columns)
+    labels = table["labels"].combine_chunks()
+    starts = labels.offsets.to_numpy()
+    rows, place = np.arange(len(table)), np.zeros(1, np.int64)
+    first = np.zeros(len(table), np.int64)
+    if len(classes):
+        place = np.full(dataset.num_classes, -1)
+        place[classes] = np.arange(len(classes))
+        rows = np.flatnonzero(np.diff(starts))
+        first = labels.values.to_numpy()[starts[rows]]  # For a sample with several labels, the first counts.
+        rows, first = rows[place[first] >= 0], first[place[first] >= 0]
+    order = np.lexsort([random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, rows), place[first]])
+    groups = place[first][order]
+    order = order[np.arange(len(order)) - np.searchsorted(groups, groups) < per_class]
+    return table.take(pa.array(rows[order])).append_column("class", pa.array(first[order])).to_pylist()

@@ -1,13 +1,7 @@
-"""Statistics of a manifest: histograms of each split, and the class mix of each shard.
+"""Statistics of a manifest: histograms of each split, and the class mix of each shard."""
 
-The manifest is read twice, in batches: memory does not grow with the number of samples.
-"""
-
-import itertools
-import operator
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +10,7 @@ import pyarrow.compute as pc
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
-from pipeline.data.dataset.tables import reading
-from pipeline.data.storage.parquet import open_parquet
 
-_BATCH = 2**18
 # Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.
 _MAX_SIDE = 2**16 - 1
 # log2 of bytes and of width / height are binned by 1/1024: quantiles are exact to 0.04 %, so that 3:2 is 1.50.
@@ -42,32 +33,32 @@ class SplitCounts:
     """
 
     classes: np.ndarray
-    samples: int = 0
-    bytes: int = 0
-    labels: np.ndarray = field(default_factory=lambda: np.zeros(_MAX_LABELS + 1, np.int64))
-    width: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
-    height: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
-    short: np.ndarray = field(default_factory=lambda: np.zeros(len(SIDES), np.int64))
-    aspect: np.ndarray = field(default_factory=lambda: np.zeros(len(ASPECTS), np.int64))
-    size: np.ndarray = field(default_factory=lambda: np.zeros(len(SIZES), np.int64))
-    formats: Counter[str] = field(default_factory=Counter)
+    samples: int
+    bytes: int
+    labels: np.ndarray
+    width: np.ndarray
+    height: np.ndarray
+    short: np.ndarray
+    aspect: np.ndarray
+    size: np.ndarray
+    formats: Counter[str]
 
-    def add(self, rows: pa.Table) -> None:
-        """Count samples. rows: columns labels, width, height, size, ext."""
-        self.samples += len(rows)
-        self.classes += _class_counts(rows, len(self.classes))
-        self.labels += _counts(pc.list_value_length(rows.column("labels")).to_numpy(), _MAX_LABELS)
-        width, height = rows.column("width").to_numpy(), rows.column("height").to_numpy()
-        size = rows.column("size").to_numpy()
-        self.bytes += int(size.sum())
-        self.width += _counts(width, _MAX_SIDE)
-        self.height += _counts(height, _MAX_SIDE)
-        self.short += _counts(np.minimum(width, height), _MAX_SIDE)
-        aspect = np.log2(np.maximum(width, 1) / np.maximum(height, 1)) + _MAX_LOG_ASPECT
-        self.aspect += _counts(np.rint(aspect * STEPS), len(ASPECTS) - 1)
-        self.size += _counts(np.rint(np.log2(np.maximum(size, 1)) * STEPS), len(SIZES) - 1)
-        for pair in rows.column("ext").value_counts().to_pylist():
-            self.formats[pair["values"]] += pair["counts"]
+
+def _count_split(rows: pa.Table, num_classes: int) -> SplitCounts:
+    width, height, size = (rows[name].to_numpy() for name in ("width", "height", "size"))
+    aspect = np.log2(np.maximum(width, 1) / np.maximum(height, 1)) + _MAX_LOG_ASPECT
+    return SplitCounts(
+        classes=_class_counts(rows, num_classes),
+        samples=len(rows),
+        bytes=int(size.sum()),
+        labels=_counts(pc.list_value_length(rows["labels"]).to_numpy(), _MAX_LABELS),
+        width=_counts(width, _MAX_SIDE),
+        height=_counts(height, _MAX_SIDE),
+        short=_counts(np.minimum(width, height), _MAX_SIDE),
+        aspect=_counts(np.rint(aspect * STEPS), len(ASPECTS) - 1),
+        size=_counts(np.rint(np.log2(np.maximum(size, 1)) * STEPS), len(SIZES) - 1),
+        formats=Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
+    )
 
 
 @dataclass(frozen=True)
@@ -91,31 +82,15 @@ _EMPTY_MIX = ShardMix(0, -1, 0.0, 0.0, 1.0)
 
 def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     """Returns (counts of each split, class mix of each shard in the order of shards.parquet)."""
-    shards = dataset.shards()
-    counts = {split: SplitCounts(np.zeros(dataset.num_classes, np.int64)) for split in dataset.splits}
-    for number, rows in _by_shard(dataset, ["labels", "width", "height", "size", "ext"], len(shards)):
-        counts[shards[number].split].add(rows)
-    mixes = [_EMPTY_MIX] * len(shards)
-    labels = _by_shard(dataset, ["labels"], len(shards))
-    for number, parts in itertools.groupby(labels, operator.itemgetter(0)):
-        of_shard = np.sum([_class_counts(rows, dataset.num_classes) for _, rows in parts], axis=0)
-        mixes[number] = _mix(of_shard, counts[shards[number].split].classes)
+    columns = ["labels", "width", "height", "size", "ext"]
+    tables = {split: pa.concat_tables(dataset.table(split, verify=False).read(columns)) for split in dataset.splits}
+    counts = {split: _count_split(rows, dataset.num_classes) for split, rows in tables.items()}
+    mixes, first = [], Counter[str]()
+    for shard in dataset.shards():
+        rows = tables[shard.split].slice(first[shard.split], shard.samples)
+        first[shard.split] += shard.samples
+        mixes.append(_mix(_class_counts(rows, dataset.num_classes), counts[shard.split].classes))
     return counts, mixes
-
-
-def _by_shard(dataset: Dataset, columns: list[str], num_shards: int) -> Iterator[tuple[int, pa.Table]]:
-    """Yields (shard, rows) in order; a shard may be yielded in several parts."""
-    path = dataset.path / SAMPLES_FILE
-    remedy = f"To see what else is: python launch/verify.py data={dataset.path}"
-    with reading(path, remedy):
-        for batch in open_parquet(path).iter_batches(_BATCH, columns=[*columns, "shard"]):
-            shard = batch.column("shard").to_numpy()
-            starts = np.concatenate([[0], np.flatnonzero(np.diff(shard)) + 1, [len(shard)]])
-            rows = pa.Table.from_batches([batch])
-            for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-                if not 0 <= shard[start] < num_shards:
-                    raise UserError(f"{path} names shard {shard[start]} of {num_shards}. {remedy}")
-                yield int(shard[start]), rows.slice(start, end - start)
 
 
 def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:

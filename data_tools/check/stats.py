@@ -20,7 +20,7 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted, of_classes
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
@@ -68,8 +68,8 @@ def run(config: StatsConfig) -> dict[str, Any]:
     for split, of_split in stats["splits"].items():
         of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
     stats["seconds"] = time.monotonic() - begin
-    of_classes = np.sum([of_split.classes for of_split in counts.values()], axis=0)
-    sheet = draw_sheet(dataset, config.sheet, of_classes) if config.sheet else None
+    class_counts = np.sum([of_split.classes for of_split in counts.values()], axis=0)
+    sheet = draw_sheet(dataset, config.sheet, class_counts) if config.sheet else None
     of_splits = [of_split.classes.tolist() for of_split in counts.values()]
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
@@ -113,10 +113,8 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
             "median": float(np.median(there)) if len(there) else 0.0,
             "min": int(there.min()) if len(there) else 0,
             "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
-            "largest": names[int(classes.argmax())] if len(there) else "",
-            "smallest": names[int(np.where(classes > 0, classes, np.iinfo(np.int64).max).argmin())]
-            if len(there)
-            else "",
+            "largest": names[classes.argmax()] if len(there) else "",
+            "smallest": names[np.flatnonzero(classes == there.min())[0]] if len(there) else "",
             "with_one_image": int((classes == 1).sum()),
             "empty": len(empty),
             "first_empty": [names[number] for number in empty[:10]],
@@ -161,21 +159,12 @@ def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
 
 def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
     header = ("shard", "split", "samples", "bytes", "classes", "largest_class", "largest_share", "distance", "excess")
-    rows = [
-        (
-            s.name,
-            s.split,
-            s.samples,
-            s.bytes,
-            m.classes,
-            names[m.largest] if m.classes else "",
-            f"{m.largest_share:.4f}",
-            f"{m.distance:.4f}",
-            f"{m.excess:.3f}",
-        )
-        for s, m in zip(shards, mixes, strict=True)
-    ]
-    return as_csv([header, *rows])
+    rows: list[tuple[Any, ...]] = [header]
+    for s, m in zip(shards, mixes, strict=True):
+        largest = names[m.largest] if m.classes else ""
+        of_mix = (f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
+        rows.append((s.name, s.split, s.samples, s.bytes, m.classes, largest, *of_mix))
+    return as_csv(rows)
 
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
@@ -185,8 +174,7 @@ def metrics(stats: dict[str, Any]) -> dict[str, float]:
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
-    classes_or_none = counted(stats["num_classes"], "class") if stats["num_classes"] else "images without labels"
-    print(f"{stats['data']}: {classes_or_none}, fingerprint {stats['fingerprint']}")
+    print(f"{stats['data']}: {of_classes(stats['num_classes'])}, fingerprint {stats['fingerprint']}")
     pixels = stats["pixels"]
     if pixels["channels"] != list(RGB8.channels) or pixels["type"] != RGB8.type:
         ranges = zip(pixels["channels"], pixels["low"], pixels["high"], strict=False)
@@ -194,37 +182,16 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
             f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges)
         )
     for name, of in stats["splits"].items():
-        classes, shards = of["classes"], of["shards"]
-        formats = ", ".join(f"{n:,} {ext}" for ext, n in of["formats"].items())
-        print(f"  {name}: {counted(of['samples'], 'image')}, {data_size(of['bytes'])} ({formats})")
-        empty = f"; {classes['empty']:,} without any: {', '.join(map(printable, classes['first_empty'][:3]))}" * bool(
-            classes["empty"]
-        )
-        print(
-            f"    images of a class   {classes['min']:,} to {classes['max']:,}, median {classes['median']:,.0f}, "
-            f"imbalance {classes['imbalance']:,.1f}{empty}"
-            if classes["max"]
-            else "    no image has a label"
-        )
-        if classes["max"] and of["labels_per_sample"].keys() != {"1"}:
-            print("    labels of an image  " + ", ".join(f"{c:,} x {n}" for n, c in of["labels_per_sample"].items()))
-        for text, key in (
-            ("short side, px", "short_side"),
-            ("width / height", "aspect_ratio"),
-            ("bytes", "bytes_per_image"),
+        print(f"  {name}: {counted(of['samples'], 'image')}, {data_size(of['bytes'])}")
+        for part in (
+            "formats",
+            "classes",
+            "labels_per_sample",
+            "short_side",
+            "aspect_ratio",
+            "bytes_per_image",
+            "shards",
         ):
-            if of[key]:
-                q = {k: f"{v:,.2f}" if key == "aspect_ratio" else f"{v:,.0f}" for k, v in of[key].items()}
-                print(
-                    f"    {text:<19} {q['min']} to {q['max']}, median {q['median']}, 5th to 95th percentile {q['p5']} to {q['p95']}"
-                )
-        if shards["count"]:
-            mix = (
-                f"; class mix {shards['mix_excess_median']:.2f} times as uneven as chance, at most {shards['mix_excess_max']:.2f} "
-                f"({shards['mix_worst']})"
-            )
-            print(
-                f"    {counted(shards['count'], 'shard')} of {shards['samples_min']:,} to {counted(shards['samples_max'], 'image')}"
-                + mix * bool(stats["num_classes"])
-            )
+            facts = (f"{fact} {value:,.6g}" for fact, value in of[part].items() if isinstance(value, int | float))
+            print(f"    {part.replace('_', ' ')}: {', '.join(facts)}")
     print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")

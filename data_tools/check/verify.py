@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,18 +24,16 @@ from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline import ray_tasks
-from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.words import counted
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES, SAMPLES_FILE, Dataset, Shard, open_dataset
+from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.retry import StorageError
 from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import VerifyConfig
 
@@ -67,8 +64,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     tables = _read_tables(dataset)
     findings = [findings_table(tables.findings)]
     num_bytes, decoded, unread = 0, 0, Counter[str]()
-    keys = _Keys()
-    jobs = _jobs(dataset, tables, config.decode_share, keys)
+    jobs = _jobs(dataset, tables, config.decode_share)
     total, num_shards = sum(shard.samples for shard in tables.shards), len(tables.shards)
     with tasks_on_cluster(check_shard, jobs, config.num_tasks, total, num_shards, out, "verified") as (tasks, progress):
         for number, checked in tasks:
@@ -76,7 +72,6 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
             unread.update(checked.left_out)
             progress.add(tables.shards[number].samples, checked.bytes)
-    findings.append(findings_table([*keys.duplicates(tables), *_listed_again(tables)]))
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
     report = {
@@ -106,13 +101,12 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
 
 @dataclass(frozen=True)
 class _Tables:
-    """The readable parts of the manifest. counts: rows of each shard. samples: None if unusable.
+    """The readable parts of the manifest. samples: None if it is not the file that was written.
 
     damaged_indexes: folders, to be removed when the report names them.
     """
 
     shards: list[Shard]
-    counts: np.ndarray
     samples: pq.ParquetFile | None
     findings: list[tuple]
     damaged_indexes: list[Path]
@@ -126,24 +120,18 @@ def _read_tables(dataset: Dataset) -> _Tables:
         findings.append(("manifest", "", "", -1, "", detail, False))
 
     shards = dataset.shards(verify=False)
+    changed = []
     for name, sha256 in dataset.info["files"].items():
         path = dataset.path / name
-        if not path.exists():
-            add_finding(f"{name} is missing")
-        elif manifest.file_sha256(path) != sha256:
-            add_finding(f"{name} is not the file that {INFO} was written with")
+        if not path.exists() or manifest.file_sha256(path) != sha256:
+            add_finding(f"{name} is missing, or not the file that {INFO} was written with")
+            changed.append(name)
     found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
     if found != dataset.fingerprint:
         add_finding(f"shards and classes have fingerprint {found}, not that of {INFO}")
-    samples: pq.ParquetFile | None = None
-    counts = np.zeros(len(shards), np.int64)
-    try:
-        if (dataset.path / SAMPLES_FILE).exists():
-            samples, counts = _open_samples(dataset, shards)
-    except _UnusableError as error:
-        add_finding(f"{SAMPLES_FILE} {error}: its rows are not compared")
+    samples = None if SAMPLES_FILE in changed else open_parquet(dataset.path / SAMPLES_FILE)
     damaged_indexes = [] if samples is None else _check_indexes(dataset, add_finding)
-    return _Tables(shards, counts, samples, findings, damaged_indexes)
+    return _Tables(shards, samples, findings, damaged_indexes)
 
 
 def _check_indexes(dataset: Dataset, add_finding: Any) -> list[Path]:
@@ -160,57 +148,23 @@ def _check_indexes(dataset: Dataset, add_finding: Any) -> list[Path]:
     return damaged
 
 
-class _UnusableError(Exception):
-    """What is wrong with samples.parquet, so that its rows cannot be told apart."""
-
-
-def _open_samples(dataset: Dataset, shards: list[Shard]) -> tuple[pq.ParquetFile, np.ndarray]:
-    """Returns (samples.parquet, (shards,) number of its rows of each shard). Raises _UnusableError."""
-    try:
-        file = open_parquet(dataset.path / SAMPLES_FILE)
-        wanted = set(SAMPLES.names)
-        if missing := wanted - set(file.schema_arrow.names):
-            raise _UnusableError(f"has no column {', '.join(sorted(missing))}")
-        of_shard = file.read(columns=["shard"]).column("shard").to_numpy()
-        # Reading every page detects damage.
-        for _ in file.iter_batches(_BATCH, columns=ROWS.names):
-            pass
-    except (pa.ArrowException, OSError) as error:
-        raise _UnusableError(f"cannot be read ({_one_line(error)})") from None
-    if len(of_shard) and not (of_shard[0] >= 0 and of_shard[-1] < len(shards) and (np.diff(of_shard) >= 0).all()):
-        raise _UnusableError("is not in the order of the shards")
-    counts = np.bincount(of_shard, minlength=len(shards))
-    of_split = dict.fromkeys(dataset.splits, 0)
-    for shard, count in zip(shards, counts.tolist(), strict=True):
-        of_split[shard.split] = of_split.get(shard.split, 0) + count
-    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-    if of_split != dataset.info["samples"]:
-        rows = ", ".join(f"{count:,} of {split}" for split, count in of_split.items())
-        raise _UnusableError(f"is of other data than {INFO}, with {rows}")
-    if not np.isin(np.cumsum(list(of_split.values())), ends).all():
-        raise _UnusableError("has splits that do not begin a row group")
-    return file, counts
-
-
-def _jobs(dataset: Dataset, tables: _Tables, decode_share: float, keys: "_Keys") -> Iterator[VerifyJob]:
+def _jobs(dataset: Dataset, tables: _Tables, decode_share: float) -> Iterator[VerifyJob]:
     again = _listed(dataset)
     batches = tables.samples.iter_batches(_BATCH, columns=ROWS.names) if tables.samples else iter(())
     waiting = ROWS.empty_table()
     first_row, split = 0, None
-    for shard, count in zip(tables.shards, tables.counts.tolist(), strict=True):
+    for shard in tables.shards:
         first_row, split = (first_row if shard.split == split else 0), shard.split
         rows = decode = None
         if tables.samples:
-            while len(waiting) < count:
+            while len(waiting) < shard.samples:
                 batch = pa.Table.from_batches([next(batches)])
                 waiting = pa.concat_tables([waiting, batch.select(ROWS.names).cast(ROWS)])
-            rows, waiting = waiting.slice(0, count).to_pydict(), waiting.slice(count)
-            if not dataset.info["source"].get("indexed"):  # Indexed tars may repeat keys, see `index.py`.
-                keys.add(shard.split, rows["key"])
+            rows, waiting = waiting.slice(0, shard.samples).to_pydict(), waiting.slice(shard.samples)
             if decode_share < 1:
                 decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
         yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode, dataset.pixels)
-        first_row += count
+        first_row += shard.samples
 
 
 def _is_chosen(key: str, share: float) -> bool:
@@ -222,57 +176,6 @@ def _listed(dataset: Dataset) -> set[tuple[str, str]]:
     """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the list."""
     table = exclusion.earlier_list(dataset, LIST)
     return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True))
-
-
-class _Keys:
-    """Finds repeated keys of a split by 8-byte hashes of keys."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[str, list[np.ndarray]] = {}
-
-    def add(self, split: str, keys: list[str]) -> None:
-        self._hashes.setdefault(split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
-
-    def duplicates(self, tables: _Tables) -> list[tuple]:
-        """A finding for each row whose key occurred before in its split."""
-        findings = []
-        first = 0
-        for split, parts in self._hashes.items():
-            hashes = np.concatenate(parts)
-            order = np.argsort(hashes, kind="stable")
-            again = np.sort(order[1:][hashes[order[1:]] == hashes[order[:-1]]])
-            if len(again):
-                assert tables.samples is not None
-                keys = tables.samples.read(columns=["key"]).column("key").slice(first, len(hashes))
-                shard_of = np.repeat([shard.name for shard in tables.shards], tables.counts)[first:]
-                for row in again.tolist():
-                    detail = "an earlier row of the split has this key"
-                    findings.append(("duplicate", split, shard_of[row], row, keys[row].as_py(), detail, False))
-            first += len(hashes)
-        return findings
-
-
-def _listed_again(tables: _Tables) -> list[tuple]:
-    """Findings for each tar that an earlier row of shards.parquet lists too, of whatever split, and for its rows."""
-    findings = []
-    first_splits: dict[str, str] = {}
-    num_rows = Counter[str]()
-    for number, (shard, count) in enumerate(zip(tables.shards, tables.counts.tolist(), strict=True)):
-        first_row = num_rows[shard.split]
-        num_rows[shard.split] += count
-        if shard.name not in first_splits:
-            first_splits[shard.name] = shard.split
-            continue
-        detail = f"an earlier shard of {first_splits[shard.name]} is the same tar"
-        findings.append(("duplicate", shard.split, shard.name, -1, "", detail, False))
-        if tables.samples:
-            start = int(tables.counts[:number].sum())
-            keys = tables.samples.read(columns=["key"]).column("key").slice(start, count).to_pylist()
-            findings += [
-                ("listed again", shard.split, shard.name, first_row + row, key, detail, True)
-                for row, key in enumerate(keys)
-            ]
-    return findings
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:
@@ -348,22 +251,7 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
         print(
             f"{report['unfit_samples']:,} of {counted(report['samples'], 'image')} are unfit, and listed in {listed}."
         )
-    without = (
-        " Or train without the listed images." if listed and report["unfit_samples"] and _can_be_opened(dataset) else ""
-    )
-    print(_remedy(dataset) + without)
-
-
-def _can_be_opened(dataset: Dataset) -> bool:
-    """Whether training can use what is intact: not with a damaged manifest, or a tar of another size that lost no image."""
-    try:
-        for split in dataset.splits:
-            dataset.split(split)
-    except StorageError:
-        raise
-    except UserError:
-        return False
-    return True
+    print(_remedy(dataset) + " Or train without the listed images." * bool(listed and report["unfit_samples"]))
 
 
 def _remedy(dataset: Dataset) -> str:
@@ -374,7 +262,3 @@ def _remedy(dataset: Dataset) -> str:
         f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
         "shards again, and leaves intact ones as they are. Then verify once more."
     )
-
-
-def _one_line(error: Exception) -> str:
-    return on_one_line(error)[:200]

@@ -31,7 +31,6 @@ SAMPLE_KINDS = {
     "undecodable": "the image cannot be decoded to its last row",
     "label": "the tar's label is not the manifest's",
     "label range": "a label is not a valid class number",
-    "listed again": "the tar is listed a second time, and so are its images",
 }
 TAR_KINDS = {
     "missing": "the tar is not there",
@@ -116,8 +115,6 @@ def check_shard(job: VerifyJob) -> Checked:
     if isinstance(folder, Path) and not folder.exists():
         raise UserError(f"A worker cannot access {folder}: it must be on storage shared by all nodes.")
     findings = _Findings(job.shard)
-    if job.rows is not None and len(job.rows["key"]) != job.shard.samples:
-        findings.add("manifest", f"{counted(len(job.rows['key']), 'row')} for {counted(job.shard.samples, 'sample')}")
     try:
         with fetched(locate(folder, job.shard.name)) as file:
             size = os.fstat(file.fileno()).st_size

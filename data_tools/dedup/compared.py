@@ -1,6 +1,5 @@
 """The splits that a search for copies compares: their images, what is known of each, and the Ray tasks that read them."""
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.dedup.pair_sheet import read_tile
-from data_tools.dedup.thumbnails import BAD, CHANGED, PLAIN, ThumbnailJob, jobs, load, make_thumbnails
+from data_tools.dedup.thumbnails import BAD, PLAIN, ThumbnailJob, jobs, load, make_thumbnails
 from data_tools.driver import remove_leftovers
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -18,7 +17,7 @@ from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.settings.commands.data import DedupConfig
 
 FOLDER, THUMBNAILS, SEARCH = "dedup", "thumbnails", "search"
@@ -60,7 +59,7 @@ def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSpl
 
 
 def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.ndarray]:
-    """Make the thumbnails of every shard that has none, and of each that was damaged. Returns the states of the images of each part.
+    """Make the thumbnails of every shard that has none. Returns the states of the images of each part.
 
     The thumbnails are in the folder of the first part's data set. Raises UserError for too many unreadable images.
     """
@@ -72,8 +71,7 @@ def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.
     every = {job.out: job for part in parts for job in part.jobs}
     there = {str(path) for path in (base / THUMBNAILS).iterdir()}
     states = {out: load(job, "states")["states"] for out, job in every.items() if out in there}
-    # A shard may have been repaired since, which does not change its name.
-    missing = [job for out, job in every.items() if out not in states or (states[out] == CHANGED).any()]
+    missing = [job for out, job in every.items() if out not in states]
     print(
         f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; read earlier: {len(every) - len(missing):,}",
         flush=True,
@@ -104,54 +102,36 @@ def run_tasks(
             progress.add(*amounts[number])
 
 
-def counts(states: np.ndarray) -> dict[str, int]:
-    """For a report: how many images a split has, and how many of them were not compared, by reason."""
+def about(part: ComparedSplit, states: np.ndarray) -> dict[str, Any]:
+    """For a report: the split, its number of images, and how many of them were not compared, by reason."""
     return {
+        "name": part.name,
+        "path": str(part.dataset.path),
+        "fingerprint": part.dataset.fingerprint,
         "images": len(states),
         "plain": int((states == PLAIN).sum()),
-        "unreadable": int(is_unreadable(states).sum()),
-        "changed": int((states == CHANGED).sum()),
+        "unreadable": int((states == BAD).sum()),
     }
 
 
+def histogram_edges(config: DedupConfig) -> np.ndarray:
+    return np.linspace(0, config.max_distance or 1e-6, HISTOGRAM_BINS + 1)
+
+
 def print_not_compared(reports: Sequence[dict[str, Any]], seconds: float) -> None:
-    """Print how many images were not compared, and why. reports: with `counts` of each split."""
-    plain, bad, changed = (sum(part[name] for part in reports) for name in ("plain", "unreadable", "changed"))
+    """Print how many images were not compared, and why. reports: with `about` each split."""
+    plain, bad = (sum(part[name] for part in reports) for name in ("plain", "unreadable"))
     print(
         f"with too little detail to compare (only equal files are found): {counted(plain, 'image')}; "
-        f"not decodable: {bad - changed:,}; {duration(seconds)}"
+        f"not decodable: {bad:,}; {duration(seconds)}"
     )
-    if changed:
-        print(
-            f"{counted(changed, 'image')} could not be compared, with other bytes than in the manifest. Repair them (launch/verify.py "
-            "lists them), and run the same command again."
-        )
-
-
-def is_unreadable(states: np.ndarray) -> np.ndarray:
-    """Which images cannot be decoded or have other bytes than in the manifest: (n,) bool."""
-    return (states == BAD) | (states == CHANGED)
-
-
-def searched_name(job: ThumbnailJob, of_split: np.ndarray) -> str:
-    """File name of the pairs of a shard. That of a damaged shard tells which images were not compared: a repair may bring them back."""
-    name = to_path(job.out).name
-    changed = np.flatnonzero(of_split[job.first_row : job.first_row + len(job.offsets)] == CHANGED)
-    return f"{hashlib.sha256(changed.astype('<i8').tobytes()).hexdigest()[:8]}-{name}" if len(changed) else name
 
 
 def _check_readable(part: ComparedSplit, states: np.ndarray, max_bad_share: float) -> None:
-    bad = np.flatnonzero(is_unreadable(states))
+    bad = np.flatnonzero(states == BAD)
     if len(bad) > BadBudget(max_bad_share).allowed(len(part)):
         keys = ", ".join(part.keys(bad[:3]))
         raise UserError(
-            f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded{_or_changed(states)}, more than "
+            f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than "
             f"max_bad_share = {max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
         )
-
-
-def _or_changed(states: np.ndarray) -> str:
-    count = int((states == CHANGED).sum())
-    return (
-        f" or have other bytes than in the manifest ({count:,} of them; launch/verify.py lists them)" if count else ""
-    )

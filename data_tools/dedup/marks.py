@@ -1,19 +1,42 @@
 """The lists of copies that training excludes: `exclude/<name>.parquet` of the searched data set, of all its splits."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.dedup.compared import FOLDER, ComparedSplit
-from pipeline.base.errors import UserError
+from data_tools.dedup.compared import FOLDER, MAX_PICTURED, ComparedSplit
+from data_tools.dedup.search_shard import Pairs
+from pipeline.base.gallery import Tile
 from pipeline.base.words import counted
-from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, excluded_rows, write_list
-from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.exclusion import EXCLUDED, earlier_list, write_list
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.data.storage.retry import StorageError
+
+
+def describe(
+    searched: ComparedSplit, copies: Pairs, others: list[str], notes: list[str], tile: Callable[[int], Tile]
+) -> tuple[pa.Table, list[tuple[Tile, Tile]]]:
+    """Returns the exclusion list (schema EXCLUDED) and pairs to draw, (other image, copy), largest distance first.
+
+    others: what each is a copy of. notes: of each, after its reason. tile: the other image of a pair, by its number.
+    """
+    keys, distances = searched.keys(copies.rows), [f"{distance:.3f}" for distance in copies.distances.tolist()]
+    columns = {
+        "split": [searched.split] * len(keys),
+        "row": copies.rows.tolist(),
+        "key": keys,
+        "reason": [
+            f"copy of {other}, distance {distance}{note}"
+            for other, distance, note in zip(others, distances, notes, strict=True)
+        ],
+    }
+    most_distant = np.argsort(-copies.distances, kind="stable")[:MAX_PICTURED].tolist()
+    pictures = [(tile(i), searched.tile(int(copies.rows[i]), f"{distances[i]}  {keys[i]}")) for i in most_distant]
+    return pa.Table.from_pydict(columns, EXCLUDED), pictures
 
 
 def finish(
@@ -45,25 +68,12 @@ def finish(
 def _write_marks(searched: ComparedSplit, name: str, marks: pa.Table, sheet: AnyPath) -> str:
     """Replace the list's marks of the searched split, keep those of other splits, and return what was done."""
     earlier = earlier_list(searched.dataset, name)
-    of_others = _usable(searched.dataset, name, earlier.filter(pc.not_equal(earlier["split"], searched.split)))
+    of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
+    if replaced := len(earlier) - len(of_others):
+        print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
     path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
     done = f"marked {counted(len(marks), 'copy')} in {path}; look at {sheet}" if len(marks) else f"wrote {path}"
     if len(of_others):
         splits = ", ".join(of_others["split"].unique().to_pylist())
         done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
     return done
-
-
-def _usable(data: Dataset, name: str, marks: pa.Table) -> pa.Table:
-    """These marks; none if their rows are not those of the manifest, as after indexing again."""
-    splits = marks["split"].unique().to_pylist()
-    try:
-        for split in splits:
-            data.table(split, verify=False)
-            excluded_rows(data, split, name)
-    except StorageError:
-        raise
-    except UserError as error:
-        print(f"note: the earlier marks in {', '.join(splits)} are dropped: {error}")
-        return EXCLUDED.empty_table()
-    return marks

@@ -99,15 +99,6 @@ def is_plain(pixels: np.ndarray, thumb: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """Pairs with similar hashes. query, test: rows of the queries and of the test images. crop: index of the nearest crop hash."""
-
-    query: np.ndarray
-    test: np.ndarray
-    crop: np.ndarray
-
-
-@dataclass(frozen=True)
 class Likely:
     """Candidates with correlated thumbnails. query, test: (n,) int64, rows of the queries and of the test images.
 
@@ -144,21 +135,24 @@ class ImageIndex:
     def find(self, thumbs: np.ndarray) -> Likely:
         """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of thumbs."""
         coefficients = _coefficients(thumbs)
-        found = self.candidates(_hashes(coefficients))
-        mirrored = found.crop >= NUM_CROPS // 2
-        near = np.flatnonzero(self._coarse_distances(coefficients, found) <= _MAX_COARSE_DISTANCE)
+        queries, tests, places = self.candidates(_hashes(coefficients))
+        mirrored = places >= NUM_CROPS // 2
+        near = np.flatnonzero(self._coarse_distances(coefficients, queries, tests, places) <= _MAX_COARSE_DISTANCE)
         kept, crops = [], []
         for i in near.tolist():
-            query = coefficients[found.query[i]] * (_MIRROR if mirrored[i] else 1)
-            distance, crop = _best_crop(query, self._thumbs[found.test[i]])
+            query = coefficients[queries[i]] * (_MIRROR if mirrored[i] else 1)
+            distance, crop = _best_crop(query, self._thumbs[tests[i]])
             if distance <= _MAX_FINE_DISTANCE:
                 kept.append(i)
                 crops.append(crop)
         rows = np.array(kept, np.int64)
-        return Likely(found.query[rows], found.test[rows], np.array(crops, np.float32).reshape(-1, 4), mirrored[rows])
+        return Likely(queries[rows], tests[rows], np.array(crops, np.float32).reshape(-1, 4), mirrored[rows])
 
-    def candidates(self, hashes: np.ndarray) -> Candidates:
-        """Returns every pair whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once."""
+    def candidates(self, hashes: np.ndarray) -> np.ndarray:
+        """Returns every pair whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once.
+
+        (3, pairs) int64: row of the query, row of the test image, index of its nearest crop hash.
+        """
         # (query, test image, bits, crop), so that the nearest crop of a pair comes first.
         parts = []
         for table, index in enumerate(self._tables):
@@ -170,17 +164,16 @@ class ImageIndex:
         rows = rows[:, np.lexsort(rows[::-1])]
         is_first = np.ones(rows.shape[1], bool)
         is_first[1:] = (rows[:2, 1:] != rows[:2, :-1]).any(0)
-        query, test, _, crop = rows[:, is_first]
-        return Candidates(query, test, crop)
+        return rows[:, is_first][[0, 1, 3]]
 
-    def _coarse_distances(self, coefficients: np.ndarray, found: Candidates) -> np.ndarray:
-        distances = np.empty(len(found.query), np.float32)
-        for start in range(0, len(found.query), _BATCH):
-            part = slice(start, start + _BATCH)
-            mirrored, down, across = np.unravel_index(found.crop[part], (2, len(_COARSE), len(_COARSE)))
-            crops = _COARSE[down] @ self._thumbs[found.test[part]].astype(np.float32) @ _COARSE[across].swapaxes(1, 2)
-            queries = coefficients[found.query[part]] * np.where(mirrored[:, None, None], _MIRROR, 1)
-            distances[part] = 1 - (_unit(crops) * _unit(queries)).sum(1)
+    def _coarse_distances(self, coefficients: np.ndarray, *found: np.ndarray) -> np.ndarray:
+        distances = np.empty(len(found[0]), np.float32)
+        for start in range(0, len(distances), _BATCH):
+            query, test, crop = (column[start : start + _BATCH] for column in found)
+            mirrored, down, across = np.unravel_index(crop, (2, len(_COARSE), len(_COARSE)))
+            crops = _COARSE[down] @ self._thumbs[test].astype(np.float32) @ _COARSE[across].swapaxes(1, 2)
+            queries = coefficients[query] * np.where(mirrored[:, None, None], _MIRROR, 1)
+            distances[start : start + _BATCH] = 1 - (_unit(crops) * _unit(queries)).sum(1)
         return distances
 
 

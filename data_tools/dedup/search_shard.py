@@ -61,14 +61,17 @@ class Pairs:
 
     def within(self, max_distance: float) -> "Pairs":
         """The pairs up to this distance."""
-        near = self.distances <= max_distance
-        return Pairs(self.rows[near], self.others[near], self.distances[near])
+        return self.take(self.distances <= max_distance)
+
+    def take(self, chosen: np.ndarray) -> "Pairs":
+        """Some of the pairs, by their places or a mask."""
+        return Pairs(self.rows[chosen], self.others[chosen], self.distances[chosen])
 
     def nearest(self) -> "Pairs":
         """The nearest other of each row, by row."""
         order = np.lexsort((self.others, self.distances, self.rows))
         _, first = np.unique(self.rows[order], return_index=True)
-        return Pairs(self.rows[order][first], self.others[order][first], self.distances[order][first])
+        return self.take(order[first])
 
 
 def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray | None = None) -> None:
@@ -201,7 +204,5 @@ def _by_digest(hashes: np.ndarray) -> pa.Table:
 def _each_once(rows: np.ndarray, others: np.ndarray, distances: np.ndarray) -> Pairs:
     """Keep each pair once, at its smallest distance: equal files are also found by their pixels, at about 0."""
     order = np.lexsort((distances, others, rows))
-    rows, others, distances = rows[order], others[order], distances[order]
-    is_first = np.ones(len(rows), bool)
-    is_first[1:] = (rows[1:] != rows[:-1]) | (others[1:] != others[:-1])
-    return Pairs(rows[is_first], others[is_first], np.maximum(distances[is_first], 0))
+    _, first = np.unique(np.stack([rows, others])[:, order], axis=1, return_index=True)
+    return Pairs(rows, others, np.maximum(distances, 0)).take(order[first])

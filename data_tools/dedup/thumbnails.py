@@ -25,8 +25,7 @@ from pipeline.data.storage.bucket import AnyPath, fetched, to_path
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.data.storage.retry import StorageError
 
-# CHANGED: the bytes are not those of the manifest. Training does not read them either, and a repair brings the image back.
-FINE, PLAIN, BAD, CHANGED = range(4)
+FINE, PLAIN, BAD = range(3)
 # Of n images: (n, SIDE, SIDE) uint8; (n,) uint8, one of the above; (n, 16) uint8, `content_hash` of the files.
 ARRAYS = ("thumbs", "states", "hashes")
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.
@@ -81,7 +80,7 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
 def make_thumbnails(job: ThumbnailJob) -> None:
     """Read one shard and write its thumbnails.
 
-    Raises UserError for a missing or truncated shard, StorageError when the object store cannot be reached, and LostError when reading
+    Raises UserError for a missing or changed shard, StorageError when the object store cannot be reached, and LostError when reading
     fails because of the node or its storage.
     """
     cv2.setNumThreads(1)
@@ -95,8 +94,10 @@ def make_thumbnails(job: ThumbnailJob) -> None:
                 digest = content_hash(data)
                 hashes[i] = np.frombuffer(digest, np.uint8)
                 if job.hashes[i].tobytes() not in (digest, _NO_HASH):
-                    states[i] = CHANGED
-                    continue
+                    raise UserError(
+                        f"{job.tar} has other bytes at {offset:,} than in the manifest. Repair it (launch/verify.py says how), and run the same "
+                        "command again."
+                    )
                 try:
                     pixels = picture(data, job.pixels)
                 except DecodeError:
@@ -110,13 +111,8 @@ def make_thumbnails(job: ThumbnailJob) -> None:
 
 
 def load(job: ThumbnailJob, *names: str) -> dict[str, np.ndarray]:
-    """Read arrays of `ARRAYS` from the output of `make_thumbnails`. Raises UserError for a file that is damaged or of another shard."""
-    found = dict(zip(names, read_arrays(job.out, *names), strict=True))
-    if any(len(array) != len(job.offsets) for array in found.values()):
-        raise UserError(
-            f"{job.out} belongs to another shard than {job.tar}. Remove it, and run the same command again."
-        )
-    return found
+    """Read arrays of `ARRAYS` from the output of `make_thumbnails`. Raises UserError for a damaged file."""
+    return dict(zip(names, read_arrays(job.out, *names), strict=True))
 
 
 def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:

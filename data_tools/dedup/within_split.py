@@ -21,28 +21,26 @@ import pyarrow as pa
 from data_tools.dedup import search_shard
 from data_tools.dedup.compared import (
     FOLDER,
-    HISTOGRAM_BINS,
-    MAX_PICTURED,
     SEARCH,
     THUMBNAILS,
     ComparedSplit,
+    about,
     compared_split,
-    counts,
+    histogram_edges,
     print_not_compared,
     read_images,
     run_tasks,
-    searched_name,
 )
-from data_tools.dedup.marks import finish
+from data_tools.dedup.marks import describe, finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
 from data_tools.dedup.thumbnails import FINE, PLAIN, load
 from pipeline import ray_tasks
 from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
-from pipeline.data.dataset.exclusion import EXCLUDED, NEAR_COPIES, excluded_rows, paths_of_lists
+from pipeline.data.dataset.exclusion import NEAR_COPIES, excluded_rows, paths_of_lists
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree
+from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.settings.commands.data import DedupConfig
 
 LIST, REPORT, SHEET = NEAR_COPIES, "near_copies.json", "near_copies.png"
@@ -69,13 +67,10 @@ def _run(own: ComparedSplit, config: DedupConfig) -> dict[str, Any]:
     copies = _search(own, states, elsewhere, config)
     marks, pictures, other_labels = _describe(own, copies)
     _, groups = np.unique(copies.others, return_counts=True)
-    edges = np.linspace(0, config.max_distance or 1e-6, HISTOGRAM_BINS + 1)
+    edges = histogram_edges(config)
     report = {
         "data": {
-            "name": own.name,
-            "path": str(own.dataset.path),
-            "fingerprint": own.dataset.fingerprint,
-            **counts(np.delete(states, elsewhere)),
+            **about(own, np.delete(states, elsewhere)),
             "images": len(own),
             "excluded_otherwise": len(elsewhere),
             "copies": len(copies.rows),
@@ -108,7 +103,7 @@ def _search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, confi
     file = np.full(len(own), -1)
     file[order] = order[first[inverse]]
     original, distances = np.arange(len(own)), np.zeros(len(own), np.float32)
-    for pairs in _compare(own, states, order[(file[order] == order) & (states[order] == FINE)], config):
+    for pairs in _compare(own, order[(file[order] == order) & (states[order] == FINE)], config):
         original[pairs.rows], distances[pairs.rows] = pairs.others, pairs.distances
     copies = np.sort(order[original[file[order]] != order])
     return Pairs(copies, original[file[copies]], distances[file[copies]])
@@ -121,9 +116,9 @@ def _largest_first(own: ComparedSplit) -> np.ndarray:
     return np.lexsort((-size, -width * height))
 
 
-def _compare(own: ComparedSplit, states: np.ndarray, left: np.ndarray, config: DedupConfig) -> Iterator[Pairs]:
+def _compare(own: ComparedSplit, left: np.ndarray, config: DedupConfig) -> Iterator[Pairs]:
     """Yields the copies among the images left (rows, the largest first), each once, with the nearest of the kept ones of one block."""
-    names = [f"{job.tar} {searched_name(job, states)}" for job in own.jobs]
+    names = [f"{job.tar} {to_path(job.out).name}" for job in own.jobs]
     choice = hashlib.sha256(
         "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
     )
@@ -184,18 +179,11 @@ def _describe(own: ComparedSplit, copies: Pairs) -> tuple[pa.Table, list[tuple[A
     """Returns the exclusion list (EXCLUDED), pairs to draw, largest distance first, and how many copies have other labels."""
     table = own.dataset.table(own.split, verify=False)
     there, kept = (table.rows(rows, ["key", "labels"]) for rows in (copies.rows, copies.others))
-    keys, of = there["key"].to_pylist(), kept["key"].to_pylist()
+    of = kept["key"].to_pylist()
     differ = [a != b for a, b in zip(there["labels"].to_pylist(), kept["labels"].to_pylist(), strict=True)]
-    reasons = [
-        f"copy of {key}, distance {distance:.3f}{', which has other labels' if other else ''}"
-        for key, distance, other in zip(of, copies.distances.tolist(), differ, strict=True)
-    ]
-    columns = {"split": [own.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
-    pictures = []
-    for i in np.argsort(-copies.distances, kind="stable")[:MAX_PICTURED].tolist():
-        original = own.tile(int(copies.others[i]), of[i])
-        pictures.append((original, own.tile(int(copies.rows[i]), f"{copies.distances[i]:.3f}  {keys[i]}")))
-    return pa.Table.from_pydict(columns, EXCLUDED), pictures, sum(differ)
+    notes = [", which has other labels" * other for other in differ]
+    marks, pictures = describe(own, copies, of, notes, lambda i: own.tile(int(copies.others[i]), of[i]))
+    return marks, pictures, sum(differ)
 
 
 def _print(report: dict[str, Any]) -> None:

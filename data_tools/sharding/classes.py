@@ -15,26 +15,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.settings.commands.data import ShardConfig
 
-# Folders beside each other in data sets for segmentation or detection. An image and its mask would become samples of two classes.
-_PARTS_OF_DATA = {
-    "images",
-    "image",
-    "imgs",
-    "img",
-    "jpegimages",
-    "masks",
-    "mask",
-    "labels",
-    "annotations",
-    "segmentation",
-    "segmentationclass",
-    "segmentationobject",
-    "groundtruth",
-    "ground_truth",
-    "gt",
-    "depth",
-}
-
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
     """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
@@ -76,12 +56,10 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
         there = _count(listing, number) > 0
         unknown = [name for name, is_new in zip(listing.classes, there & ~trained, strict=True) if is_new]
         if unknown:
-            tiny = " (Tiny-ImageNet: layout=tiny_imagenet.)" if unknown == ["images"] else ""
-            notes = "".join(f" {note}." for note in _alike_classes(listing))
             raise UserError(
                 f"{listing.source}: 'train' has no image of {len(unknown):,} of the {counted(int(there.sum()), 'class')} of {split!r}, such "
-                f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes?{tiny} If they are, name the "
-                f"classes to keep: class_list=FILE.{notes}"
+                f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes? If they are, name the "
+                f"classes to keep: class_list=FILE.{' '.join(['', *_alike_classes(listing)])}"
             )
 
 
@@ -107,11 +85,12 @@ def renamed(old: list[str] | None, new: list[str] | None) -> str:
     if old is None or new is None or len(old) != len(new):
         counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
         return "" if old == new else "{} names, not {}".format(*counts)
-    differing = [number for number, (was, now) in enumerate(zip(old, new, strict=True)) if was != now]
-    if not differing:
-        return ""
-    more = f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
-    return f"class {differing[0]} is {old[differing[0]]!r}, not {new[differing[0]]!r}{more}"
+    differing = (
+        f"class {number} is {was!r}, not {now!r}"
+        for number, (was, now) in enumerate(zip(old, new, strict=True))
+        if was != now
+    )
+    return next(differing, "")
 
 
 def _merge(listing: Listing, path: str) -> Listing:
@@ -169,11 +148,6 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
     val_share: if not 0, 'val' was held out by it, and classes without an image in 'val' are named, too.
     """
     notes = _alike_classes(listing)
-    if len(listing.classes) > 1 and all(name.lower() in _PARTS_OF_DATA for name in listing.classes):
-        notes.append(
-            f"the classes are called {', '.join(listing.classes)}, like parts of one data set. If they are, give the folder of "
-            "the images alone, source=.../images, and layout=images if they have no labels"
-        )
     if "train" not in listing.splits:
         return notes
     counts = _count(listing, listing.splits.index("train"))
@@ -187,14 +161,9 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
     for what, are in kinds:
         if are.any():
             few = [listing.classes[number] for number in np.flatnonzero(are)[:5]]
-            some = ", ".join(few) + (", ..." if are.sum() > 5 else "")
-            notes.append(f"{counted(int(are.sum()), 'class')} with {what}: {some}")
-            if what.endswith("val"):
-                notes[-1] += (
-                    ". val_share chooses groups by a hash of their names: another val_share may help"
-                    if listing.has_groups
-                    else ". val_share chooses images by a hash of their keys; holdout_per_class=N instead holds out N of each class"
-                )
+            notes.append(
+                f"{counted(int(are.sum()), 'class')} with {what}: {', '.join(few)}{', ...' * (int(are.sum()) > 5)}"
+            )
     return notes
 
 
@@ -203,13 +172,11 @@ def _alike_classes(listing: Listing) -> list[str]:
     groups = defaultdict(list)
     for name in listing.classes:
         groups[" ".join(unicodedata.normalize("NFKC", name).casefold().replace("_", " ").split())].append(name)
-    alike = [names for names in groups.values() if len(names) > 1]
-    if not alike:
-        return []
-    some = ", ".join(" and ".join(map(ascii, names)) for names in alike[:5]) + (", ..." if len(alike) > 5 else "")
     return [
-        f"{some}: these names differ in case, spaces or the form of their Unicode characters only, and are different classes "
-        "here. If they are not, merge them: class_map=FILE, with a line 'old,new' for each"
+        f"{' and '.join(map(ascii, names))}: these names differ in case, spaces or the form of their Unicode characters only, and are different "
+        "classes here. If they are not, merge them: class_map=FILE, with a line 'old,new' for each"
+        for names in groups.values()
+        if len(names) > 1
     ]
 
 
@@ -217,7 +184,7 @@ def _refuse_unknown(names: list[str], known: list[str], what: str) -> None:
     there = set(known)
     unknown = [name for name in names if name not in there]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known[:5])}{', ...' * (len(known) > 5)}"
-        more = f" (and {len(unknown) - 1:,} more)" if len(unknown) > 1 else ""
-        raise UserError(f"{what}: no class is called {unknown[0]!r}{more}. {hint}")
+        near = difflib.get_close_matches(unknown[0], known, n=1) or known[:5]
+        raise UserError(
+            f"{what}: {counted(len(unknown), 'name')} of no class, such as {unknown[0]!r}. Did you mean one of these: {', '.join(near)}?"
+        )

@@ -38,23 +38,6 @@ def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(find(some), pa.large_string()) for some in keys], pa.large_string())
 
 
-def describe_classes_of_groups(listing: Listing) -> list[str]:
-    """A line to print about groups that have images of several classes."""
-    images, labels = listing.label_pairs()
-    if not listing.has_groups or (np.diff(images) == 0).any():
-        return []
-    groups = listing.table["group"].combine_chunks().dictionary_encode()
-    pairs = groups.indices.to_numpy().astype(np.int64)[images] * len(listing.classes) + labels
-    of_pairs, counts = np.unique(np.unique(pairs) // len(listing.classes), return_counts=True)
-    if not (several := of_pairs[counts > 1]).size:
-        return []
-    group = groups.dictionary[int(several[0])].as_py()
-    return [
-        f"note: {len(several):,} of {counted(len(of_pairs), 'group')} have images of several classes, such as {printable(group)!r}. That is right for "
-        "a patient, but not where names begin anew in each class: then let the group begin with the class, as group_pattern='^([^/]+/.*?seq[0-9]+)'"
-    ]
-
-
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
     """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples in the listing."""
     if not listing.has_groups:
@@ -72,14 +55,11 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
     groups: split -> the group of each sample; none of those without groups.
     """
     counts = {split: _sizes(column) for split, column in groups.items()}
-    parts = []
-    for split, of in counts.items():
-        largest, size = max(of.items(), key=lambda item: item[1], default=("", 0))
-        if size:
-            parts.append(f"{split} {len(of):,} (the largest, {printable(largest)!r}, has {counted(size, 'image')})")
-    lines = [f"groups: {', '.join(parts)}"] if parts else []
-    if parts and len(set().union(*counts.values())) == sum(sum(of.values()) for of in counts.values()):
-        lines.append("warning: each image is a group of its own, as without groups")
+    lines = [
+        f"groups of {split}: {len(of):,}, of at most {counted(max(of.values()), 'image')} ({printable(max(of, key=of.__getitem__))!r})"
+        for split, of in counts.items()
+        if of
+    ]
     for one, other in itertools.combinations(counts, 2):
         if both := sorted(counts[one].keys() & counts[other].keys()):
             lines.append(

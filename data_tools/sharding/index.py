@@ -1,4 +1,4 @@
-"""Index existing WebDataset tars in place: each tar is read once, nothing is copied or changed.
+"""Index existing WebDataset tars in place: nothing is copied or changed.
 
 The manifest refers to the tars at their present location. One Ray task reads each tar and writes its rows to a part file, so
 a killed job can be resumed.
@@ -15,30 +15,28 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cv2
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.driver import remove_leftovers
-from data_tools.sharding.classes import renamed
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
-from data_tools.sharding.shard import SKIPPED, read_rows, resolve, write_table
+from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import load_part, write_part
+from data_tools.sharding.write_shard import as_rows, load_part, read_rows, write_part
 from data_tools.sources.class_numbers import ClassNumbers
-from data_tools.sources.layouts.webdataset import complete_samples, known_class_names, not_taken_over
+from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names, not_taken_over
 from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
+from pipeline.base.json_record import quoted, shortened
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, printable
@@ -68,11 +66,9 @@ from pipeline.data.storage.bucket import (
     version,
 )
 from pipeline.data.storage.content import content_hash
-from pipeline.data.storage.parquet import open_parquet
 from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import IndexConfig
 
-_READ_BYTES = 2**22
 # How many tars, and images of each, are looked at to see what images are.
 _PROBED_TARS, _PROBED_IMAGES = 8, 6
 
@@ -94,30 +90,16 @@ class IndexJob:
 
 
 @dataclass(frozen=True)
-class _IndexPartMetadata:
-    """The metadata of a part file. seen: the job, and size and version of the tar. has_labels: whether any sample has some, also a bad one.
+class IndexedTar:
+    """The result of a job, and the metadata of its part file, whose rows have null as the labels of a sample without any.
 
-    left_out: number of images by `decode.left_out`. unlabelled: row in the part file, key, where and reason of each sample without labels.
+    seen: the job, and size and version of the tar. skipped: (key, where, reason) of bad samples. has_labels: whether any sample has some,
+    also a bad one. left_out: number of images by `decode.left_out`.
     """
 
     seen: dict[str, Any]
     shard: Shard
     skipped: list[tuple[str, str, str]]
-    unlabelled: list[tuple[int, str, str, str]]
-    has_labels: bool
-    left_out: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _IndexedTar:
-    """The result of a job. num_unlabelled: samples in the part file without a label. skipped: (key, where, reason) of bad samples.
-
-    has_labels, left_out: see `_IndexPartMetadata`.
-    """
-
-    shard: Shard
-    skipped: list[tuple[str, str, str]]
-    num_unlabelled: int
     has_labels: bool
     left_out: dict[str, int]
 
@@ -138,23 +120,19 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     files = split_files(source, config.splits, ".tar", notes)
     refuse_unfinished(out)
     finished = open_dataset(out) if (out / INFO).exists() else None
-    if finished and not config.label_names:
-        names = finished.classes
+    if finished:
+        names, pixels = finished.classes, finished.pixels
+        before = finished.info["settings"].get("group_pattern", "")
+        is_other = bool(config.label_names) and names != known_class_names(source, files, config.label_names)
+        if is_other or before != config.group_pattern:
+            raise UserError(
+                f"{out} was indexed with group_pattern = {quoted(before)} and the classes {shortened(', '.join(names))}. Give these, or remove {INFO} and "
+                "index again."
+            )
     else:
         names = known_class_names(source, files, config.label_names)
-    for note in [] if finished else [*notes, *not_taken_over(source, files, config.group_pattern)]:
-        print(note)
-    if finished and (before := finished.info["settings"].get("group_pattern", "")) != config.group_pattern:
-        raise UserError(
-            f"{out} was indexed with group_pattern = {quoted(before)}. Give that, or remove {INFO} and index again."
-        )
-    if finished and (other := renamed(finished.classes, names)):
-        raise UserError(
-            f"{out} was indexed with other classes than label_names = {config.label_names}: {other}. Give those, or remove "
-            f"{INFO} and index again."
-        )
-    pixels = finished.pixels if finished else None
-    if not pixels:
+        for note in [*notes, *not_taken_over(source, files, config.group_pattern)]:
+            print(note)
         pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
         check_range(pixels, config.values)
     jobs = [
@@ -162,7 +140,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             path=str(path),
             name=_name_in_manifest(path, out),
             split=split,
-            part=str(out / PARTS / f"{number:06d}.parquet"),
+            part=str(out / PARTS / f"{number:06d}.part"),
             whole=config.inspect == "decode",
             num_classes=len(names),
             pixels=pixels,
@@ -220,7 +198,7 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
     return str(tar)
 
 
-def index_tar(job: IndexJob) -> _IndexedTar:
+def index_tar(job: IndexJob) -> IndexedTar:
     """Ray task: read a tar and write its part file, unless that exists and is up to date.
 
     Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
@@ -228,98 +206,53 @@ def index_tar(job: IndexJob) -> _IndexedTar:
     path, part = to_path(job.path), to_path(job.part)
     try:
         num_bytes = file_size(path)
-        seen = {"job": {**asdict(job), "pixels": job.pixels.to_dict()}, "bytes": num_bytes, "version": version(path)}
     except FileNotFoundError:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
-    # A complete part file of a tar that has not changed.
-    if part.exists() and (found := load_part(part, _IndexPartMetadata)) and found.seen == seen:
-        return _IndexedTar(found.shard, found.skipped, len(found.unlabelled), found.has_labels, found.left_out)
+    seen = {"job": {**asdict(job), "pixels": job.pixels.to_dict()}, "bytes": num_bytes, "version": version(path)}
+    if part.exists() and (found := load_part(part, IndexedTar)) and found.seen == seen:
+        return found
     cv2.setNumThreads(1)
-    with lost_if_unreadable(job.path):
-        columns, skipped, unlabelled, has_labels, unread, sha256 = _scan(job, path)
-    shard = Shard(job.name, job.split, len(columns["key"]), num_bytes, sha256)
-    about = asdict(_IndexPartMetadata(seen, shard, skipped, unlabelled, has_labels, unread))
-    write_part(part, pa.Table.from_pydict(columns, ROWS), json.dumps(about))
-    return _IndexedTar(shard, skipped, len(unlabelled), has_labels, unread)
-
-
-def _scan(
-    job: IndexJob, path: AnyPath
-) -> tuple[
-    dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[int, str, str, str]], bool, dict[str, int], str
-]:
-    """Returns (columns of the manifest, bad samples, samples without labels, whether any has labels, `left_out`, hex sha256 of the tar).
-
-    Reads the tar once.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in ROWS.names}
-    skipped, unlabelled, has_labels, unread = [], [], False, Counter[str]()
+    rows, skipped, has_labels, unread = [], [], False, Counter[str]()
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
-    digest = hashlib.sha256()
-    with fetched(path) as file:
-        hashed = 0
+    with lost_if_unreadable(job.path), fetched(path) as file:
         for sample in complete_samples(file, path):
             has_labels = has_labels or sample.has_label_file
-            where = (printable(sample.key), printable(f"{job.name}: {sample.name}"))
             try:
                 if sample.fault and not sample.is_unlabelled:
                     raise ValueError(sample.fault)
                 refuse_large(sample.size)
-                _hash(file, hashed, sample.offset, digest)
+                file.seek(sample.offset)
                 data = file.read(sample.size)
-                digest.update(data)
-                hashed = sample.offset + sample.size
                 header = inspect(data, job.whole, job.pixels)
                 if not job.whole:
                     check_end(data, header.ext)
                 unread.update(left_out(header, job.pixels))
             except ValueError as error:
-                skipped.append((*where, str(error)))
+                skipped.append((printable(sample.key), printable(f"{job.name}: {sample.name}"), str(error)))
                 continue
-            if sample.is_unlabelled:
-                unlabelled.append((len(columns["key"]), *where, sample.fault))
             for label in sample.labels:
                 numbers.name(label, f"{path}: {sample.name}")
-            row = {
-                "key": sample.key,
-                "offset": sample.offset,
-                "size": sample.size,
-                "ext": header.ext,
-                "labels": sorted(set(sample.labels)),
-                "width": header.width,
-                "height": header.height,
-                "xxh128": content_hash(data),
-            }
-            for column, value in row.items():
-                columns[column].append(value)
-        _hash(file, hashed, os.fstat(file.fileno()).st_size, digest)
-    return columns, skipped, unlabelled, has_labels, dict(unread), digest.hexdigest()
+            labels = None if sample.is_unlabelled else sample.labels
+            place = (sample.key, sample.offset, sample.size, header.ext, labels)
+            rows.append((*place, header.width, header.height, content_hash(data)))
+        file.seek(0)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    shard = Shard(job.name, job.split, len(rows), num_bytes, sha256)
+    done = IndexedTar(seen, shard, skipped, has_labels, dict(unread))
+    write_part(part, as_rows(rows), json.dumps(asdict(done)))
+    return done
 
 
-def _hash(file: BinaryIO, start: int, end: int, digest: "hashlib._Hash") -> None:
-    """Update the digest with file[start:end]; leaves the file at `end`."""
-    file.seek(start)
-    while start < end and (part := file.read(min(_READ_BYTES, end - start))):
-        digest.update(part)
-        start += len(part)
-
-
-def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[_IndexedTar], bool]:
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[IndexedTar], bool]:
     """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are bad.
 
     If any has, a sample without labels is a bad one.
     """
-    results: dict[int, _IndexedTar] = {}
-    find, groups, num_grouped = group_finder(config.group_pattern) if config.group_pattern else None, set[str](), 0
+    results: dict[int, IndexedTar] = {}
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
-            if find:  # Now, so that a wrong pattern is not found out after hours.
-                found = find(_read_rows(to_path(jobs[number].part), with_unlabelled=False)["key"].to_pylist())
-                num_grouped += len(found)
-                groups.update(found if len(groups) < 2 else ())
             progress.add(done.shard.samples, done.shard.bytes)
-    refuse_one_group(config.group_pattern, groups, num_grouped)
     ordered = [results[number] for number in range(len(jobs))]
     is_labelled = any(done.has_labels for done in ordered)
     if is_labelled:
@@ -334,28 +267,27 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     return ordered, is_labelled
 
 
-def _without_unlabelled(done: _IndexedTar, job: IndexJob) -> _IndexedTar:
-    if not done.num_unlabelled:
-        return done
-    about = load_part(to_path(job.part), _IndexPartMetadata)
-    assert about is not None, "the part file was written or read by this job"
-    shard = replace(done.shard, samples=done.shard.samples - done.num_unlabelled)
-    return _IndexedTar(shard, [*done.skipped, *(sample[1:] for sample in about.unlabelled)], 0, True, done.left_out)
+def _without_unlabelled(done: IndexedTar, job: IndexJob) -> IndexedTar:
+    rows = read_rows(to_path(job.part))
+    bare = rows.filter(rows["labels"].is_null()).select(["key", "ext"]).to_pylist()
+    skipped = [(printable(row["key"]), printable(f"{job.name}: {row['key']}.{row['ext']}"), NO_LABEL) for row in bare]
+    shard = replace(done.shard, samples=done.shard.samples - len(bare))
+    return replace(done, shard=shard, skipped=[*done.skipped, *skipped])
 
 
-def _read_rows(part: AnyPath, with_unlabelled: bool) -> pa.Table:
+def _labelled_rows(part: AnyPath, is_labelled: bool) -> pa.Table:
+    """The rows of a part file for the manifest: those with labels, or all with empty ones."""
     rows = read_rows(part)
-    if with_unlabelled:
-        return rows
-    about = load_part(part, _IndexPartMetadata)
-    assert about is not None
-    return rows.take(np.delete(np.arange(len(rows)), np.array([row for row, *_ in about.unlabelled], np.int64)))
+    labels = rows["labels"]
+    if is_labelled:
+        return rows.filter(labels.is_valid())
+    return rows.set_column(ROWS.get_field_index("labels"), "labels", pc.fill_null(labels, pa.scalar([], labels.type)))
 
 
 def _finish(
     out: AnyPath,
     jobs: list[IndexJob],
-    results: list[_IndexedTar],
+    results: list[IndexedTar],
     names: list[str],
     source: AnyPath,
     is_labelled: bool,
@@ -365,22 +297,20 @@ def _finish(
     kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
     skipped = sorted(row for done in results for row in done.skipped)
     if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
-        raise UserError(
-            f"{source}: no tar of split {empty[0]!r} has an image that can be used"
-            + ", with labels (<key>.jpg and <key>.cls or <key>.json)" * is_labelled
-            + (f": {reasons(skipped)}." if skipped else ".")
-        )
+        raise UserError(f"{source}: no tar of split {empty[0]!r} has an image that can be used: {reasons(skipped)}.")
     if names and not is_labelled:
         raise UserError(
             f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). Leave "
             "them out."
         )
-    highest = max(_highest_label(part) for part, _ in kept)
-    classes = names or [str(number) for number in range(highest + 1)]
+    highest = (pc.max(pc.list_flatten(read_rows(part)["labels"])).as_py() for part, _ in kept)
+    classes = names or [str(number) for number in range(1 + max((n for n in highest if n is not None), default=-1))]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
-    tables = (_read_rows(part, not is_labelled) for part, _ in kept)
+    tables = (_labelled_rows(part, is_labelled) for part, _ in kept)
     if group_pattern:
         find = group_finder(group_pattern)
+        groups = [find(read_rows(part)["key"].to_pylist()) for part, _ in kept]
+        refuse_one_group(group_pattern, {group for of_tar in groups for group in of_tar}, sum(map(len, groups)))
         tables = (
             table.append_column("group", pa.array(find(table["key"].to_pylist()), pa.string())) for table in tables
         )
@@ -390,54 +320,26 @@ def _finish(
         unread.update(done.left_out)
     of_kept = [shard for _, shard in kept]
     dataset = write_dataset(out, of_kept, tables, classes, about, settings, pixels=pixels, left_out=unread)
-    groups = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
-    for line in (*describe_groups(groups), *describe_left_out(unread)):
+    of_splits = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
+    for line in (*describe_groups(of_splits), *describe_left_out(unread)):
         print(line)
-    if repeated := _num_repeated(kept, not is_labelled):
-        print(
-            f"note: {counted(repeated, 'sample')} with the key of an earlier sample: all are used, but a key alone does not "
-            "identify them (samples.py sample=...)"
-        )
     return dataset
 
 
-def _num_repeated(kept: list[tuple[AnyPath, Shard]], with_unlabelled: bool) -> int:
-    """Number of samples whose key occurred before in their split, by 8-byte hashes of keys."""
-    of_split: dict[str, list[np.ndarray]] = {}
-    for part, shard in kept:
-        keys = _read_rows(part, with_unlabelled)["key"].to_pylist()
-        of_split.setdefault(shard.split, []).append(np.fromiter(map(hash, keys), np.int64, len(keys)))
-    return sum(int((np.diff(np.sort(hashes)) == 0).sum()) for hashes in map(np.concatenate, of_split.values()))
-
-
-def _highest_label(part: AnyPath) -> int:
-    labels = pc.list_flatten(open_parquet(part).read(columns=["labels"])["labels"])
-    return pc.max(labels).as_py() if len(labels) else -1
-
-
-def _refuse_others(finished: Dataset, results: list[_IndexedTar]) -> None:
+def _refuse_others(finished: Dataset, results: list[IndexedTar]) -> None:
     """Raises UserError if the tars differ from those of the finished manifest."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
     known = {shard.name: shard for shard in finished.shards(verify=False)}
-    for name in sorted(found.keys() | known.keys()):
-        now, then = found.get(name), known.get(name)
-        if now == then:
-            continue
-        what, way_out = "has changed", "Put it back"
-        if then is None:
-            what, way_out = "is new", "Move it away"
-        elif now is None:
-            what = "is gone from source"
-        elif replace(now, split=then.split) == then:
-            what, way_out = f"moved from split {then.split!r} to {now.split!r}", "Give the same splits"
+    if others := sorted(name for name in found.keys() | known.keys() if found.get(name) != known.get(name)):
         raise UserError(
-            f"{finished.shard_path(name)} {what} since {finished.path / INFO} was written. {way_out}, or remove {INFO} and index again."
+            f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when {finished.path / INFO} was "
+            f"written. Put back what was there, or remove {INFO} and index again."
         )
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 
-def _print_done(dataset: Dataset, results: list[_IndexedTar], seconds: float, verified: bool) -> None:
+def _print_done(dataset: Dataset, results: list[IndexedTar], seconds: float, verified: bool) -> None:
     if verified:
         print(f"checked {counted(len(results), 'tar')}: nothing to do")
     empty = sum(not done.shard.samples for done in results)

@@ -30,20 +30,10 @@ from pipeline.settings.commands.data import ShardConfig
 _NUM_PROBED = 48
 # The share of images that must be alike: the others are bad images, or, if only their type differs, those with values that it does not hold.
 _MOST = 0.8
-# Names that are looked at for a hint.
-_MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
 # A file made for the shard, its extension, width and height, and `left_out` of its source.
 Encoded = tuple[bytes, str, int, int, set[str]]
-
-# How names of files say which channel of a sample they are.
-_CHANNEL_NAMES = (
-    r"(?i)(?P<sample>.*?)-ch(?P<channel>[0-9]+).*",
-    r"(?i)(?P<sample>.*)[_-](?:ch|c|b|band|channel)?_?(?P<channel>[0-9]+)",
-    r"(?P<sample>.*)[_-](?P<channel>[A-Za-z]+[0-9]*)",
-    r"(?i)(?P<sample>.*)/(?:[a-z]*_?)?(?P<channel>[A-Za-z0-9]+)",
-)
 
 
 @dataclass(frozen=True)
@@ -62,9 +52,7 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
-    images = list(_probed(listing, config.npz_array))
-    if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
-        print(channel_hint(listing), end="")
+    images = _probed(listing, config.npz_array)
     is_split = "page" in listing.table.column_names
     return pixels_of(images, config.channels, config.pages, config.nodata, listing.channels, is_split)
 
@@ -105,9 +93,7 @@ def pixels_of(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
             f"{next(iter(examples.values()))}."
         )
-    types = Counter[str]()
-    for kind, count in kinds.items():
-        types[kind.type] += count
+    types = Counter(kind.type for kind in kinds.elements())
     common, count = types.most_common(1)[0]
     if count < _MOST * types.total():
         common = np.result_type(*types).name  # It holds the values of all.
@@ -139,9 +125,7 @@ def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], p
                 "of them, the others are not used)."
             )
     channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
-    counts = Counter[int]()
-    for kind, count in kinds.items():
-        counts[channels_of[kind]] += count
+    counts = Counter(channels_of[kind] for kind in kinds.elements())
     num_channels, count = counts.most_common(1)[0]
     if count < _MOST * counts.total():
         raise UserError(
@@ -269,32 +253,6 @@ def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
     # Keys that occur twice have got an extension: a@0_tif and a@0_png.
     parts = (key.rpartition("@") for key in keys)
     return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]
-
-
-def channel_hint(listing: Listing) -> str:
-    """A line to print if names look like one file per channel, with the setting to paste; else ""."""
-    keys = listing.table["key"].to_pylist()
-    for text in _CHANNEL_NAMES:
-        pattern = re.compile(text)
-        found = [pattern.fullmatch(key) for key in keys[:_MOST_NAMES]]
-        files = {(match["sample"], match["channel"]) for match in found if match}
-        channels, of_samples = {channel for _, channel in files}, dict[str, list[str]]()
-        for sample, channel in sorted(files):
-            of_samples.setdefault(sample, []).append(channel)
-        # Plates may have channels of their own, and some files may be missing.
-        sets = Counter(map(tuple, of_samples.values()))
-        usual = sum(count for names, count in sets.items() if len(names) > 1 and count > 0.1 * len(of_samples))
-        if (
-            len(files) == len(found)
-            and 2 <= len(channels) <= 32
-            and usual > 0.9 * len(of_samples)
-            and len(of_samples) >= len(channels)
-        ):
-            return (
-                f"note: names look like one file per channel: if so, channel_pattern='{text}' makes {len(of_samples):,} samples of "
-                f"{len(channels)} channels ({', '.join(sorted(channels)[:8])}) of {counted(len(found), 'file')}\n"
-            )
-    return ""
 
 
 def split_pages(listing: Listing, config: ShardConfig) -> Listing:

@@ -14,7 +14,6 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
@@ -23,7 +22,6 @@ from data_tools.sharding.classes import apply_rules, odd_classes, readable_names
 from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
 from data_tools.sharding.holdout import (
     add_groups,
-    describe_classes_of_groups,
     describe_groups,
     groups_of,
     hash_keys,
@@ -33,7 +31,7 @@ from data_tools.sharding.holdout import (
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
 from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, write_shard
+from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, read_rows, write_shard
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, reasons
@@ -49,11 +47,10 @@ from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.manifest import INFO, ROWS, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
-from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import ShardConfig
 
@@ -122,10 +119,11 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
 def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
     started = time.monotonic()
     existing = _existing_record(out)
-    if _other_settings(config, existing) and not _has_shards(out):
+    if others := _other_settings(config, existing):
+        if _has_shards(out):
+            raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
         _forget(out)
         existing = None
-    _refuse_other_settings(out, config, existing)
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
@@ -133,10 +131,11 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
-        if existing and existing.source.sha256 != identity["source"]["sha256"] and not _has_shards(out):
+        if existing and existing.source.sha256 != identity["source"]["sha256"]:
+            if _has_shards(out):
+                _refuse_other_source(out, identity, existing, listing)
             _forget(out)
             existing = None
-        _refuse_other_source(out, identity, existing, listing)
         _refuse_other_names(out, names)
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
@@ -146,12 +145,14 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        of_groups = [*describe_groups(groups_of(split)), *describe_classes_of_groups(listing)]
-        for note in [*of_groups, *odd]:
+        for note in [*describe_groups(groups_of(split)), *odd]:
             print(note)
 
         pixels = source_pixels(listing, config)
-        _refuse_reductions(config, pixels)
+        if config.resize_short and not pixels.is_rgb8:
+            raise UserError(
+                f"resize_short = {config.resize_short} stores JPEGs, which cannot hold {pixels.describe()}. Leave it out."
+            )
         check_range(pixels, config.values)
         finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
@@ -194,14 +195,6 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         raise
     _print_done(dataset, results, listing, plan, time.monotonic() - started, verified=bool(known))
     return dataset
-
-
-def _refuse_reductions(config: ShardConfig, pixels: Pixels) -> None:
-    """Raise UserError for settings that would store 8-bit JPEGs in place of other images."""
-    if config.resize_short and not pixels.is_rgb8:
-        raise UserError(
-            f"resize_short = {config.resize_short} stores JPEGs, which cannot hold {pixels.describe()}. Leave it out."
-        )
 
 
 def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
@@ -265,20 +258,11 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     num_items = len(listing) + len(listing.skipped)
     budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
-        of = (
-            f"of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad"
-            if num_read
-            else "items of the source cannot be used"
-        )
-        allowed = f"more than the {budget:,} that max_bad_share = {config.max_bad_share} allows of {num_items:,}"
-        limit = f"but all {num_items:,} are needed" if listing.needs_all else allowed
-        # Rounded to one digit, one and a half times the share so far is never below it.
-        share = len(skipped) / (num_read + len(listing.skipped) if num_read else num_items)
-        example = min(1.0, float(f"{1.5 * share:.1g}"))
-        or_raise = "" if listing.needs_all else f" or raise max_bad_share (to {example:g}, say)"
+        way_out = "" if listing.needs_all else f" or raise max_bad_share (now {config.max_bad_share})"
         raise UserError(
-            f"{len(skipped):,} {of}, {limit}: {reasons(skipped)}. To go on, make them readable{or_raise}, and run again; if you remove "
-            "them, or their sizes change, choose another out=... too."
+            f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more than {budget:,} of {num_items:,}: "
+            f"{reasons(skipped)}. To go on, make them readable{way_out}, and run again; if you remove them, or their sizes change, choose another "
+            "out=... too."
         )
 
 
@@ -295,7 +279,7 @@ def _finish(
     """Merge the part files into the manifest."""
     kept = [done.shard for done in results if done.shard.samples]
     kept_names = {shard.name for shard in kept}
-    for part in (out / PARTS).glob("*.parquet"):
+    for part in (out / PARTS).glob("*.part"):
         if (name := f"{part.stem}.tar") not in kept_names:
             # An empty shard (all its images are bad), or one of an earlier run that is no longer needed: images that
             # could not be read then turned out to be copies.
@@ -328,10 +312,6 @@ def _finish(
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
     """Write a CSV file; without rows, remove it."""
     write_files(path.parent, {path.name: as_csv([header, *rows]) if rows else None})
-
-
-def read_rows(part: AnyPath) -> pa.Table:
-    return open_parquet(part).read().replace_schema_metadata(None).cast(ROWS)
 
 
 def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) -> Dataset:
@@ -395,17 +375,13 @@ def _existing_record(out: AnyPath) -> _DatasetRecord | None:
 
 def _has_shards(out: AnyPath) -> bool:
     """Whether a data set, finished or not, has a shard with images."""
-    if (out / INFO).exists():
-        return True
-    for tar in out.glob("*.tar"):
-        part = part_path(out, tar.name)
-        if not part.exists() or not (done := load_part(part, Done)) or done.shard.samples:
-            return True
-    return False
+    parts = [part_path(out, tar.name) for tar in out.glob("*.tar")]
+    known = (load_part(part, Done) if part.exists() else None for part in parts)
+    return (out / INFO).exists() or any(done is None or done.shard.samples for done in known)
 
 
 def _forget(out: AnyPath) -> None:
-    """Remove the record of a job that has made no shard with images: it need not be like the next one."""
+    """Removes the record of a job that has made no shard with images: it need not be like the next one."""
     for path in [*out.glob("*.tar"), out / SOURCE_TABLE]:
         path.unlink(missing_ok=True)
     remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
@@ -446,21 +422,13 @@ def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> lis
     return others
 
 
-def _refuse_other_settings(out: AnyPath, config: ShardConfig, existing: _DatasetRecord | None) -> None:
-    if others := _other_settings(config, existing):
-        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
-
-
-def _refuse_other_source(
-    out: AnyPath, identity: dict[str, Any], existing: _DatasetRecord | None, listing: Listing
-) -> None:
-    if existing and existing.source.sha256 != identity["source"]["sha256"]:
-        old, new = existing.source, identity["source"]
-        what = difference(out / SOURCE_TABLE, listing)
-        raise UserError(
-            f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']} has "
-            f"{new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the folder."
-        )
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _DatasetRecord, listing: Listing) -> None:
+    old, new = existing.source, identity["source"]
+    what = difference(out / SOURCE_TABLE, listing)
+    raise UserError(
+        f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']} has "
+        f"{new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the folder."
+    )
 
 
 def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
@@ -18,7 +19,6 @@ SOURCE_TABLE = "source.parquet"
 # Instead of the time of change of an image that has to be compared with its shard.
 COMPARE = -1
 _NAMED = 3
-_BATCH = 2**16
 
 
 def save(listing: Listing, path: AnyPath) -> None:
@@ -49,40 +49,30 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
 
 
 def difference(path: AnyPath, listing: Listing) -> str:
-    """Describes which samples came, went or changed since `save` wrote path; less precise if it cannot be read."""
-    try:
-        old = open_parquet(path).read(columns=["split", "key", "size"])
-    except (OSError, pa.ArrowInvalid):
-        return "with other names, sizes, classes or splits"
-    new = listing.table
-    old_ids = _ids(old["split"].cast(pa.string()), old["key"])
-    new_ids = _ids(
-        pa.chunked_array([pa.array(listing.splits).take(chunk) for chunk in new["split"].chunks]), new["key"]
-    )
-    _, in_old, in_new = np.intersect1d(old_ids, new_ids, return_indices=True)
-    is_changed = old["size"].to_numpy()[in_old] != new["size"].to_numpy()[in_new]
+    """Describes which samples came, went or changed in size since `save` wrote path."""
+    old, new = open_parquet(path).read(columns=["split", "key", "size"]), listing.table
+    of_split = pa.array(listing.splits).take(new["split"].combine_chunks())
+    was, now = _ids(old["split"].cast(pa.string()), old), _ids(of_split, new)
+    gone, came = (one.filter(pc.invert(pc.is_in(one, other))) for one, other in ((was, now), (now, was)))
     found = [
-        _named("came", new["key"], np.delete(np.arange(len(new_ids)), in_new)),
-        _named("went", old["key"], np.delete(np.arange(len(old_ids)), in_old)),
-        _named("changed in size", new["key"], np.sort(in_new[is_changed])),
+        few(f"{len(ids):,} {what}", len(ids), ids[:_NAMED].to_pylist())
+        for what, ids in (("came", came), ("went", gone))
     ]
-    return "; ".join(filter(None, found)) or (
-        "the same images, but in other classes or groups (where labels are numbers, label_names=FILE with the class names of the data set "
-        "that was made keeps its classes)"
+    return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"
+
+
+def _ids(split: pa.Array | pa.ChunkedArray, table: pa.Table) -> pa.ChunkedArray:
+    """As `train/cat/1 (1234 bytes)`, one for each sample."""
+    text = pa.large_string()
+    return pc.binary_join_element_wise(
+        split.cast(text),
+        pa.scalar("/", text),
+        table["key"].cast(text),
+        pa.scalar(" (", text),
+        table["size"].cast(text),
+        pa.scalar(" bytes)", text),
+        pa.scalar("", text),
     )
-
-
-def _ids(splits: pa.ChunkedArray, keys: pa.ChunkedArray) -> np.ndarray:
-    """(samples,) int64: hashes of (split, key), valid in this process only."""
-    parts = []
-    for start in range(0, len(keys), _BATCH):
-        pairs = zip(splits.slice(start, _BATCH).to_pylist(), keys.slice(start, _BATCH).to_pylist(), strict=True)
-        parts.append(np.fromiter(map(hash, pairs), np.int64))
-    return np.concatenate(parts)
-
-
-def _named(what: str, keys: pa.ChunkedArray, rows: np.ndarray) -> str:
-    return few(f"{len(rows):,} {what}", len(rows), keys.take(pa.array(rows[:_NAMED])).to_pylist())
 
 
 def few(what: str, count: int, keys: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The Ray task that writes one shard. Its output depends on the job alone, so it can be retried on any node."""
 
 import hashlib
+import io
 import json
 import os
 import tarfile
@@ -8,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import cv2
 import pyarrow as pa
@@ -27,31 +28,21 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
 from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
-from pipeline.data.storage.atomic import replacing
+from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
-from pipeline.data.storage.content import content_hash
-from pipeline.data.storage.parquet import open_parquet
-from pipeline.data.storage.retry import StorageError
+from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
 
-# Bytes per write (writing each part separately takes a sixth longer), bytes between starts of writeback, memory page size.
-_PIECE, _WRITEBACK, _PAGE = 2**19, 2**23, 2**12
-# Parts per write after which no further sample is added to it: the kernel accepts 1,024, and a sample and the end have five.
-_MAX_PARTS = 1000
+# Bytes between starts of writing to disk.
+_WRITEBACK = 2**23
 # Where the bytes of a sample are: columns of `Listing.rows`.
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
-_CHECKSUM = b"part_xxh128"
 # An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
 # not read of the source file (`decode.left_out`).
 _Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
-class _OfShard(Protocol):
-    @property
-    def shard(self) -> Shard: ...
-
-
-T = TypeVar("T", bound=_OfShard)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,10 +116,9 @@ def write_shard(job: ShardingJob) -> Done:
 
     with replacing(out / job.name) as file:
         tar = _Tar(file)
-        columns, skipped, filled, unread = _write_samples(tar, job)
+        table, skipped, filled, unread = _write_samples(tar, job)
         tar.finish()
-    shard = Shard(job.name, job.split, len(columns["key"]), tar.size, tar.sha256.hexdigest())
-    table = pa.Table.from_pydict(columns, ROWS)
+    shard = Shard(job.name, job.split, len(table), tar.size, tar.sha256.hexdigest())
     etag = _etag(out / job.name)
     about = json.dumps(
         {"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled, "left_out": unread}
@@ -139,122 +129,70 @@ def write_shard(job: ShardingJob) -> Done:
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
     """Path of a shard's part file: its rows (schema ROWS), with its Shard and skipped images in the metadata."""
-    return out / PARTS / shard_name.replace(".tar", ".parquet")
+    return out / PARTS / shard_name.replace(".tar", ".part")
 
 
 def write_part(path: AnyPath, table: pa.Table, about: str) -> None:
-    """Write a part file: rows (schema ROWS) and metadata (JSON), with a checksum. A restarted job reads it."""
-    metadata = {b"part": about.encode(), _CHECKSUM: _checksum(table, about.encode())}
+    """Write a part file: a checksum, and Parquet of rows (schema ROWS) with metadata (JSON). A restarted job reads it."""
+    content = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata({b"part": about.encode()}), content)
     with replacing(path) as file:
-        pq.write_table(table.replace_schema_metadata(metadata), file)
+        file.write(content_hash(content.getvalue()) + content.getvalue())
 
 
 def load_part(path: AnyPath, kind: type[T]) -> T | None:
-    """The metadata of a part file as `kind`; None if the file is damaged or of an earlier version. Raises StorageError."""
-    try:
-        table = open_parquet(path).read()
-        if table.schema.names != ROWS.names:
-            return None
-        metadata = table.schema.metadata or {}
-        if _checksum(table, metadata[b"part"]) != metadata[_CHECKSUM]:
-            return None
-        about: T = json_record.parse(metadata[b"part"], kind, str(path))
-    except StorageError:
-        raise  # The object store cannot be reached: the part file may be complete.
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # A disk error; Arrow's errors for damaged data have no errno.
+    """The metadata of a part file as `kind`; None if the file is damaged."""
+    data = read_bytes(path)
+    if content_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:
         return None
-    return about if about.shard.samples == len(table) else None
+    return json_record.parse(_rows(data).schema.metadata[b"part"], kind, str(path))
 
 
-def _checksum(table: pa.Table, about: bytes) -> bytes:
-    """Checksum of rows and metadata. (Parquet's own checksums cover pages, not the footer.)"""
-    with pa.BufferOutputStream() as content:
-        with pa.ipc.new_stream(content, ROWS) as stream:
-            if len(table):
-                stream.write_table(table.replace_schema_metadata(None).cast(ROWS).combine_chunks())
-        return content_hash(about + content.getvalue().to_pybytes())
+def read_rows(path: AnyPath) -> pa.Table:
+    """The rows of a part file."""
+    return _rows(read_bytes(path)).replace_schema_metadata(None)
 
 
-def _slow_header(name: str, size: int) -> bytes:
-    """The header of a tar member, without time and user, so that every run writes the same bytes."""
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o644
-    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-
-
-_EMPTY = _slow_header("", 0)
-# Checksum without name and size; the checksum field counts as spaces.
-_EMPTY_SUM = sum(_EMPTY[100:124] + _EMPTY[135:148] + b" " * 8 + _EMPTY[156:])
-
-
-def _header(name: str, size: int) -> bytes:
-    """Same as `_slow_header`, 20 times as fast: only name (bytes 0-99), size (124-135) and checksum (148-155) differ."""
-    encoded = name.encode("utf-8", "surrogateescape")
-    if len(encoded) > tarfile.LENGTH_NAME or size >= 8**11:
-        return _slow_header(name, size)
-    digits = b"%011o" % size
-    checksum = b"%06o\0" % (_EMPTY_SUM + sum(encoded) + sum(digits))
-    return b"".join((encoded.ljust(100, b"\0"), _EMPTY[100:124], digits, _EMPTY[135:148], checksum, _EMPTY[155:]))
-
-
-def _padding(data: bytes) -> bytes:
-    return bytes(-len(data) % tarfile.BLOCKSIZE)
+def _rows(part: bytes) -> pa.Table:
+    return pq.read_table(io.BytesIO(part[HASH_BYTES:]))
 
 
 class _Tar:
-    """Writes the same bytes as `tarfile`, faster, and computes their sha256. size: bytes so far."""
+    """Writes a tar as `tarfile` does, without times and users, and computes its sha256. size: bytes so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
-        self._piece: list[bytes] = []
-        self._written = self._started = 0
+        self._started = 0
 
-    def add(self, name: str, data: bytes, label_name: str = "", label: bytes = b"") -> int:
-        """Append an image and, if label_name is not empty, its label. Returns the offset of the image's bytes."""
-        self._append(_header(name, len(data)))
+    def add(self, name: str, data: bytes) -> int:
+        """Append a file. Returns the offset of its bytes."""
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(data), 0o644
+        self._write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
         begin = self.size
-        self._append(data)
-        of_label = _header(label_name, len(label)) + label + _padding(label) if label_name else b""
-        self._append(_padding(data) + of_label)
-        if self.size - self._written >= _PIECE or len(self._piece) >= _MAX_PARTS:
-            self._write()
-        if self._written - self._started >= _WRITEBACK:
-            self._start_writeback()
+        self._write(data)
+        self._write(bytes(-len(data) % tarfile.BLOCKSIZE))
+        if self.size - self._started >= _WRITEBACK:
+            # Start writing to disk, or the final fsync waits for the whole shard.
+            self.file.flush()
+            os.posix_fadvise(self.file.fileno(), self._started, self.size - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = self.size
         return begin
 
     def finish(self) -> None:
-        self._append(bytes(2 * tarfile.BLOCKSIZE))
-        self._append(bytes(-self.size % tarfile.RECORDSIZE))
-        self._write()
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+        self._write(bytes(-self.size % tarfile.RECORDSIZE))
 
-    def _append(self, part: bytes) -> None:
-        self._piece.append(part)
+    def _write(self, part: bytes) -> None:
+        self.file.write(part)
+        self.sha256.update(part)
         self.size += len(part)
-
-    def _write(self) -> None:
-        # Without joining the parts, which would copy every image once more.
-        written = os.writev(self.file.fileno(), self._piece)
-        if written < self.size - self._written:
-            # For example, the disk is full: this writes the rest or raises the error.
-            self.file.write(b"".join(self._piece)[written:])
-            self.file.flush()
-        for part in self._piece:
-            self.sha256.update(part)
-        self._piece, self._written = [], self.size
-
-    def _start_writeback(self) -> None:
-        """Start writing to disk, or the final fsync waits for the whole shard. (Pages not yet on disk stay cached.)"""
-        end = self._written // _PAGE * _PAGE
-        os.posix_fadvise(self.file.fileno(), self._started, end - self._started, os.POSIX_FADV_DONTNEED)
-        self._started = end
 
 
 def _write_samples(
     tar: _Tar, job: ShardingJob
-) -> tuple[dict[str, list[Any]], list[tuple[str, str, str]], list[tuple[str, str]], dict[str, int]]:
-    """Returns (columns of ROWS, skipped, filled, left_out); see `Done`."""
+) -> tuple[pa.Table, list[tuple[str, str, str]], list[tuple[str, str]], dict[str, int]]:
+    """Returns (rows, skipped, filled, left_out); see `Done`."""
     rows: list[tuple[Any, ...]] = []
     skipped, filled, unread = [], [], Counter[str]()
     with Reader() as reader:
@@ -267,15 +205,18 @@ def _write_samples(
             if is_filled:
                 filled.append((key, name))
             unread.update(unread_of_image)
-            if not job.has_labels:
-                begin = tar.add(f"{key}.{ext}", data)
-            elif len(labels) == 1:
-                begin = tar.add(f"{key}.{ext}", data, f"{key}.cls", str(labels[0]).encode())
-            else:
-                begin = tar.add(f"{key}.{ext}", data, f"{key}.json", json.dumps({"labels": labels}).encode())
+            begin = tar.add(f"{key}.{ext}", data)
+            if job.has_labels and len(labels) == 1:
+                tar.add(f"{key}.cls", str(labels[0]).encode())
+            elif job.has_labels:
+                tar.add(f"{key}.json", json.dumps({"labels": labels}).encode())
             rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
-    columns = zip(*rows, strict=True) if rows else ([] for _ in ROWS.names)
-    return dict(zip(ROWS.names, map(list, columns), strict=True)), skipped, filled, dict(unread)
+    return as_rows(rows), skipped, filled, dict(unread)
+
+
+def as_rows(rows: list[tuple[Any, ...]]) -> pa.Table:
+    """A table (schema ROWS) of tuples in its column order."""
+    return pa.Table.from_pylist([dict(zip(ROWS.names, row, strict=True)) for row in rows], ROWS)
 
 
 def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:

@@ -5,7 +5,6 @@ or as a tar. layouts/ holds one file for each layout; detect.py chooses one for 
 progress.py; used by the other folders of data_tools.
 """
 
-import shlex
 import tarfile
 from dataclasses import replace
 
@@ -59,20 +58,6 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             detected.check()  # Held-out images go to 'val', which the layout may have itself.
             refuse_without_effect(detected, f"source = {source} has layout = {name}: ")
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
-            collector.advice = _list_advice(source, config)
             collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
         return collector.finish()
-
-
-def _list_advice(source: AnyPath, config: ShardConfig) -> str:
-    """Tells how to shard images without class folders."""
-    parts = [f"splits.{split}={part}" for split, part in config.splits.items() if config.splits != _ONE_SPLIT]
-    bare = shlex.join(["layout=images", f"source={source}", f"out={config.out}", *parts])
-    folder = source if source.is_dir() else source.parent
-    words = ["layout=list", f"source={folder / 'labels.csv'}", f"out={config.out}"]
-    unpacked = "" if source.is_dir() else f"unpack it into {folder}, "
-    return (
-        f"For images without labels, run: python launch/shard.py {bare} . For labels, {unpacked}write {folder / 'labels.csv'} with a first line path,label and a line "
-        f"for each image (1.jpg,cat), and run: python launch/shard.py {shlex.join(words)} . "
-    )

@@ -1,11 +1,10 @@
 """Class names of sources whose labels are numbers."""
 
-import itertools
 from collections import Counter
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
+from pipeline.base.json_record import quoted, shortened
 from pipeline.process.installed import shipped
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
@@ -23,13 +22,9 @@ class ClassNumbers:
         """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of range."""
         limit = len(self._names) or _MOST_CLASSES
         if not 0 <= label < limit:
-            known = (
-                f"the number of class names is {limit:,}"
-                if self._names
-                else "class names are not known (label_names=FILE)"
+            raise UserError(
+                f"{where}: label {quoted(label)} is out of range: labels begin at 0, and there are at most {limit:,} classes (label_names)."
             )
-            hint = " Images without a label (-1) belong in no split: leave them out." if label == -1 else ""
-            raise UserError(f"{where}: label {quoted(label)} is out of range, {known}; labels begin at 0.{hint}")
         self._highest = max(self._highest, label)
         return self._names[label] if self._names else str(label)
 
@@ -43,16 +38,11 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
 
     where, first: what names the classes of the two parts, for the error.
     """
-    if names == of_first:
-        return
-    pairs = enumerate(itertools.zip_longest(of_first, names))
-    number, (was, now) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    said = f"label {number} is {quoted(now)}, but {quoted(was)} in {first}"
-    if not names or not of_first:
-        said = f"no classes are named, but in {first}" if of_first else f"classes are named, but not in {first}"
-    raise UserError(
-        f"{where}: {said}. If both number the same classes, name these: label_names=FILE; else make each a data set of its own."
-    )
+    if names != of_first:
+        raise UserError(
+            f"{where}: its classes are {shortened(', '.join(names)) or 'not named'}, but {shortened(', '.join(of_first)) or 'not named'} in {first}. If "
+            "both number the same classes, name these: label_names=FILE; else make each a data set of its own."
+        )
 
 
 def read_lines(path: str, setting: str) -> list[str]:

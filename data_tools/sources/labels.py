@@ -1,7 +1,6 @@
 """Table columns of labels (names, numbers, or lists of either), and of groups (names or numbers)."""
 
 import re
-import shlex
 from collections import Counter
 from typing import Any
 
@@ -37,10 +36,8 @@ class LabelColumn:
     def check(self, field: pa.Field, where: str) -> None:
         """Raise UserError if the column of another file holds numbers where that of the first holds text, or the reverse."""
         if _are_numbers(field, where) != self._are_numbers:
-            kinds = ("text", "numbers")
             raise UserError(
-                f"{where}: column {field.name!r} holds {kinds[not self._are_numbers]}, but {kinds[self._are_numbers]} in "
-                f"{self._first}. Give all files the same type."
+                f"{where}: column {field.name!r} holds text in one of this file and {self._first}, and numbers in the other. Give all files the same type."
             )
 
     def names(self, value: Any, where: str) -> list[str]:
@@ -81,18 +78,11 @@ def label_column(there: list[str], config: ShardConfig, where: str, collector: C
     """
     column = config.label_column
     if column not in there and column == ShardConfig.label_column and not config.label_names:
-        near = [name for name in there if name.strip().lower() in (column, f"{column}s")]
-        if near and before is None:
-            raise UserError(
-                f"{where} has no column {column!r}, but {near[0]!r}. If it holds the labels: label_column={shlex.quote(near[0])} ; for "
-                "images without labels: label_column= ."
-            )
         column = ""
-        others = shortened(", ".join(name for name in there if name not in (config.path_column, config.image_column)))
-        way_out = f" If another column holds labels, name it: label_column=NAME (there: {others})." if others else ""
         if before is None:
             collector.notes.append(
-                f"{where} has no column {config.label_column!r}: its images have no labels.{way_out}"
+                f"{where} has no column {config.label_column!r}: its images have no labels. If another column holds labels, name it: "
+                f"label_column=NAME (there: {shortened(', '.join(there))})"
             )
     if before is not None and bool(before) != bool(column):
         raise UserError(
@@ -136,7 +126,10 @@ def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -
     """Raises UserError for a column that is missing or there twice. wanted: (setting, name of the column, or "" for none)."""
     for setting, column in wanted:
         if column and column not in there:
-            raise UserError(f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}.")
+            raise UserError(
+                f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}. The first line of a CSV names its columns, with commas "
+                "between, in a .tsv tabs."
+            )
         if (count := there.count(column)) > 1:
             raise UserError(f"{where} has {count} columns {column!r} ({setting}). Rename all but one.")
 
@@ -148,13 +141,8 @@ def _are_numbers(field: pa.Field, where: str) -> bool:
         kind = kind.value_type
     kind = value_type(kind)
     if not (types.is_integer(kind) or is_text(kind)):
-        way_out = " For images without labels: label_column= ." if types.is_null(kind) else ""
-        if types.is_floating(kind):  # A column of whole numbers of which some are missing.
-            way_out = (
-                f" If pandas wrote whole numbers so: table[{field.name!r}] = table[{field.name!r}].astype('Int64')."
-            )
         raise UserError(
-            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers or lists "
-            f"of them.{way_out}"
+            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers (of pandas, as type Int64) or "
+            "lists of them. For images without labels: label_column= ."
         )
     return types.is_integer(kind)

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
-from data_tools.sources.ignored import NAMED, Few, is_hidden, other_layout
+from data_tools.sources.ignored import NAMED, Few, is_hidden
 from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
@@ -46,8 +45,10 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
-# Names at the top of a source that an error names.
-_MAX_TOPS = 8
+_ADVICE = (
+    "For images without labels: layout=images. For labels in a table: layout=list source=labels.csv, with a first line path,label and a line "
+    "for each image."
+)
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 
@@ -135,14 +136,9 @@ class Listing:
 
     def _paths(self, table: pa.Table) -> list[str]:
         return [
-            self._file(name) if container < 0 else self.containers[container]
+            str(locate(self.root, name)) if container < 0 else self.containers[container]
             for name, container in zip(table["name"].to_pylist(), table["container"].to_pylist(), strict=True)
         ]
-
-    def _file(self, name: str) -> str:
-        """Same as `locate`; ten times as fast for ordinary names."""
-        is_plain = isinstance(self.root, Path) and "://" not in name and not name.startswith("/")
-        return f"{self.root}/{name}" if is_plain else str(locate(self.root, name))
 
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
@@ -174,7 +170,7 @@ class Collector:
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes. inside: put before
     each name of a file.
-    advice: what to do about a source without class folders, for errors. progress: closed by `finish`.
+    progress: closed by `finish`.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
 
@@ -190,7 +186,6 @@ class Collector:
     rename: Callable[[str], str] | None = None
     class_names: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
-    advice: str = ""
     is_labelled: bool = True
     archives: dict[str, str] | None = None
     inside: str = ""
@@ -199,16 +194,11 @@ class Collector:
     _mtimes: list[int] = field(default_factory=list)  # Of the containers.
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
-    # Class numbers of all samples of _rows, concatenated, and the end of each sample's.
-    _labels: list[int] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=lambda: [0])
     _classes: dict[str, int] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (split, class folder) -> number of images.
-    _tops: dict[str, None] = field(default_factory=dict)
     _no_images: Few = field(default_factory=Few)
     _hidden: Few = field(default_factory=Few)
     _outside: Few = field(default_factory=Few)
-    _absolute: Few = field(default_factory=Few)
     _flat: set[tuple[str, str]] = field(
         default_factory=set
     )  # (split, class folder) with an image that is in no folder of it.
@@ -229,7 +219,6 @@ class Collector:
         """Report a folder. `finish` raises if it is a class folder without images."""
         name = _clean(name)
         if name and not is_hidden(name):
-            self._note_top(name)
             split, inner = self.place(name)
             is_class = split is not None and inner and "/" not in inner and not self._holds_split(name)
             if is_class and self.rename is None:
@@ -255,7 +244,6 @@ class Collector:
             if name not in self.read:
                 self._no_images.add(f"{name} ({fault})" if fault else name)
             return
-        self._note_top(name)
         if self.rename is not None:
             try:
                 stem = self.rename(name).rpartition(".")[0]
@@ -303,35 +291,21 @@ class Collector:
             self.skip(name, NOT_UTF8)
             return
         # In webdataset a key ends at the first dot of the file name. (This also excludes "..".)
-        key = key.replace(".", "_")
-        if key.startswith("/"):
-            self._absolute.add(key)
-            key = key.lstrip("/")
+        key = key.replace(".", "_").lstrip("/")
         if not key or "\0" in key:
             self.skip(name, "its name has a NUL character" if key else "it has no name but an extension")
             return
-        for class_name in classes:
-            self._labels.append(self._classes.setdefault(class_name, len(self._classes)))
-        self._ends.append(len(self._labels))
+        labels = [self._classes.setdefault(class_name, len(self._classes)) for class_name in classes]
         if container >= 0:
             mtime = self._mtimes[container]
-        self._rows.append((self._numbers[split], key, name, container, offset, size, packed, group, mtime))
+        self._rows.append((self._numbers[split], key, labels, name, container, offset, size, packed, group, mtime))
         if len(self._rows) == _BATCH:
             self._flush()
 
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
-        for reported in (
-            self._parts,
-            self._rows,
-            self._labels,
-            self.containers,
-            self._mtimes,
-            self.prefixes,
-            self.skipped,
-        ):
+        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.prefixes, self.skipped):
             reported.clear()
-        self._ends, self._absolute = [0], Few()
 
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
@@ -385,19 +359,15 @@ class Collector:
         self._check_keys(table)
         notes += self._ignored()
         if self._outside.count:
-            are_most = "" in self.splits.values() and self._outside.count > len(table)
-            hint = "; layout=images reads them without labels" * (self.is_labelled and are_most)
             notes.append(
-                f"ignored {self._outside.counted('image')} outside the {'class ' * self.is_labelled}folders of splits = "
-                f"{self.splits}: {self._outside}{hint}"
+                f"ignored {self._outside.counted('image')} outside the folders of splits = {self.splits}: {self._outside}"
             )
-        if self._absolute.count:
-            notes.append(f"removed the leading / of {self._absolute.counted('key')}: {self._absolute}")
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         if self.by_folders and self.is_labelled and len(classes) == 1:
-            hint = other_layout(self._no_images) or " (Without labels: layout=images.)"
-            notes.append(f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in.{hint}")
+            notes.append(
+                f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels: layout=images)"
+            )
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare and self.is_labelled:
             notes.append(f"{counted(num_bare, 'image')} without any label")
@@ -405,14 +375,10 @@ class Collector:
 
     def _flush(self) -> None:
         if self._rows:
-            fields = [field for field in TABLE if field.name != "labels"]
-            values = zip(*self._rows, strict=True)
-            columns = [pa.array(column, field.type) for column, field in zip(values, fields, strict=True)]
-            labels = pa.ListArray.from_arrays(pa.array(self._ends, pa.int32()), pa.array(self._labels, pa.int32()))
-            columns.insert(TABLE.get_field_index("labels"), labels)
+            columns = [pa.array(*pair) for pair in zip(zip(*self._rows, strict=True), TABLE.types, strict=True)]
             self._parts.append(pa.RecordBatch.from_arrays(columns, schema=TABLE))
-            self.progress.add(len(self._rows), pc.sum(columns[TABLE.get_field_index("size")]).as_py())
-            self._rows, self._labels, self._ends = [], [], [0]
+            self.progress.add(len(self._rows), pc.sum(self._parts[-1]["size"]).as_py())
+            self._rows = []
 
     def place(self, name: str) -> tuple[str | None, str]:
         """Returns (split of a name, the name relative to that split's folder)."""
@@ -423,32 +389,25 @@ class Collector:
                 return split, name[len(folder) + 1 :]
         return None, name
 
-    def _note_top(self, name: str) -> None:
-        """Remember the first few names at the top of the source, for errors: a folder may hold millions of images."""
-        if len(self._tops) < _MAX_TOPS:
-            self._tops.setdefault(name.split("/")[0])
-
     def _holds_split(self, name: str) -> bool:
         return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
-        tops = ", ".join(map(printable, self._tops)) or "neither folders nor images"
         for split, folder in self.splits.items():
             counts = {name: count for (of, name), count in self._counts.items() if of == split}
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
             if not any(counts.values()):
                 raise UserError(
                     f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in "
-                    f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {self.advice}At the "
-                    f"top of source: {tops}.{''.join(f' Also {note}.' for note in self._ignored())}{other_layout(self._no_images)}"
+                    f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE} "
+                    f"{'; '.join(self._ignored())}"
                 )
             like = sorted(name for name in counts if name.lower() in LIKE_SPLITS)
             # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but folders.
             if len(like) == len(counts) or len({(split, name) for name in like} - self._flat) > 1:
                 say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in like)
                 raise UserError(
-                    f"{where}: {'the' if len(like) == len(counts) else 'some'} class folders are called {', '.join(like)}, like splits. "
-                    f"If they are, say so: {' '.join(say)}"
+                    f"{where}: class folders are called {', '.join(like)}, like splits. If they are, say so: {' '.join(say)}"
                 )
             # Left out, it would shift the numbers of the classes after it once it is filled; as a class, it would have no image.
             if empty := [printable(name) for name, count in sorted(counts.items()) if not count]:
@@ -460,7 +419,7 @@ class Collector:
                 only = next(iter(counts))
                 raise UserError(
                     f"{where} holds the one folder {only!r}, which holds folders. If those are the classes, say so: "
-                    f"splits.{split}={_clean(f'{folder}/{only}')} . {self.advice}".rstrip()
+                    f"splits.{split}={_clean(f'{folder}/{only}')} . {_ADVICE}"
                 )
 
     def _ignored(self) -> list[str]:
@@ -475,14 +434,9 @@ class Collector:
         keys, twice = table["key"], repeated(table)
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
-            more = f" ({counted(len(twice), 'such key')})" if len(twice) > 1 else ""
-            own = "class/name" if self.by_folders and self.is_labelled else "path"
-            are = "tar/name up to its first dot" if self.prefixes else f"{own} without the extension"
-            what = f"{first} is in it twice" if first == second else f"{first} and {second} have the same key"
-            by_images = ", or use layout=images, which reads files that differ in the extension alone" * self.by_folders
-            key = keys[int(twice[0])].as_py()
             raise UserError(
-                f"{self.source}: {what}, {key!r}{more}. Keys are {are}, dots become _. Rename or remove one{by_images}."
+                f"{self.source}: {first} and {second} have the same key, {keys[int(twice[0])].as_py()!r} ({counted(len(twice), 'such key')}). A key "
+                "is the name without the extension, in tars of samples up to its first dot, and dots become _. Rename or remove one."
             )
 
 
@@ -493,7 +447,4 @@ def reasons(skipped: list[Skipped]) -> str:
 
 
 def _clean(name: str) -> str:
-    # Fast path: almost no name has an empty part or a part ".".
-    if not ("//" in name or "./" in name or "/." in name or name.startswith("/") or name.endswith("/") or name == "."):
-        return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))

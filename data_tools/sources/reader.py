@@ -43,7 +43,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._path = ""
-        self._file: _LocalFile | BinaryIO | None = None
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> "Reader":
         return self
@@ -61,7 +61,7 @@ class Reader:
         if path != self._path:
             self.__exit__()
             self._path, self._file = "", None
-            self._file = to_path(path).open("rb", buffering=0) if "://" in path else _LocalFile(path)
+            self._file = to_path(path).open("rb", buffering=0)
             self._path = path
         assert self._file is not None
         is_packed = packed > 0 and size > 0
@@ -111,27 +111,12 @@ def lost_if_unreadable(path: str) -> Iterator[None]:
         raise
 
 
-class _LocalFile:
-    """A local file, read by file descriptor: Path and file objects would double the cost of a small read."""
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        return os.pread(self._file, size, offset)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _exactly(file: _LocalFile | BinaryIO, offset: int, size: int) -> bytes:
-    if isinstance(file, _LocalFile):
-        return file.read_at(offset, size)
+def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
     file.seek(offset)
     return file.read(size)
 
 
-def _zip_member(file: _LocalFile | BinaryIO, offset: int, packed: int, size: int) -> bytes:
+def _zip_member(file: BinaryIO, offset: int, packed: int, size: int) -> bytes:
     """The zip member whose local header is at `offset`; its bytes follow a name and an extra field of variable length.
 
     Its CRC-32 is compared: JPEG decoders go on after damaged bytes, and inflate notices few of them.

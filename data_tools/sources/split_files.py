@@ -1,8 +1,5 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
-import re
-from collections.abc import Iterator
-
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.tables import INFO
@@ -21,8 +18,6 @@ LIKE_SPLITS = {
 }
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 _BEGINNINGS = ("train", "val", "test", "dev")
-# Of shards: what is before its number, the number, perhaps that of all shards, the suffix.
-_NUMBERED = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?(\.\w+)")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"
 
@@ -32,86 +27,46 @@ def split_files(
 ) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets warnings about files of these splits
-    that are left out (compressed tars, and *.TAR) or missing. Raises UserError for a split without files, when one split would take files that look
-    like several splits, and for an unfinished data set.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about compressed tars of these
+    splits, which are left out. Raises UserError for a split without files, when one split would take files that look like several splits, and
+    for an unfinished data set.
     """
-    packed, named_otherwise = list[str](), list[str]()
     if source.is_file():
-        paths = {source.name: source}
-        _refuse_packed(source, [source.name])
+        found = {source.name: source}
         refuse_unfinished(source.parent)
     else:
         found = {name: path for path, *_ in walk_files(source) if (name := name_inside(path, source))}
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
-        paths = {name: path for name, path in found.items() if path.name.endswith(suffix) and path.name[0] != "."}
-        others = sorted(name for name in found.keys() - paths.keys() if found[name].name[0] != ".")
-        if suffix == ".tar" and not paths:
-            _refuse_packed(source, others)
-        others = [name for name in others if name.startswith(tuple(splits.values()))]
-        packed = [name for name in others if suffix == ".tar" and _is_packed(name)]
-        named_otherwise = [name for name in others if name.lower().endswith(suffix)]
-        for names, what, way_out in (
-            (packed, "compressed tar", "unpack each to a .tar (gzip -d, ...)"),
-            (named_otherwise, "file", f"rename each to *{suffix}"),
-        ):
-            if names:
-                some = f"{counted(len(names), what)} of {source} left out, such as {printable(names[0])}"
-                notes.append(f"warning: {some}. To use them, {way_out}")
+        found = {name: path for name, path in found.items() if path.name[0] != "."}
+    paths = {name: path for name, path in found.items() if source.is_file() or name.endswith(suffix)}
+    packed = sorted(name for name in found if name.lower().endswith(_PACKED)) if suffix == ".tar" else []
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
-    for name in sorted(paths):
+    for name in sorted(paths.keys() - set(packed)):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
         if fitting:
             split = max(fitting, key=lambda split: len(splits[split]))
             files[split].append((split, name, paths[name]))
-    some = ", ".join(sorted(paths)[:5]) or "none"
-    some += "".join(f". Rename each like {printable(name)} to *{suffix}" for name in named_otherwise[:1])
     for split, of_split in files.items():
-        if not of_split:
-            _refuse_packed(source, [name for name in packed if name.startswith(splits[split])])
+        of_packed = [name for name in packed if name.startswith(splits[split])]
+        if of_packed and of_split:
+            notes.append(
+                f"warning: {counted(len(of_packed), 'compressed tar')} of {source} left out, such as {printable(of_packed[0])}. To use them, unpack each "
+                "to a .tar (gzip -d, ...)"
+            )
+        elif of_packed:
             raise UserError(
-                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {some}."
+                f"{source}: {of_packed[0]} is compressed, and only plain tars have places from which one image can be read. Unpack it "
+                "(gzip -d, ...) to a .tar."
+            )
+        elif not of_split:
+            raise UserError(
+                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {', '.join(sorted(paths)[:5])}."
             )
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
-    found_files = [file for of_split in files.values() for file in of_split]
-    notes += _gaps([name for _, name, _ in found_files])
-    return found_files
-
-
-def _gaps(names: list[str]) -> Iterator[str]:
-    """Warnings of numbers that are missing among those of the shards, if fewer are missing than there."""
-    of_series: dict[tuple[str, str, int], set[int]] = {}
-    for name in names:
-        if found := _NUMBERED.fullmatch(name):
-            before, number, total, suffix = found.groups()
-            of_series.setdefault((before, f"-of-{total}{suffix}" if total else suffix, int(total or 0)), set()).add(
-                int(number)
-            )
-    for (before, after, total), numbers in of_series.items():
-        first, last = min(numbers), max(numbers)
-        if total and last <= total:  # Numbered from 0, or from 1.
-            first, last = last // total, last // total + total - 1
-        count = last + 1 - first - len(numbers)
-        if 0 < count < len(numbers):
-            missing = sorted(set(range(first, last + 1)) - numbers)
-            some = ", ".join(map(str, missing[:5])) + ", ..." * (count > 5)
-            yield f"warning: {counted(count, 'number')} missing in {printable(before)}*{after}, {first} to {last}: {some}. Is the source complete?"
-
-
-def _is_packed(name: str) -> bool:
-    return name.lower().endswith(_PACKED)
-
-
-def _refuse_packed(source: AnyPath, names: list[str]) -> None:
-    """Raises UserError for compressed files: samples are read at their places in a plain tar."""
-    if packed := sorted(filter(_is_packed, names)):
-        raise UserError(
-            f"{source}: {packed[0]} is compressed, and only plain tars have places from which one image can be read. Unpack it (gzip -d, "
-            "...) to a .tar."
-        )
+    return [file for of_split in files.values() for file in of_split]
 
 
 def refuse_unfinished(folder: AnyPath) -> None:

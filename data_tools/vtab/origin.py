@@ -55,10 +55,8 @@ def given(config: VtabPrepareConfig) -> dict[str, str]:
     for name, value in found.items():
         folder = resolve(name, value)
         if not folder.is_dir():
-            what = "is a file" if folder.exists() else "no such folder"
-            where = "" if str(folder) == value else f" (that is {folder})"
             raise UserError(
-                f"{name} = {value}: {what}{where}. Give the folder that has one for each data set: {name}=..."
+                f"{name} = {value}: {folder} is no folder. Give the one that has one for each data set: {name}=..."
             )
     return found
 

@@ -45,20 +45,16 @@ def run(config: VtabPrepareConfig) -> None:
     ready, missing, failed = [], {}, {}
     for task in tasks:
         try:
-            origin = find_origin(task, config)
-        except MissingError as error:
-            # The original files are large and may have been deleted.
             try:
+                origin = find_origin(task, config)
+            except MissingError as error:
+                # The original files are large and may have been deleted.
                 if _is_made(task, _folder(task, config)):
                     ready.append(f"{task.name} (made before)")
                 else:
                     missing[task.name] = str(error)
-            except UserError as damage:
-                failed[task.name] = str(damage)
-                print(f"failed: {task.name}: {damage}", file=sys.stderr, flush=True)
-            continue
-        print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
-        try:
+                continue
+            print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
             _make(task, origin, config)
             ready.append(task.name)
         except UserError as error:

@@ -3,10 +3,10 @@
 Images are not read; `launch/verify.py` compares the shards with the manifest.
 """
 
-import errno
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,15 +19,11 @@ from data_tools.vtab.readers.files import MissingError
 from data_tools.vtab.recorded import changes, differences, read_about
 from data_tools.vtab.split import choose, shard_key
 from pipeline.base.errors import UserError
-from pipeline.base.locks import only_writer
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
-from pipeline.data.storage.bucket import remove_tree
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import VtabPrepareConfig
 from pipeline.transfer.vtab_tasks import Task
-
-_STAGING = ".prove"
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
@@ -138,19 +134,11 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
         origin = find_origin(task, replace(config, **of_others))
     except MissingError:
         return f"; keys and labels not read again (made from {about['from']}, which is not given or lacks it)"
-    staging = dataset.path / _STAGING
-    with ExitStack() as stack:
-        with suppress(OSError):  # A read-only data set: see below.
-            stack.enter_context(only_writer(staging))
-        stack.callback(remove_tree, staging)
+    with tempfile.TemporaryDirectory() as staging:  # For what has to be unpacked.
         try:
-            original = read_original(task, origin, staging, about["published"])
+            original = read_original(task, origin, Path(staging), about["published"])
         except UserError as error:
             problems.append(str(error))
             return ""
-        except OSError as error:  # Of a read-only data set, nothing can be unpacked beside it.
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
-                raise
-            return f"; keys and labels not read again ({error.filename}: {error.strerror})"
     problems += changes(by_pool(key_table(original.pools)), by_pool(read_keys(dataset.path / KEYS_FILE)))
     return f"; keys and labels read again from {origin.folder}"

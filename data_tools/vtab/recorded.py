@@ -4,12 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
-
 from data_tools.sources.listing import Listing
-from data_tools.vtab.keys import KEYS_FILE, by_pool, digest, read_keys
+from data_tools.vtab.keys import KEYS_FILE, digest
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import AnyPath
 
@@ -32,47 +29,13 @@ def read_about(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def as_recorded(listing: Listing, out: AnyPath) -> Listing:
-    """Returns the listing with the keys in the order of the finished data set in out, if that has the same samples.
+    """Returns the listing without its table of keys if the finished data set in out has another: dataset.json has the digest of that one.
 
-    Another origin of the same samples lists the keys in another order, and dataset.json has the digest of the first one's table.
-    Raises UserError if keys or labels of samples that are in no split differ.
+    Another origin of the same samples lists the keys in another order. (The sharding job refuses other samples.)
     """
     table = listing.extra_tables.get(KEYS_FILE)
-    if table is None or not (out / INFO).exists():
-        return listing
-    dataset = open_dataset(out)
-    about = read_about(dataset)
-    if about is None or "keys_sha256" not in about or dataset.info["source"].get("sha256") != listing.digest():
-        return listing  # The sharding job refuses other samples.
-    notes = []
-    if listing.about["vtab"]["published"] and not about["published"]:
-        notes.append(
-            f"{out} was made with published=false, which it keeps saying, and so do its scores. To change that, remove it, and run "
-            "again"
-        )
-    if about["keys_sha256"] != digest(table):
-        table = _recorded_keys(table, out, about, listing.source)
-        listing.about["vtab"]["keys_sha256"] = about["keys_sha256"]
-    return replace(listing, notes=[*listing.notes, *notes], extra_tables={**listing.extra_tables, KEYS_FILE: table})
-
-
-def _recorded_keys(table: pa.Table, out: AnyPath, about: dict[str, Any], source: AnyPath) -> pa.Table:
-    """Returns the content of keys.parquet in out. Raises UserError if it is damaged, or table has other rows."""
-    try:
-        recorded = read_keys(out / KEYS_FILE)
-    except (OSError, pa.ArrowException):
-        recorded = None
-    if recorded is None or digest(recorded) != about["keys_sha256"]:
-        raise UserError(
-            f"{out / KEYS_FILE} is missing or damaged, and {source} has other keys or another order of them. Give the "
-            f"{about['from']} that the data set was made of, or remove {out}, and run again."
-        )
-    if changed := [*changes(by_pool(table), by_pool(recorded))]:
-        raise UserError(
-            f"{out} was made of other keys or labels than {source} has now: {'; '.join(changed)}. Choose another out=..., or remove "
-            "the folder."
-        )
-    return recorded
+    about = read_about(open_dataset(out)) if table is not None and (out / INFO).exists() else None
+    return listing if about is None or digest(table) == about.get("keys_sha256") else replace(listing, extra_tables={})
 
 
 def changes(now: Mapping[str, tuple[list[str], Any]], kept: Mapping[str, tuple[list[str], Any]]) -> Iterator[str]:

@@ -49,19 +49,13 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
 def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mapping[str, Sequence[str]]) -> None:
     """Check that the parts lie inside their pools without overlap, and that keys are unique."""
     for pool, keys in pools.items():
-        if len(set(keys)) != len(keys):
+        inside = sorted((start, end) for other, start, end in parts.values() if other == pool)
+        limits = [*(start for start, _ in inside[1:]), len(keys)]
+        fit = all(start < end <= limit for (start, end), limit in zip(inside, limits, strict=False))
+        if len(set(keys)) != len(keys) or not fit:
             raise UserError(
-                f"{name}: of the {counted(len(keys), 'key')} of {pool!r} only {len(set(keys)):,} are different."
+                f"{name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of their own, are too few for its splits."
             )
-        inside = sorted((start, end, split) for split, (other, start, end) in parts.items() if other == pool)
-        for (_, end, split), (start, _, following) in zip(inside, [*inside[1:], (len(keys), 0, "end")], strict=True):
-            if end > start:
-                raise UserError(
-                    f"{name}: {counted(len(keys), 'sample')} of {pool!r} are too few, {split} would end at {end:,} and "
-                    f"{following} begin at {start:,}."
-                )
-        if any(start >= end for start, end, _ in inside):
-            raise UserError(f"{name}: {counted(len(keys), 'sample')} of {pool!r} leave none for a split.")
 
 
 def shard_key(pool: str, key: str) -> str:

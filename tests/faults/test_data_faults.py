@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from data_tools.check import verify
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import read_lists
-from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, Dataset, open_dataset, write_dataset
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.atomic import replacing
@@ -150,7 +149,6 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
     overwrite(copy.path / SHARD, offset + -(-size // 512) * 512 + 512, b"x")  # The label in the tar.
     report = check(copy.path)
     assert kinds(report) == {
-        "duplicate": 1,  # 140
         "member": 3,  # 7, 17, 140
         "properties": 1,
         "content": 3,
@@ -161,25 +159,6 @@ def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
     }
     # Of a key, a width or a member's name no training depends; of the other bytes and labels it does.
     assert listed(copy) == [("train", row) for row in (3, 5, 9, 11, 15, 21, 149)]
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_tar_that_is_listed_twice(split: str, copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
-    """The images of the second place are excluded, also where they were held out."""
-    shards, tables = copy.shards(), []
-    for number in range(len(shards)):
-        rows = pq.read_table(copy.path / SAMPLES_FILE, filters=[("shard", "=", number)])
-        tables.append(rows.select(ROWS.names).cast(ROWS).replace_schema_metadata(None))
-    place = 4 if split == "train" else 5
-    shards.insert(place, replace(shards[1], split=split))
-    tables.insert(place, tables[1])
-    again = write_dataset(copy.path, shards, tables, copy.classes, copy.info["source"], copy.info["settings"])
-    first = 150 if split == "train" else 37
-    report = check(copy.path)
-    assert report["kinds"]["listed again"]["count"] == report["unfit_samples"] == 40
-    assert f"{SHARD}: an earlier shard of train is the same tar" in capfd.readouterr().out
-    assert listed(again) == [(split, row) for row in range(first, first + 40)]
-    assert (len(again.split("train")), len(again.split("val"))) == (150, 37)
 
 
 @pytest.mark.parametrize("forged", [False, True], ids=["flipped", "of other rows"])
@@ -217,16 +196,15 @@ def test_shards_that_are_gone(copy: Dataset) -> None:
     assert listed(copy) == [*(("train", row) for row in range(40, 80)), *(("val", row) for row in range(37))]
 
 
-def test_damaged_tables(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_tables(copy: Dataset) -> None:
     spoil_image(copy, 45)
     check(copy.path)
     overwrite(copy.path / SAMPLES_FILE, 100, b"\xff" * 300)
     report = check(copy.path)
-    assert kinds(report) == {"manifest": 2, "checksum": 1}
+    assert kinds(report) == {"manifest": 1, "checksum": 1}
     assert {kind: of_kind["shards"] for kind, of_kind in report["kinds"].items()} == {"manifest": 0, "checksum": 1}
     # What cannot be judged now keeps the judgement that it has.
     assert listed(copy) == [("train", 45)]
-    assert "cannot be read" in capfd.readouterr().out
 
 
 def spoil_image(dataset: Dataset, row: int) -> None:

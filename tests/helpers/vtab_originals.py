@@ -393,14 +393,6 @@ def dsprites(root: Path, truth: Truth) -> None:
         truth.add("dsprites", "train", str(number), images[number] * np.uint8(255), labels, **features)
 
 
-def dsprites_as_npz(root: Path) -> None:
-    """The same, in the other of its two formats."""
-    with h5py.File(root / "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5") as file:
-        arrays = {"imgs": file["imgs"][()], "latents_classes": file["latents/classes"][()]}
-    (root / "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5").unlink()
-    np.savez_compressed(root / "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz", **arrays)
-
-
 def smallnorb(root: Path, truth: Truth) -> None:
     for pool, stem, count in (
         ("train", "smallnorb-5x46789x9x18x6x2x96x96-training", 50),

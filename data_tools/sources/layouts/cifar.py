@@ -1,12 +1,11 @@
 """CIFAR-10 and CIFAR-100 (fine or coarse labels) as published: python or binary version, as .tar.gz or unpacked.
 
 Both versions hold raw pixels, 3 planes of 32x32, which are read in place; in a pickle the offset of the pixel array is
-looked up. A pickle can run any code: only the calls that build a NumPy array are allowed, and replaced by harmless ones.
+looked up. A pickle can run any code: only the calls that build a NumPy array are allowed.
 """
 
 import io
 import pickle
-import pickletools
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,69 +130,36 @@ def _of_pickle(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
     labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
-    if not isinstance(labels, list) or not isinstance(data, _Array) or len(data.content) != len(labels) * _BYTES:
+    if not isinstance(labels, list) or not isinstance(data, np.ndarray) or data.nbytes != len(labels) * _BYTES:
         raise UserError(f"{file} is no batch of CIFAR's: it has no `data` of 3,072 bytes for each of its `labels`.")
-    start = file.read().find(data.content)
+    start = file.read().find(data.tobytes())
     if start < 0:
         raise UserError(f"{file} does not contain its pixels as contiguous bytes. Fetch the original.")
     for number, label in enumerate(labels):
         yield int(label), start + number * _BYTES
 
 
-class _Array:
-    """Replaces numpy.ndarray while a pickle is loaded; keeps the bytes of the elements."""
-
-    def __init__(self, content: bytes = b"") -> None:
-        self.content = bytes(content)
-
-    def __setstate__(self, state: tuple) -> None:
-        *_, self.content = state
-
-
-class _Dtype:
-    """Replaces numpy.dtype. (That elements are bytes is checked by the array's length.)"""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-# Calls in a pickled array (NumPy 1 and 2, protocols 2 to 5) -> their replacements.
-_CALLS: dict[str, Any] = {
-    "_codecs.encode": lambda text, *_: text.encode("latin1"),
-    "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
-    "numpy._core.multiarray._reconstruct": lambda *_: _Array(),
-    "numpy.core.numeric._frombuffer": lambda content, *_: _Array(content),
-    "numpy._core.numeric._frombuffer": lambda content, *_: _Array(content),
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _Dtype,
+# What a pickled array of numbers calls (NumPy 1 and 2, protocols 2 to 5).
+_CALLS = {
+    ("_codecs", "encode"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _CALLS:
+        if (module, name) not in _CALLS:
             raise pickle.UnpicklingError(f"it calls {module}.{name}, which is not allowed")
-        return _CALLS[f"{module}.{name}"]
-
-
-def _refuse_large_memo(data: bytes) -> None:
-    """Raises ValueError for a memo index so large that loading it would fill the memory (a flipped bit)."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name.endswith("PUT") and not 0 <= (argument or 0) < len(data):
-            raise ValueError(f"{opcode.name} {argument}")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 
 def _unpickle(file: _BatchFile) -> dict[str, Any]:
-    data = file.read()
     try:
-        _refuse_large_memo(data)
         # The original files were written by Python 2: text loads as bytes.
-        content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
+        return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}
     except Exception as error:  # A damaged pickle may raise any exception.
         raise UserError(f"{file} is no pickle of CIFAR's ({on_one_line(error)}). Fetch it again.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is no pickle of CIFAR's (it holds no dict). Fetch it again.")
-    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}

@@ -25,7 +25,6 @@ SPLITS = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report the images of every split's tar to the collector."""
-    of_flat: set[str] = set()
     for split, name in collector.splits.items():
         path = source / name
         if not path.is_file():
@@ -36,27 +35,13 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if is_tar_of_tars(path):
                 walk_tar(path, staging, collector, f"{name}/")
             else:
-                of_flat |= _walk_flat(path, split, config, collector)
-    _check_classes(of_flat, config, collector)
-
-
-def _check_classes(of_flat: set[str], config: ShardConfig, collector: Collector) -> None:
-    """Raises UserError when val_labels has classes that the train tar does not have."""
-    of_tars = collector.class_folders()
-    unnamed = of_tars - set(collector.classes) if collector.classes else set()
-    if unnamed:
+                _walk_flat(path, split, config, collector)
+    if unnamed := collector.class_folders() - set(collector.classes or collector.class_folders()):
         raise UserError(f"label_names = {config.label_names} lacks {min(unnamed)!r}, a class of the train tar.")
-    unknown = of_flat - of_tars if of_tars else set()
-    # A class_map may rename them to classes of the tar: `refuse_untrained` checks the result.
-    if unknown and not (config.class_map or config.class_list):
-        raise UserError(
-            f"val_labels = {config.val_labels}: the train tar does not have {len(unknown):,} of the {counted(len(of_flat), 'class')}, "
-            f"such as {min(unknown)!r}. Give the labels that go with it, or the classes to keep: class_list=FILE."
-        )
 
 
-def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> set[str]:
-    """Report the images of a flat tar to the collector. Returns their classes."""
+def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collector) -> None:
+    """Report the images of a flat tar to the collector."""
     if not config.val_labels:
         raise UserError(
             f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
@@ -92,7 +77,6 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
     for stem, name, offset, size in members:
         if labels[stem]:
             collector.sample(split, f"{labels[stem][0]}/{stem}", labels[stem], name, container, offset, size)
-    return {wnid for wnids in labels.values() for wnid in wnids}
 
 
 def _read_real(val_labels: str, stems: list[str]) -> dict[str, list[int]]:

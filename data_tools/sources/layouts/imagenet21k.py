@@ -6,12 +6,12 @@ tar in an object store reads nearly all of it: tars are listed in parallel, and 
 
 import contextlib
 import gzip
+import itertools
 import json
 import tarfile
 import zlib
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.ignored import is_hidden
@@ -19,13 +19,13 @@ from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import printable
+from pipeline.base.words import counted, printable
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
-# pyarrow's S3 client has 25 connections. _AHEAD bounds the finished lists in memory that wait for an earlier, slow tar.
-_THREADS, _AHEAD = 16, 64
+# pyarrow's S3 client has 25 connections. _AT_ONCE bounds the lists in memory.
+_THREADS, _AT_ONCE = 16, 64
 _NAMED = 10
 
 
@@ -100,43 +100,29 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
     _walk_classes(source, tars(), staging, collector)
 
 
-def _walk_classes(source: AnyPath, tars: Iterable[_ClassTar], staging: AnyPath, collector: Collector) -> None:
+def _walk_classes(source: AnyPath, tars: Iterator[_ClassTar], staging: AnyPath, collector: Collector) -> None:
     """List tars in parallel, and report them to the collector in order."""
     damaged: list[str] = []
-    waiting: deque[tuple[_ClassTar, Future[_Members]]] = deque()
-
-    def report_first() -> None:
-        tar, listed = waiting.popleft()
-        folder = tar.name.removesuffix(".tar")
-        collector.folder(folder)
-        try:
-            for name, offset, size, fault in listed.result():
-                collector.file(f"{folder}/{name}", tar.container, offset, size, fault=fault)
-        except tarfile.TarError as error:
-            damaged.append(f"{tar.name} ({error})")
-
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="list")
-    try:
-        for tar in tars:
-            waiting.append((tar, pool.submit(_list_members, tar, staging)))
-            if len(waiting) == _AHEAD:
-                report_first()
-        while waiting:
-            report_first()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="list") as pool:
+        while some := list(itertools.islice(tars, _AT_ONCE)):
+            for tar, found in zip(some, pool.map(lambda tar: _list_members(tar, staging), some), strict=True):
+                folder = tar.name.removesuffix(".tar")
+                collector.folder(folder)
+                if isinstance(found, str):
+                    damaged.append(f"{tar.name} ({found})")
+                    continue
+                for name, offset, size, fault in found:
+                    collector.file(f"{folder}/{name}", tar.container, offset, size, fault=fault)
     if damaged:
-        more = f"; and {len(damaged) - _NAMED:,} more" if len(damaged) > _NAMED else ""
         raise UserError(
-            f"{source} has {len(damaged):,} damaged tar{'s' * (len(damaged) > 1)}: {'; '.join(damaged[:_NAMED])}{more}. "
-            f"Fetch {'them' if len(damaged) > 1 else 'it'} again."
+            f"{source} has {counted(len(damaged), 'damaged tar')}, to be fetched again: {'; '.join(damaged[:_NAMED])}{'; ...' * (len(damaged) > _NAMED)}"
         )
 
 
-def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
+def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members | str:
     """The files of a tar; for an object store the cached list in staging, if the tar has not changed. Runs in a thread.
 
-    Raises tarfile.TarError.
+    Returns what is wrong with a damaged tar.
     """
     cached = (
         archive.staged_path(tar.path, staging, f".{tar.start}{archive.LIST}")
@@ -147,12 +133,15 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members:
         with contextlib.suppress(FileNotFoundError):
             if (members := _read_list(cached)) is not None:
                 return members
-    with tar.path.open("rb") as file:
-        members = [
-            (member.name, member.offset, member.size, member.fault)
-            for member in archive.resolved_members(file, tar.start, tar.end)
-            if not member.is_folder
-        ]
+    try:
+        with tar.path.open("rb") as file:
+            members = [
+                (member.name, member.offset, member.size, member.fault)
+                for member in archive.resolved_members(file, tar.start, tar.end)
+                if not member.is_folder
+            ]
+    except tarfile.TarError as error:
+        return str(error)
     if cached is not None:
         with replacing(cached) as file:
             file.write(gzip.compress(json.dumps(members).encode()))

@@ -5,10 +5,8 @@ into one file of concatenated images for each Parquet file. (Reading a row group
 """
 
 import io
-import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +21,6 @@ from data_tools.sources.labels import LabelColumn, check_columns, check_names, g
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import shortened
 from pipeline.data.storage.atomic import replacing
@@ -49,15 +46,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             schema = file.schema_arrow
             column = label_column(schema.names, config, str(path), collector, column)
             wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
-            if ShardConfig.split_column in set(schema.names) - {*wanted.values()}:
-                unused = (
-                    f"warning: the column {ShardConfig.split_column!r} is not used: for splits, write a file for each, and name them "
-                    "(splits.train=train splits.val=val)"
-                )
-                collector.notes += [] if unused in collector.notes else [unused]
             check_columns(schema.names, list(wanted.items()), str(path))
             if column:
-                known = given or _class_label_names(schema, column, f"{path}, its metadata `huggingface`")
+                known = given or _class_label_names(schema, column)
                 if labels is None:
                     labels, first, of_first = LabelColumn(schema.field(column), str(path), known), path, known
                 labels.check(schema.field(column), str(path))
@@ -67,7 +58,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             images, sizes = _unpack(path, file, config.image_column, staging)
             collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
-            for row, (value, group) in enumerate(_values(file, (column, config.group_column), len(sizes))):
+            for row, (value, group) in enumerate(_values(file, (column, config.group_column))):
                 where = f"{name}, row {row}"
                 names = labels.names(value, f"{path}, row {row}") if labels else []
                 of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
@@ -78,46 +69,19 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         labels.report(collector)
 
 
-def _values(file: pq.ParquetFile, columns: tuple[str, str], num_rows: int) -> Iterator[tuple[Any, Any]]:
+def _values(file: pq.ParquetFile, columns: tuple[str, str]) -> Iterator[tuple[Any, Any]]:
     """Yields the values of two columns of each row of a file; None for a column that is ""."""
-    if not any(columns):
-        yield from itertools.repeat((None, None), num_rows)
-        return
     for batch in file.iter_batches(_VALUES_AT_ONCE, columns=[name for name in columns if name]):
-        nothing = [None] * len(batch)
-        yield from zip(*(batch.column(name).to_pylist() if name else nothing for name in columns), strict=True)
+        yield from ((row.get(columns[0]), row.get(columns[1])) for row in batch.to_pylist())
 
 
-@dataclass(frozen=True)
-class _HuggingFaceInfo:
-    features: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _HuggingFace:
-    """The parts of the schema metadata `huggingface` that are used."""
-
-    info: _HuggingFaceInfo | None = None
-
-
-def _class_label_names(schema: pa.Schema, column: str, where: str) -> list[str]:
-    """Class names of the numbers in `column`, from the schema metadata that Hugging Face's `datasets` writes.
-
-    Raises UserError for invalid metadata: without it, numbers would silently replace names.
-    """
-    metadata = (schema.metadata or {}).get(b"huggingface")
-    if metadata is None:
-        return []
-    info = json_record.parse(metadata, _HuggingFace, where).info
-    feature: Any = info.features.get(column) if info else None
+def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
+    """Class names of the numbers in `column`, from the schema metadata that Hugging Face's `datasets` writes; [] without."""
+    metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
+    feature: Any = json.loads(metadata).get("info", {}).get("features", {}).get(column, {})
     # Lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or in older versions [{"names": ...}].
-    if isinstance(feature, list):
-        feature = feature[0] if feature else None
-    if isinstance(feature, dict):
-        feature = feature.get("feature") or feature
-    if not isinstance(feature, dict) or feature.get("names") is None:
-        return []
-    return json_record.convert(feature["names"], list[str], where, f"info.features.{column}.names")
+    feature = feature[0] if isinstance(feature, list) else feature.get("feature") or feature
+    return feature.get("names") or []
 
 
 def holds_images(field: pa.Field) -> bool:
@@ -180,8 +144,7 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     if sorted(axes := getattr(field.type, "permutation", None) or []) != axes:
         # pyarrow 25 writes the inverse of what Arrow's specification says, and reads neither.
         raise UserError(
-            f"{path}: the axes of column {column!r} are permuted ({axes}), which writers do not agree on. Write the tensors of "
-            "numpy.ascontiguousarray(array)."
+            f"{path}: the axes of column {column!r} are permuted. Write the tensors of numpy.ascontiguousarray(array)."
         )
     are_arrays, is_struct, shape = _holds_arrays(field), types.is_struct(field.type), _shape_of_ray(field)
     name = quote(column, safe="")  # For example image/encoded.

@@ -1,10 +1,8 @@
 """A list of image files and their labels, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
-import codecs
 import contextlib
 import os
 import re
-import shlex
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -22,12 +20,11 @@ from data_tools.sources.labels import (
     is_text,
     label_column,
 )
-from data_tools.sources.listing import NOT_UTF8, Collector
-from data_tools.sources.split_files import LIKE_SPLITS
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted, shortened
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, on_one_line
-from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, locate, name_inside
+from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
@@ -59,13 +56,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         column = label_column(there, config, str(path), collector, column)
         named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}
         table = _read(path, config, there, named)
-        if not by_column and config.split_column in set(there) - {*path_columns(config), *named.values()}:
-            collector.notes.append(
-                f"warning: the column {config.split_column!r} of {path} is not used, because splits = {collector.splits} names lists"
-            )
         if column and labels is None:
             field = table.schema.field(column)
-            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator, collector, path):
+            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator):
                 field = field.with_type(pa.int64())
             labels = LabelColumn(field, str(path), given, config.label_separator)
         elif labels and path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
@@ -87,7 +80,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 if not any(paths):
                     raise UserError(f"{path}, row {row}: {', '.join(path_columns(config))} is empty.")
                 if path.suffix != ".parquet":
-                    paths = [name.decode("utf-8", "surrogateescape") for name in paths]
                     for text in (*paths, value or "", group or ""):
                         _refuse_line_break(text, f"{path}, row {row}")
                 names = labels.names(value, f"{path}, row {row}") if labels else []
@@ -96,17 +88,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 for number, name in enumerate(paths):
                     if not name:
                         continue
-                    if "\0" in name or not is_utf8(name):
-                        collector.skip(
-                            f"{path.name}, row {row}: {name}", NOT_UTF8 if "\0" not in name else "a NUL in its path"
-                        )
-                        continue
                     place = name if name.startswith("/") or "://" in name else inside + name
-                    try:
-                        file = locate(folder, name)
-                    except UserError as error:  # A URL of another kind than a bucket's.
-                        raise UserError(f"{path}, row {row}: {error}") from None
-                    size, mtime = _look_at(file, listed)
+                    size, mtime = _look_at(locate(folder, name), listed)
                     of_file = f"{key}@{number}" if config.channel_columns else key
                     collector.sample(split, of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
     if labels:
@@ -126,11 +109,9 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
     table = _read(source, config, _column_names(source), {"split_column": column})
     values = sorted(set(_as_text(table[column]).unique().to_pylist()) - MISSING - {None})
     if not all(re.fullmatch("[a-z0-9_]+", value) for value in values):
-        names = (LIKE_SPLITS.get(value.lower(), re.sub("[^a-z0-9_]+", "_", value.lower())) for value in values)
-        said = shlex.join(f"splits.{name}={value}" for name, value in zip(names, values, strict=True))
         raise UserError(
-            f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters, digits and _. Say "
-            f"which splits they are: {said} . To have all rows in one split: split_column= ."
+            f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters, digits and _: {', '.join(values)}. "
+            "Say which splits they are: splits.train=VALUE ... To have all rows in one split: split_column= ."
         )
     return dict(zip(values, values, strict=True))
 
@@ -152,43 +133,36 @@ def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, collector: Collector) -> None:
     """Notes how many rows are of each split. values: of the split_column. Raises UserError for a split without rows."""
     counts = {str(row["values"]): row["counts"] for row in values.value_counts().to_pylist()}
-    said = f"by the column {config.split_column!r}, {path} has {', '.join(f'{value!r} {count:,}' for value, count in counts.items())}"
+    said = f"by the column {config.split_column!r}, {path} has {counts}"
     for split, value in collector.splits.items():
         if value not in counts:
             raise UserError(
                 f"splits.{split} = {value!r}, but {said}. Name one of these, or ignore the column: split_column= ."
             )
-    used = sum(counts[value] for value in collector.splits.values())
-    left_out = f"; left out {counted(len(values) - used, 'row')} of no split" * (used < len(values))
-    collector.notes.append(f"{said}{left_out} (split_column= ignores the column)")
+    left_out = len(values) - sum(counts[value] for value in collector.splits.values())
+    collector.notes.append(
+        f"{said}; left out {counted(left_out, 'row')} of no split (split_column= ignores the column)"
+    )
 
 
 def _column_names(path: AnyPath) -> list[str]:
     with _reading(path):
         if path.suffix == ".parquet":
             return open_parquet(path).schema_arrow.names
-        with path.open("rb") as text:
-            if text.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise UserError(f"{path} is text in UTF-16, as Excel's `Unicode Text` is. Save it as CSV in UTF-8.")
-            text.seek(0)
-            with pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
-                return reader.schema.names
+        with path.open("rb") as text, pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
+            return reader.schema.names
 
 
 def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str, str]) -> pa.Table:
     """Reads the columns of paths, and those named, setting -> column or "". there: names of all columns."""
     setting, of_paths = "channel_columns" if config.channel_columns else "path_column", path_columns(config)
-    if path.suffix != ".parquet" and (lacking := [name for name in of_paths if name not in there]):
-        _refuse_header(there, lacking[0], setting, path)
     check_columns(there, [*((setting, name) for name in of_paths), *named.items()], str(path))
     columns = list(dict.fromkeys([*of_paths, *filter(None, named.values())]))
     with _reading(path):
         if path.suffix == ".parquet":
             table = open_parquet(path).read(columns=columns).select(columns)
         else:
-            # Paths as bytes, because Arrow would refuse the whole file for one path that is not UTF-8.
-            kinds = dict.fromkeys(columns, pa.string()) | dict.fromkeys(of_paths, pa.binary())
-            convert = pacsv.ConvertOptions(include_columns=columns, column_types=kinds)
+            convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
             with path.open("rb") as text:
                 table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
     for setting, name in named.items():
@@ -198,17 +172,6 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str,
         if not is_text(kind := table.schema.field(name).type):
             raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
     return table
-
-
-def _refuse_header(there: list[str], wanted: str, setting: str, path: AnyPath) -> None:
-    """Raises UserError for the first line of a CSV that does not name a column of paths. there: names that it has."""
-    separator = next((mark for mark in (";", "\t", "|") if len(there) == 1 and mark in there[0]), "")
-    way_out = (
-        f"Its columns are separated by {separator!r}: separate them by commas, or in a .tsv by tabs."
-        if separator
-        else "The first line of a list names its columns."
-    )
-    raise UserError(f"{path} has no column {wanted!r} ({setting}). It has: {shortened(', '.join(there))}. {way_out}")
 
 
 def _refuse_line_break(value: str, where: str) -> None:
@@ -229,11 +192,10 @@ def _reading(path: AnyPath) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # A disk error; Arrow's errors for damaged data have no errno.
-        way_out = ". Save it in UTF-8" * ("invalid UTF8" in str(error))
-        raise UserError(f"{path} cannot be read: {on_one_line(error)}{way_out}") from None
+        raise UserError(f"{path} cannot be read: {on_one_line(error)}. A list is in UTF-8.") from None
 
 
-def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, path: AnyPath) -> bool:
+def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
     """Whether all labels of a CSV are whole numbers. As names, class 10 would be sorted before class 2.
 
     1.0 is one, too: pandas writes a column of numbers so if some are missing.
@@ -242,11 +204,6 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str, collector: Collector, 
     parts = pc.utf8_trim_whitespace(parts)
     parts = parts.filter(pc.invert(pc.is_in(parts, pa.array(MISSING))))
     if not len(parts) or not pc.all(pc.match_substring_regex(parts, f"^{WHOLE_NUMBER}$")).as_py():
-        if len(parts) and pc.all(pc.match_substring_regex(parts, r"^-?\d+(\.\d+)?$")).as_py():
-            collector.notes.append(
-                f"{path}: labels are numbers, but not all are whole ones of at most 18 digits: each is used as a name, in the order "
-                "of the text"
-            )
         return False
     # Codes of equal width (001, 010) stay names: their order is that of the numbers.
     is_padded = pc.any(pc.match_substring_regex(parts, r"^0\d")).as_py()
@@ -261,7 +218,7 @@ def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]
         return listed[path.parent].get(path.name, (0, 0))
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError for a NUL.
         return 0, 0  # The job reports it as an unreadable image.
     return found.st_size, found.st_mtime_ns
 

@@ -15,14 +15,12 @@ from data_tools.sources.layouts import folder as class_folders
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
-from pipeline.base.words import printable
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
 ANNOTATIONS, WORDS = "val/val_annotations.txt", "words.txt"
-_MAX_BYTES = 2**26
 _TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/images/([^/]+)")
 
 
@@ -65,11 +63,8 @@ def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes)
 def _parse(text: bytes, where: str) -> dict[str, str]:
     """Maps the name of a validation image to its class."""
     rows = [line.split() for line in _lines(text, where) if line.strip()]
-    for number, row in enumerate(rows, start=1):
-        if len(row) < 2 or "/" in row[1]:
-            raise UserError(
-                f"{where}, line {number}: {printable(' '.join(row))[:100]!r} is not of the form 'val_0.JPEG n03444034 ...'."
-            )
+    if any(len(row) < 2 or "/" in row[1] for row in rows):
+        raise UserError(f"{where} has a line that is not of the form 'val_0.JPEG n03444034 ...'. Fetch it again.")
     return {row[0]: row[1] for row in rows}
 
 
@@ -88,17 +83,11 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
     else:
         with Reader() as reader:
             for member in archive.members(source):
-                if _is_text(member.name, member.size) and not member.fault:
-                    try:
+                if f"/{member.name}".endswith((f"/{ANNOTATIONS}", f"/{WORDS}")) and not member.fault:
+                    with archive.damage_named(source, ValueError):
                         text = reader.read(str(source), member.offset, member.size, member.packed)
-                    except ValueError as error:
-                        raise UserError(f"{source} is damaged ({member.name}: {error}). Fetch it again.") from None
                     found.setdefault(member.name.removeprefix("./"), text)
     before = next((name.removesuffix(ANNOTATIONS) for name in found if name.endswith(ANNOTATIONS)), None)
     if before is None:
         raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
     return before, {name: found[before + name] for name in (ANNOTATIONS, WORDS) if before + name in found}
-
-
-def _is_text(name: str, size: int) -> bool:
-    return f"/{name}".endswith((f"/{ANNOTATIONS}", f"/{WORDS}")) and size <= _MAX_BYTES

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names, refuse_other_names
+from data_tools.sources.ignored import Few
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import paths_of_lists
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.loading.decode import ARRAYS, EXTENSIONS
@@ -66,45 +67,35 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     files = split_files(source, collector.splits, ".tar", collector.notes)
     names = known_class_names(source, files, config.label_names)
     collector.notes += not_taken_over(source, files, config.group_pattern)
-    if not names and _report_unlabelled(files, collector):
+    if not names and not _report(files, None, collector):
         collector.is_labelled = False
         return
     collector.restart()
-    if not _report_labelled(files, ClassNumbers(names), collector) and names:
+    if not _report(files, ClassNumbers(names), collector) and names:
         raise UserError(
             f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). For "
             "images without labels: layout=images."
         )
 
 
-def _report_unlabelled(files: list[tuple[str, str, AnyPath]], collector: Collector) -> bool:
-    """Report every sample without labels. Returns whether no sample has one, else stops at the first that has."""
-    for split, where, container, sample in _samples(files, collector):
-        if sample.has_label_file:
-            return False
-        if sample.is_unlabelled:
-            collector.sample(split, sample.key, (), where, container, sample.offset, sample.size)
-        else:
-            collector.skip(where, sample.fault)
-    return True
-
-
-def _report_labelled(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers, collector: Collector) -> bool:
-    """Report every sample with labels. Returns whether any has a label, even one that cannot be read."""
-    faults: list[str] = []
-    has_labels = False
+def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None, collector: Collector) -> bool:
+    """Report every sample. Returns whether any has a label, even one that cannot be read. Without numbers, stops at the first that has one."""
+    has_labels, bare = False, Few()
     for split, where, container, sample in _samples(files, collector):
         has_labels = has_labels or sample.has_label_file
-        if sample.fault == NO_LABEL:
-            faults.append(f"{printable(where)} ({sample.fault})")
-        elif sample.fault:
-            collector.skip(where, sample.fault)
-        else:
-            names = [numbers.name(label, where) for label in sample.labels]
+        if numbers is None and has_labels:
+            return True
+        if not sample.fault or (numbers is None and sample.is_unlabelled):
+            names = [numbers.name(label, where) for label in sample.labels] if numbers else []
             collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
-    if faults:
-        collector.notes.append(f"ignored {counted(len(faults), 'sample')}: {'; '.join(faults[:3])}")
-    collector.classes = numbers.classes()
+        elif sample.fault == NO_LABEL:
+            bare.add(f"{where} ({sample.fault})")
+        else:
+            collector.skip(where, sample.fault)
+    if bare.count:
+        collector.notes.append(f"ignored {bare.counted('sample')}: {bare}")
+    if numbers:
+        collector.classes = numbers.classes()
     return has_labels
 
 
@@ -126,49 +117,31 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
     if label_names:
         return read_names(label_names, "label_names")
     found = _data_sets(source, files)
-    if isinstance(damage := found.get(source), str):
-        raise UserError(f"{damage} Or name the classes of the tars: label_names=FILE.")
-    names = {folder: of.classes for folder, of in found.items() if isinstance(of, Dataset) and of.classes}
-    if not names:
-        return []
-    first = next(iter(names))
-    without_labels = found.keys() - names.keys()
-    for folder in [] if source in found else dict.fromkeys(path.parent for *_, path in files):
-        if folder not in without_labels:
-            refuse_other_names(f"The tars in {folder}", names.get(folder, []), str(first), names[first])
-    return names[first]
+    names = {folder: dataset.classes for folder, dataset in found.items() if dataset.classes}
+    first, of_first = next(iter(names.items()), (source, []))
+    for folder in dict.fromkeys(path.parent for *_, path in files) if names and source not in found else ():
+        if folder in names or folder not in found:  # Not those of a data set without labels.
+            refuse_other_names(f"The tars in {folder}", names.get(folder, []), str(first), of_first)
+    return of_first
 
 
 def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group_pattern: str) -> list[str]:
     """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded samples."""
     lines = []
     for folder, dataset in _data_sets(source, files).items():
-        if isinstance(dataset, str):
-            lines.append(f"warning: a file {INFO} is not used, also not for names of classes: {dataset}")
-            continue
-        if not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}:
+        has_groups = not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}
+        if left := [*["groups"] * bool(has_groups), *paths_of_lists(dataset)]:
             lines.append(
-                f"warning: the groups of {folder} are not taken over, since tars do not name them. group_pattern finds groups in keys"
-            )
-        if lists := paths_of_lists(dataset):
-            lines.append(
-                f"warning: the lists of excluded samples of {folder} ({', '.join(lists)}) are not taken over: images that they exclude "
-                "are used. launch/verify.py and launch/dedup.py make them anew"
+                f"warning: {', '.join(left)} of {folder} are not taken over. group_pattern finds groups in keys; launch/verify.py and "
+                "launch/dedup.py make lists of excluded samples anew"
             )
     return lines
 
 
-def _data_sets(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, Dataset | str]:
-    """The data sets that the tars are of, by folder: that of source, else those beside the tars. A str says why a dataset.json is none of ours."""
+def _data_sets(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, Dataset]:
+    """The data sets that the tars are of, by folder: that of source, else those beside the tars."""
     folders = [source] if (source / INFO).is_file() else dict.fromkeys(path.parent for *_, path in files)
-    found: dict[AnyPath, Dataset | str] = {}
-    for folder in folders:
-        if (folder / INFO).is_file():
-            try:
-                found[folder] = open_dataset(folder)
-            except UserError as error:
-                found[folder] = str(error)
-    return found
+    return {folder: open_dataset(folder) for folder in folders if (folder / INFO).is_file()}
 
 
 def is_shard(path: AnyPath) -> bool:

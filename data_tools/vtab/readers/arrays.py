@@ -6,7 +6,6 @@ Only requested images are read, block by block, so that memory does not grow wit
 import contextlib
 import gzip
 import math
-import zipfile
 from collections.abc import Iterator
 from typing import IO
 
@@ -27,7 +26,6 @@ from pipeline.transfer.vtab_tasks import Task
 
 _CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_RECORD = 2 + _CIFAR_PIXELS  # Coarse label, fine label, red, green, blue.
-_DSPRITES = DATASETS["dsprites"].files[0].name
 _DSPRITES_ORIENTATION, _DSPRITES_X = 3, 4  # Columns of latents/classes.
 _NORB_TYPES: dict[int, np.dtype] = {507333717: np.dtype(np.uint8), 507333716: np.dtype("<i4")}
 _NORB_ELEVATION, _NORB_AZIMUTH = 1, 2  # Columns of info.
@@ -71,17 +69,14 @@ def _of_mat(path: AnyPath, num_labels: int) -> Pixels:
     return read
 
 
+# The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 def mat(path: AnyPath, name: str) -> np.ndarray:
     """Read an array of a MATLAB file. Raises UserError for a damaged file or a missing array."""
-    with _damage_named(path), path.open("rb") as file:
+    with damage_named(path, Exception), path.open("rb") as file:
         arrays = loadmat(file, variable_names=[name])
         if name not in arrays:
             raise ValueError(f"it has no array {name}")
         return arrays[name]
-
-
-def _damage_named(path: AnyPath) -> contextlib.AbstractContextManager[None]:
-    return damage_named(path, Exception)  # The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 
 
 def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
@@ -98,18 +93,12 @@ def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
 
 
 def dsprites(files: DatasetFiles, task: Task) -> Original:
-    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
+    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5; keys are image numbers."""
     is_location = task.name == "dsprites_location"
-    npz = files.find(_DSPRITES.replace(".hdf5", ".npz"))
-    if files.find(_DSPRITES) or not npz:
-        path = files.plain(_DSPRITES)
-        with _hdf5(path) as file:
-            latents = file["latents/classes"][()]
-        images = _of_hdf5(path, "imgs", len(latents))
-    else:
-        path = files.folder / npz.name
-        latents = _npz(path, "latents_classes")
-        images = _of_npz(path, "imgs", len(latents))
+    path = files.plain(DATASETS["dsprites"].files[0].name)
+    with _hdf5(path) as file:
+        latents = file["latents/classes"][()]
+    images = _of_hdf5(path, "imgs", len(latents))
 
     def white(rows: np.ndarray) -> Iterator[np.ndarray]:
         return (pixels * np.uint8(255) for pixels in images(rows))
@@ -122,7 +111,7 @@ def dsprites(files: DatasetFiles, task: Task) -> Original:
 
 @contextlib.contextmanager
 def _hdf5(path: AnyPath) -> Iterator[h5py.File]:
-    with _damage_named(path), path.open("rb") as file, h5py.File(file, "r") as opened:
+    with damage_named(path, Exception), path.open("rb") as file, h5py.File(file, "r") as opened:
         yield opened
 
 
@@ -137,31 +126,6 @@ def _of_hdf5(path: AnyPath, name: str, num_labels: int) -> Pixels:
             for wanted in np.split(rows, np.flatnonzero(np.diff(rows // block)) + 1):
                 first, last = int(wanted[0]), int(wanted[-1])
                 yield from images[first : last + 1][wanted - first]
-
-    return read
-
-
-def _npz(path: AnyPath, name: str) -> np.ndarray:
-    with _damage_named(path), path.open("rb") as file, np.load(file) as arrays:
-        return arrays[name]
-
-
-def _of_npz(path: AnyPath, name: str, num_labels: int) -> Pixels:
-    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
-        with (
-            _damage_named(path),
-            path.open("rb") as file,
-            zipfile.ZipFile(file) as arrays,
-            arrays.open(f"{name}.npy") as array,
-        ):
-            # np.load would hold the whole array in memory: 3 GB.
-            version = np.lib.format.read_magic(array)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = header(array)
-            if is_fortran:
-                raise ValueError("it is in Fortran order")
-            _check_count(path, shape[0], num_labels)
-            yield from _in_turn(array, shape, dtype, rows, str(path))
 
     return read
 
@@ -202,7 +166,7 @@ def _norb(files: DatasetFiles, name: str) -> Iterator[tuple[IO[bytes], str]]:
     if place is None:
         raise files.missing(f"{name}.gz")
     path = files.folder / place.name
-    with _damage_named(path), path.open("rb") as raw:
+    with damage_named(path, Exception), path.open("rb") as raw:
         yield (gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw), str(path)  # type: ignore[misc]
 
 
@@ -220,8 +184,6 @@ def _in_turn(
 ) -> Iterator[np.ndarray]:
     """Yields some rows, ascending, of an array that can only be read sequentially."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    if row_bytes <= 0:
-        raise ValueError(f"shape {shape}")
     per_block = max(_BLOCK_BYTES // row_bytes, 1)
     for start in range(0, int(rows[-1]) + 1, per_block):
         data = file.read(min(per_block, shape[0] - start) * row_bytes)

@@ -6,77 +6,72 @@ little-endian. An Example is a protocol buffer: a map from names to lists of byt
 
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google_crc32c import value as crc32c
 
 from pipeline.base.errors import UserError
 
 _MASK_DELTA = 0xA282EAD8
-# Wire types of protocol buffers.
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# Field numbers of Feature: exactly one is set, and gives the type of the list.
-_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
+# tensorflow/core/example/{example,feature}.proto
+_PROTO = """
+    name: "example.proto" package: "tf" syntax: "proto3"
+    message_type { name: "BytesList" field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+    message_type { name: "FloatList" field { name: "value" number: 1 type: TYPE_FLOAT label: LABEL_REPEATED } }
+    message_type { name: "Int64List" field { name: "value" number: 1 type: TYPE_INT64 label: LABEL_REPEATED } }
+    message_type {
+        name: "Feature" oneof_decl { name: "kind" }
+        field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tf.BytesList" oneof_index: 0 }
+        field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tf.FloatList" oneof_index: 0 }
+        field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tf.Int64List" oneof_index: 0 }
+    }
+    message_type {
+        name: "Features" field { name: "feature" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: ".tf.Features.FeatureEntry" }
+        nested_type {
+            name: "FeatureEntry" options { map_entry: true }
+            field { name: "key" number: 1 type: TYPE_STRING }
+            field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tf.Feature" }
+        }
+    }
+    message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tf.Features" } }
+"""
+_POOL = descriptor_pool.DescriptorPool()
+_POOL.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+_EXAMPLE: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("tf.Example"))
 
 
 class Example:
-    """The features of one record.
-
-    data: the record. spans: name -> (start, end) in data of each bytes value, so that images can be read by offset.
-    numbers: name -> float32 or int64.
-    """
+    """The features of one record, `data`."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises ValueError if data is not an Example."""
+        """Raises google.protobuf.message.DecodeError if data is not an Example."""
         self.data = data
-        self.spans: dict[str, list[tuple[int, int]]] = {}
-        self.numbers: dict[str, np.ndarray] = {}
-        try:
-            for number, start, end in _fields(data, 0, len(data)):
-                if number == 1:
-                    for entry, first, last in _fields(data, start, end):
-                        if entry == 1:
-                            self._add(first, last)
-        except (IndexError, struct.error):
-            raise ValueError("its protocol buffer is cut off") from None
+        self._features = _EXAMPLE.FromString(data).features.feature
 
-    def span(self, name: str) -> tuple[int, int]:
-        """Returns (start, end) of the only bytes value of a feature. Raises KeyError."""
-        (span,) = self.spans[name]
-        return span
+    def __contains__(self, name: str) -> bool:
+        return name in self._features
+
+    def bytes(self, name: str) -> bytes:
+        """Returns the only bytes value of a feature. Raises ValueError if there is not one."""
+        (value,) = self._features[name].bytes_list.value
+        return value
 
     def text(self, name: str) -> str:
-        """Returns the only bytes value of a feature, as text. Raises KeyError."""
-        start, end = self.span(name)
-        return self.data[start:end].decode()
+        """Returns the only bytes value of a feature, as text."""
+        return self.bytes(name).decode()
 
     def integer(self, name: str) -> int:
-        """Returns the only int64 of a feature. Raises KeyError."""
-        (value,) = self.numbers[name].tolist()
+        """Returns the only int64 of a feature. Raises ValueError if there is not one."""
+        (value,) = self._features[name].int64_list.value
         return value
 
     def list(self, name: str) -> np.ndarray:
-        """Returns all numbers of a feature; none if it is missing, which stands for an empty sequence."""
-        return self.numbers.get(name, np.zeros(0, np.int64))
-
-    def _add(self, start: int, end: int) -> None:
-        """Add an entry of the map: key (field 1) and Feature (field 2)."""
-        name, feature = "", (0, 0)
-        for number, first, last in _fields(self.data, start, end):
-            if number == 1:
-                name = self.data[first:last].decode()
-            elif number == 2:
-                feature = (first, last)
-        for kind, first, last in _fields(self.data, *feature):
-            values = [(begin, end) for _, begin, end in _fields(self.data, first, last)]
-            if kind == _BYTES_LIST:
-                self.spans[name] = values
-            elif kind == _FLOAT_LIST:
-                parts = [self.data[begin:end] for begin, end in values]
-                self.numbers[name] = np.frombuffer(b"".join(parts), "<f4")
-            elif kind == _INT64_LIST:
-                self.numbers[name] = np.array([number for place in values for number in _integers(self.data, *place)])
+        """Returns all numbers of a feature, float32 or int64; none if it is missing, which stands for an empty sequence."""
+        feature = self._features[name]
+        floats = feature.float_list.value
+        return np.array(floats, np.float32) if floats else np.array(feature.int64_list.value, np.int64)
 
 
 def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
@@ -84,66 +79,21 @@ def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[
 
     Raises UserError for a truncated record or a wrong checksum. where: name of the file in errors.
     """
-    position = start
-    while position < end:
-        file.seek(position)
-        header = file.read(min(12, end - position))
-        length = int.from_bytes(header[:8], "little")
-        if len(header) < 12 or struct.unpack("<I", header[8:])[0] != _masked(crc32c(header[:8])):
+    file.seek(start)
+    while file.tell() < end:
+        header = file.read(12)
+        offset, length = file.tell(), int.from_bytes(header[:8], "little")
+        is_whole = header[8:] == _masked_crc(header[:8]) and offset + length + 4 <= end
+        data = file.read(length) if is_whole else b""
+        if not is_whole or file.read(4) != _masked_crc(data):
             raise UserError(
-                f"{where} is damaged: at byte {position - start:,} no record begins. Make or fetch it again."
+                f"{where} is damaged in the record at byte {offset - 12 - start:,}. Make or fetch it again."
             )
-        if position + length + 16 > end:
-            raise UserError(f"{where} is cut off, within the record at byte {position - start:,}. Fetch it again.")
-        data = file.read(length)
-        if struct.unpack("<I", file.read(4))[0] != _masked(crc32c(data)):
-            raise UserError(f"{where} is damaged: the record at byte {position - start:,} has another checksum.")
-        yield position + 12, data
-        position += length + 16
+        yield offset, data
+        file.seek(offset + length + 4)
 
 
-def _masked(crc: int) -> int:
-    """Mask a CRC as TFRecord does: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are weak."""
-    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
-
-
-def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (number, start, end) of each field of the message at data[start:end].
-
-    start and end delimit the value: bytes without their length prefix, varints with all their bytes.
-    """
-    while start < end:
-        tag, start = _varint(data, start)
-        number, kind = tag >> 3, tag & 7
-        if kind == _BYTES:
-            size, start = _varint(data, start)
-            after = start + size
-        elif kind == _VARINT:
-            after = _varint(data, start)[1]
-        elif kind in (_FIXED64, _FIXED32):
-            after = start + (8 if kind == _FIXED64 else 4)
-        else:
-            raise ValueError(f"its protocol buffer has a field of kind {kind}")
-        if after > end:
-            raise ValueError("its protocol buffer is cut off")
-        yield number, start, after
-        start = after
-
-
-def _integers(data: bytes, position: int, end: int) -> Iterator[int]:
-    """Yields the int64s of a field, packed or single."""
-    while position < end:
-        value, position = _varint(data, position)
-        yield value - 2**64 if value >= 2**63 else value
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns (value, position after it)."""
-    value, shift = 0, 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
+def _masked_crc(data: bytes) -> bytes:
+    """The CRC as TFRecord masks it: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are weak."""
+    crc = crc32c(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)

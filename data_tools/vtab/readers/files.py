@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from data_tools.progress import Reading
+from data_tools.progress import reading
 from data_tools.sources import Reader
 from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts import archive
@@ -59,7 +59,7 @@ class DatasetFiles:
         self.unchecked = [file.name for file in files if not file.sha256 or file.name not in self._own]
         self._places: dict[str, FileLocation] = {}
         for path in archives:
-            with archive.damage_named(path, tarfile.TarError, *archive.ZIP_ERRORS):
+            with archive.damage_named(path, Exception):
                 for place in self._members(path):
                     self._places.setdefault(place.name, place)
         for name, (_, size) in self._own.items():
@@ -163,7 +163,7 @@ def _check(path: AnyPath, file: PublishedFile) -> None:
 def _sha256(path: AnyPath, size: int, version: str) -> str:
     """Returns the hex SHA-256, cached by version of the file, because tasks share source data sets."""
     digest = hashlib.sha256()
-    with Reading(path, "hashed") as content:
+    with reading(path, "hashed") as content:
         while part := content.read(_BLOCK):
             digest.update(part)
     return digest.hexdigest()

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -135,22 +135,18 @@ def _class_folders(found: dict[str, FileLocation]) -> Original:
 
 def retinopathy(files: DatasetFiles, task: Task) -> Original:
     """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is the validation set."""
-    rows = {
-        "train": _table(files, "trainLabels.csv", ("image", "level")),
-        "test": _table(files, "retinopathy_solution.csv", ("image", "level", "Usage")),
-    }
+    rows = {"train": _table(files, "trainLabels.csv"), "test": _table(files, "retinopathy_solution.csv")}
     pools = {}
     for pool, folder, usage in (
         ("train", "train", None),
         ("validation", "test", "Public"),
         ("test", "test", "Private"),
     ):
-        level_of = {row["image"]: int(row["level"]) for row in rows[folder] if usage in (None, row.get("Usage"))}
+        level_of = {row["image"]: int(row["level"]) for row in rows[folder] if usage is None or row["Usage"] == usage}
         places = {
             name.removesuffix(".jpeg"): place for name, place in files.below(folder).items() if name.endswith(".jpeg")
         }
-        hint = " Is a part of the zip missing?"
-        pools[pool] = _pool(list(level_of), places, level_of.__getitem__, hint)
+        pools[pool] = _pool(list(level_of), places, level_of.__getitem__)
     return Original([str(level) for level in range(task.num_classes)], pools, convert=convert.retinopathy)
 
 
@@ -160,7 +156,7 @@ def clevr(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool, part in {"train": "train", "validation": "val"}.items():
         label_of = {}
-        for scene in _scenes(files.text(f"scenes/CLEVR_{part}_scenes.json")):
+        for scene in json.loads(files.text(f"scenes/CLEVR_{part}_scenes.json"), object_hook=_needed)["scenes"]:
             objects = scene["objects"]
             label_of[scene["image_filename"]] = (
                 labels.clevr_count(len(objects))
@@ -171,20 +167,9 @@ def clevr(files: DatasetFiles, task: Task) -> Original:
     return Original(labels.COUNTS if is_count else labels.DEPTHS, pools)
 
 
-def _scenes(text: str) -> Iterator[dict[str, Any]]:
-    """Yields each scene of the list "scenes", one at a time: all scenes as Python objects would take gigabytes."""
-    decoder = json.JSONDecoder()
-    try:
-        position = text.index("[", text.index('"scenes"')) + 1
-        while True:
-            while text[position] in " \n\r\t,":
-                position += 1
-            if text[position] == "]":
-                return
-            scene, position = decoder.raw_decode(text, position)
-            yield scene
-    except (ValueError, IndexError) as error:
-        raise UserError(f"clevr: the table of scenes is damaged ({error}). Fetch it again.") from None
+def _needed(part: dict[str, Any]) -> dict[str, Any]:
+    """What is used of a scene or an object: all of them would take gigabytes."""
+    return {name: part[name] for name in ("scenes", "objects", "image_filename", "pixel_coords") if name in part}
 
 
 def kitti(files: DatasetFiles, task: Task) -> Original:
@@ -195,7 +180,7 @@ def kitti(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool, members in numbers.items():
         keys = [f"{number:06d}.png" for number in members]
-        texts = files.read(_all(annotations, [key.replace(".png", ".txt") for key in keys], ""))
+        texts = files.read(_all(annotations, [key.replace(".png", ".txt") for key in keys]))
         label_of = {key: _kitti_label(text.decode()) for key, text in zip(keys, texts, strict=True)}
         pools[pool] = _pool(keys, places, label_of.__getitem__)
     return Original(labels.DISTANCES, pools)
@@ -226,13 +211,8 @@ def _kitti_label(annotation: str) -> int:
     return labels.kitti_distance(float(values[13]) for values in objects if values[0] in labels.VEHICLES)
 
 
-def _table(files: DatasetFiles, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
-    reader = csv.DictReader(io.StringIO(files.text(name)))
-    rows = list(reader)
-    for column in columns:
-        if column not in (reader.fieldnames or []):
-            raise UserError(f"{files.folder}: {name} has no column {column!r}.")
-    return rows
+def _table(files: DatasetFiles, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(files.text(name))))
 
 
 def _folder_class(classes: list[str]) -> Callable[[str], int]:
@@ -240,13 +220,14 @@ def _folder_class(classes: list[str]) -> Callable[[str], int]:
     return lambda key: label_of[key.partition("/")[0].lower()]
 
 
-def _pool(keys: list[str], places: dict[str, FileLocation], label: Callable[[str], int], hint: str = "") -> Pool:
-    found = _all(places, keys, hint)
+def _pool(keys: list[str], places: dict[str, FileLocation], label: Callable[[str], int]) -> Pool:
+    found = _all(places, keys)
     return Pool(keys, np.array([label(key) for key in keys], np.int64), found)
 
 
-def _all(places: dict[str, FileLocation], names: list[str], hint: str) -> list[FileLocation]:
-    missing = [name for name in names if name not in places]
-    if missing:
-        raise UserError(f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}.{hint}")
+def _all(places: dict[str, FileLocation], names: list[str]) -> list[FileLocation]:
+    if missing := [name for name in names if name not in places]:
+        raise UserError(
+            f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}. Is a part of an archive missing?"
+        )
     return [places[name] for name in names]

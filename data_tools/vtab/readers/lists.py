@@ -66,15 +66,10 @@ def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
 
 def _read(path: AnyPath) -> list[tuple[str, int]]:
     rows = []
-    try:
-        lines = read_bytes(path).decode().splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text.") from None
-    for number, line in enumerate(lines, start=1):
+    for line in read_bytes(path).decode(errors="replace").splitlines():
         name, _, text = line.strip().rpartition(" ")
-        label = whole_number(text)
-        if not name or label is None:
-            raise UserError(f"{path}, line {number}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
+        if not name or (label := whole_number(text)) is None:
+            raise UserError(f"{path}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
         rows.append((name, label))
     return rows
 

@@ -7,10 +7,10 @@ key. Images are read by offset, as they are but for dSprites'.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from data_tools.vtab.datasets import DataSet
 from data_tools.vtab.readers import convert, labels
@@ -27,6 +27,7 @@ from pipeline.transfer.vtab_tasks import Task
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]
+Label = Callable[[Example], int]
 
 # Folders of Caltech101 whose name is not in lower case, by the name of their class.
 _CALTECH_FOLDERS = {
@@ -38,11 +39,11 @@ def dmlab(files: DatasetFiles, task: Task) -> Original:
     """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label. Read inside the tar."""
     pools = {}
     for pool in ("train", "validation", "test"):
-        content = _CollectedSamples(_KEYS["dmlab"], [], _label)
+        samples = []
         for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
             path = to_path(shard.archive) if shard.archive else files.folder / shard.name
-            content.add(path, shard.offset, shard.size, shard.name)
-        pools[pool] = Pool([str(key) for key in content.keys], np.array(content.labels, np.int64), content.places)
+            samples += _samples(path, shard.offset, shard.size, shard.name, _KEYS["dmlab"], [], _label)
+        pools[pool] = _pool(samples, [str(key) for key, *_ in samples])
     return Original([str(number) for number in range(task.num_classes)], pools)
 
 
@@ -55,52 +56,54 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
     names = _label_names(folder)
     pools = {}
     for pool in dataset.counts:
-        content = _CollectedSamples(_KEYS[dataset.name], names, _LABELS.get(task.name, _label))
+        samples = []
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
-            found = content.add(path, 0, file_size(path), path.name)
-            if found != expected:
-                raise UserError(f"{path} has {counted(found, 'record')}, but dataset_info.json says {expected:,}.")
-        if None in content.keys:
+            label_of = _LABELS.get(task.name, _label)
+            found = _samples(path, 0, file_size(path), path.name, _KEYS[dataset.name], names, label_of)
+            samples += found
+            if len(found) != expected:
+                raise UserError(f"{path} has {counted(len(found), 'record')}, but dataset_info.json says {expected:,}.")
+        keys = [key for key, *_ in samples]
+        if None in keys:
             # Notes are part of dataset.json: their text must not change.
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
-        keys = _checked(content.keys, pool, folder)
-        pools[pool] = Pool(keys, np.array(content.labels, np.int64), content.places)
+        pools[pool] = _pool(samples, _checked(keys, pool, folder))
     return Original(_class_names(task, names), pools, notes, convert.dsprites if dataset.name == "dsprites" else None)
+
+
+@dataclass(frozen=True)
+class _SplitInfo:
+    name: str
+    shardLengths: list[int | str]  # noqa: N815
 
 
 @dataclass(frozen=True)
 class _DatasetInfo:
     """The part of dataset_info.json that is used here. Numbers are strings, as in JSON of protocol buffers."""
 
-    splits: list[dict[str, Any]]
+    splits: list[_SplitInfo]
 
 
-@dataclass
-class _CollectedSamples:
-    """The samples of some files."""
+def _samples(
+    path: AnyPath, start: int, size: int, name: str, key_of: Key, names: list[str], label_of: Label
+) -> list[tuple[str | None, int, FileLocation]]:
+    """(key, label, place of the image) of all records of the file at path[start : start + size]."""
+    found = []
+    with path.open("rb") as file:
+        for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
+            where = f"{name}, record {number}"
+            try:
+                example = Example(data)
+                image = example.bytes("image")
+                place = FileLocation(where, str(path), offset + data.find(image), len(image))
+                found.append((key_of(example, names), label_of(example), place))
+            except (DecodeError, ValueError, IndexError) as error:
+                raise UserError(f"{path}: {where} does not have the expected features ({error}).") from None
+    return found
 
-    key_of: Key
-    names: list[str]
-    label_of: Callable[[Example], int]
-    keys: list[str | None] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    places: list[FileLocation] = field(default_factory=list)
 
-    def add(self, path: AnyPath, start: int, size: int, name: str) -> int:
-        """Add all records of the file at path[start : start + size]; returns their number."""
-        before = len(self.keys)
-        with path.open("rb") as file:
-            for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
-                where = f"{name}, record {number}"
-                try:
-                    example = Example(data)
-                    first, end = example.span("image")
-                    self.keys.append(self.key_of(example, self.names))
-                    self.labels.append(self.label_of(example))
-                except (KeyError, ValueError, IndexError, OverflowError) as error:
-                    raise UserError(f"{path}: {where} does not have the expected features ({error}).") from None
-                self.places.append(FileLocation(where, str(path), offset + first, end - first))
-        return len(self.keys) - before
+def _pool(samples: list[tuple[str | None, int, FileLocation]], keys: list[str]) -> Pool:
+    return Pool(keys, np.array([label for _, label, _ in samples], np.int64), [place for *_, place in samples])
 
 
 def _version(dataset: DataSet, folder: AnyPath) -> tuple[AnyPath, list[str]]:
@@ -118,20 +121,11 @@ def _version(dataset: DataSet, folder: AnyPath) -> tuple[AnyPath, list[str]]:
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
     where = f"{folder}/dataset_info.json"
+    info = json_record.parse(read_bytes(folder / "dataset_info.json"), _DatasetInfo, where)
     try:
-        info = json_record.parse(read_bytes(folder / "dataset_info.json"), _DatasetInfo, where)
-    except OSError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror or error}).") from None
-    counts: list[int] = []
-    for number, split in enumerate(info.splits):
-        if split.get("name") == pool:
-            place = f"splits[{number}].shardLengths"
-            lengths: list[int | str] = json_record.convert(split.get("shardLengths"), list[int | str], where, place)
-            if wrong := [length for length in lengths if not re.fullmatch(r"\d{1,12}", str(length))]:
-                raise UserError(
-                    f"{where}: {place} has {json_record.quoted(wrong[0])}, which is not a number of records."
-                )
-            counts += map(int, lengths)
+        counts = [int(length) for split in info.splits if split.name == pool for length in split.shardLengths]
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")
     total = len(counts)
@@ -158,23 +152,20 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
 
 def _label_names(folder: AnyPath) -> list[str]:
     path = folder / "label.labels.txt"
-    try:
-        return read_bytes(path).decode().split("\n")[:-1] if path.is_file() else []
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text. Prepare the data set again.") from None
+    return read_bytes(path).decode(errors="replace").split("\n")[:-1] if path.is_file() else []
 
 
 def _class_names(task: Task, names: list[str]) -> list[str]:
     return _NAMES.get(task.name) or names or [str(number) for number in range(task.num_classes)]
 
 
-def _feature(name: str) -> Callable[[Example, list[str]], str]:
+def _feature(name: str) -> Key:
     return lambda example, names: example.text(name)
 
 
 def _number(example: Example, names: list[str]) -> str | None:
     """Returns the number in train_00012 or 000012; None for versions without ids."""
-    return str(int(example.text("id").rpartition("_")[2])) if "id" in example.spans else None
+    return str(int(example.text("id").rpartition("_")[2])) if "id" in example else None
 
 
 def _caltech(example: Example, names: list[str]) -> str:
@@ -218,7 +209,7 @@ def _vehicles(example: Example) -> np.ndarray:
 
 
 # Of the tasks whose label is not the feature of that name.
-_LABELS: dict[str, Callable[[Example], int]] = {
+_LABELS: dict[str, Label] = {
     "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
     "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),
     "kitti_distance": lambda example: labels.kitti_distance(_vehicles(example)),

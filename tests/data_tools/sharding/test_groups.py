@@ -147,7 +147,7 @@ def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:
     source = write_folder(files, tmp_path / "raw")
     listing = listed(source, group_pattern="p[0-9]", splits={"train": "train", "test": "test"})
     counts, warning = describe_groups(groups_of(listing))
-    assert counts == "groups: train 3 (the largest, 'p1', has 1 image), test 2 (the largest, 'p3', has 1 image)"
+    assert counts == "groups of train: 3 (the largest, 'p1', has 1 image), test 2 (the largest, 'p3', has 1 image)"
     assert warning.startswith("warning: 1 group with images in both 'train' and 'test', such as 'p3': ")
 
 
@@ -158,13 +158,13 @@ def test_the_data_set_keeps_its_groups(
     """In the manifest, for data.dev_share, and if the tars are indexed in place."""
     config = settings(photos, tmp_path / "out", val_share=SHARE, group_pattern=PATTERN, samples_per_shard=7)
     dataset = shard.run(config)
-    assert "groups: train " in capsys.readouterr().out
+    assert "groups of train: " in capsys.readouterr().out
     check(dataset)
     assert "group_pattern finds groups in keys" in "".join(
         listed(tmp_path / "out", splits={"train": "train", "val": "val"}).notes
     )
     index.run(IndexConfig(source=str(dataset.shard_path("val-000000.tar")), out=str(tmp_path / "indexed")))
-    assert f"the groups of {tmp_path}/out are not taken over" in capsys.readouterr().out
+    assert f"groups of {tmp_path}/out are not taken over" in capsys.readouterr().out
     shard.run(config)  # Nothing to do, and nothing to complain of.
     with pytest.raises(UserError, match="was made with group_pattern = "):
         shard.run(settings(photos, tmp_path / "out", val_share=SHARE, samples_per_shard=7))

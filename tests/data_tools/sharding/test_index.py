@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from heic_files import HEIC
 from raw_images import contents, encoded, jpeg, noise, write_tar
@@ -17,6 +16,7 @@ from data_tools.check import verify
 from data_tools.dedup.thumbnails import jobs
 from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
+from data_tools.sharding.write_shard import read_rows
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
@@ -89,22 +89,20 @@ def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int,
     out = tmp_path / "out"
     whole = (source / "val-0.tar").read_bytes()
     (source / "val-0.tar").write_bytes(whole[:-11000])
-    with pytest.raises(UserError, match=r"val-0.tar is damaged \(cut off"):
+    with pytest.raises(UserError, match=r"val-0.tar is damaged"):
         run(config(source, out, num_tasks=1))
     assert not (out / "dataset.json").exists()
-    assert list((out / ".parts").glob("*.parquet"))
+    assert list((out / ".parts").glob("*.part"))
     (source / "val-0.tar").write_bytes(whole)
     run(config(source, out))
     assert not (out / ".parts").exists()
-    with pytest.raises(
-        UserError, match=r"val-0.tar moved from split 'val' to 'dev' since .*written. Give the same splits, or"
-    ):
+    with pytest.raises(UserError, match=r"val-0.tar is not as it was.*the split"):
         run(replace(config(source, out), splits={"train": "", "dev": "val-"}))
     write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, source / "train-0.tar")
-    with pytest.raises(UserError, match=r"train-0.tar has changed since .*dataset.json was written"):
+    with pytest.raises(UserError, match=r"train-0.tar is not as it was"):
         run(config(source, out))
     shutil.copy(source / "val-0.tar", source / "val-1.tar")
-    with pytest.raises(UserError, match=r"(train-0.tar has changed|val-1.tar is new) since"):
+    with pytest.raises(UserError, match=r"(train-0|val-1).tar is not as it was"):
         run(config(source, out))
 
 
@@ -114,7 +112,7 @@ def test_a_tar_that_the_machine_fails_to_read_is_read_again(tmp_path: Path, monk
 
     tar = write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, tmp_path / "a.tar")
     job = IndexJob(str(tar), "a.tar", "train", str(tmp_path / "a.parquet"), whole=True, num_classes=0)
-    monkeypatch.setattr("data_tools.sharding.index._hash", stale)
+    monkeypatch.setattr("data_tools.sharding.index.content_hash", stale)
     with pytest.raises(LostError, match=r"a.tar cannot be read: Stale file handle"):
         index_tar(job)
 
@@ -165,7 +163,7 @@ def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None
         table = tmp_path / f"{whole}.parquet"
         done = index_tar(IndexJob(str(source), "a.tar", "train", str(table), whole, 1))
         assert [(key, reason.split(":")[0]) for key, _, reason in done.skipped] == [("6", "cut off"), ("7", "cut off")]
-        rows = pq.read_table(table, columns=["ext", "width", "height"]).to_pylist()
+        rows = read_rows(table).select(["ext", "width", "height"]).to_pylist()
         assert [tuple(row.values()) for row in rows] == [
             ("heic", 16, 32),
             ("heic", 100, 96),
@@ -185,7 +183,6 @@ def test_what_others_write_is_whole(ray_cluster: int, tmp_path: Path, capfd) -> 
     again = [part for sample in zip(images, labels, strict=True) for part in sample]
     write_tar(again, tmp_path / "t/train-1.tar")
     dataset = run(config(tmp_path / "t", splits={"train": ""}))
-    assert "note: 3 samples with the key of an earlier sample" in capfd.readouterr().out
     report = verify.run(VerifyConfig(data=str(dataset.path)))
     assert report["is_whole"], report["kinds"]
     split = dataset.split("train")

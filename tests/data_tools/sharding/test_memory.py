@@ -19,9 +19,8 @@ def peak():
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 """
 _SHARD = """
-import pyarrow.parquet as pq
 from data_tools.check.verify_shard import VerifyJob, check_shard
-from data_tools.sharding.write_shard import ShardingJob, part_path, write_shard
+from data_tools.sharding.write_shard import ShardingJob, part_path, read_rows, write_shard
 from pipeline.settings.commands.data import ShardConfig
 from pathlib import Path
 image, out, copies = Path(sys.argv[1]), Path(sys.argv[2]), 96
@@ -33,7 +32,7 @@ config = ShardConfig(source="", out="", inspect="header")
 before = peak()
 done = write_shard(ShardingJob(str(image.parent), str(out), "train-000000.tar", "train", rows, config, None))
 assert done.shard.bytes > copies * size
-rows = pq.read_table(part_path(out, done.shard.name)).to_pydict()
+rows = read_rows(part_path(out, done.shard.name)).to_pydict()
 assert len(check_shard(VerifyJob(str(out), done.shard, rows, 0, 1, frozenset())).findings) == 0
 print(peak() - before, done.shard.bytes)
 """

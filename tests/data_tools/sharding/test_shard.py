@@ -144,7 +144,7 @@ def test_another_source_is_refused_with_the_difference(dataset: Dataset, picture
     before = contents(dataset.path)
     changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
     changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
-    said = r"1 came \(cat/new\); 10 went \(cat/00, .*1 changed in size \(dog/00\)"
+    said = r"2 came \(train/cat/new .*train/dog/00 .*11 went \(train/cat/00"
     with pytest.raises(UserError, match=said):
         shard.run(settings(write_folder(changed, tmp_path / "changed"), dataset.path, val_share=0.25))
     assert contents(dataset.path) == before
@@ -157,11 +157,11 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
     how = {"samples_per_shard": 1, "seed": 4}  # With this seed, the last shard is that of the bad image.
     with pytest.raises(
         UserError,
-        match=r"make them readable or raise max_bad_share \(to \d\S*, say\), and run again; if you remove them",
+        match=r"make them readable or raise max_bad_share .*, and run again; if you remove them",
     ):
         shard.run(settings(source, out, max_bad_share=0.0, **how))
     (source / "cat/3.jpg").unlink()
-    with pytest.raises(UserError, match=r"has 9 .*: 1 went \(cat/3\)\. Choose"):
+    with pytest.raises(UserError, match=r"has 9 .*: 1 went \(train/cat/3"):
         shard.run(settings(source, out, max_bad_share=0.5, **how))
     write_folder({**files, "dog/bad.jpg": jpeg(10)}, source)
     assert shard.run(settings(source, out, max_bad_share=0.0, **how)).info["samples"] == {"train": 10}
@@ -271,8 +271,8 @@ def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_pat
     time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
     checked, made = capfd.readouterr().err.splitlines()
-    assert checked == "sharded 600 of 1,000 images (60%)"
-    assert made.startswith("sharded 700 of 1,000 images (70%), ")
+    assert checked.startswith("sharded 600 of 1000 images, 0 images/s")
+    assert made.startswith("sharded 700 of 1000 images, ")
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ BAD = {
 
 def test_bad_images_are_skipped_named_and_counted(ray_cluster: int, pictures: dict, tmp_path: Path, capfd) -> None:
     source = write_folder({**pictures, **{name: data for name, (data, _) in BAD.items()}}, tmp_path / "raw")
-    with pytest.raises(UserError, match=r"more than the 1 that max_bad_share = 0.001 allows of \d+: (cat|dog)/"):
+    with pytest.raises(UserError, match=r"more than 1 of \d+: (cat|dog)/"):
         shard.run(settings(source, tmp_path / "out"))
     assert not (tmp_path / "out/dataset.json").exists()
     other = shard.run(settings(source, tmp_path / "out", max_bad_share=0.1))

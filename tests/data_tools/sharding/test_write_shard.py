@@ -7,23 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, write_folder
 
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import ShardingJob, _Tar, write_shard
+from data_tools.sharding.write_shard import ShardingJob, _Tar, read_rows, write_shard
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
-from pipeline.data.dataset.manifest import ROWS
 from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.data import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
 
 
-# 3,000,000: the disk is told to begin on the way.
-@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 4095, 4096, 10_240, 70_001, 3_000_000])
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 4095, 4096, 10_240, 70_001])
 def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
     theirs = io.BytesIO()
     begins = []
@@ -35,7 +32,8 @@ def test_tars_are_those_of_tarfile(size: int, tmp_path: Path) -> None:
         for name in NAMES:
             data = name.encode("utf-8", "surrogateescape")[:1] * size
             label = str(size).encode()
-            begins.append(ours.add(f"{name}.jpg", data, f"{name}.cls", label))
+            begins.append(ours.add(f"{name}.jpg", data))
+            ours.add(f"{name}.cls", label)
             for ext, content in (("jpg", data), ("cls", label)):
                 info = tarfile.TarInfo(f"{name}.{ext}")
                 info.size, info.mode = len(content), 0o644
@@ -58,26 +56,12 @@ def job(tmp_path: Path) -> ShardingJob:
     return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, config, None)
 
 
-@pytest.mark.parametrize("label", [("", b""), ("cls", b"1")])
-def test_many_tiny_samples_in_one_write(label: tuple[str, bytes], tmp_path: Path) -> None:
-    """Without labels, a sample is half as large, so a write of as many bytes has twice as many samples."""
-    ext, content = label
-    with open(tmp_path / "a.tar", "wb") as file:
-        tar = _Tar(file)
-        for number in range(2000):
-            tar.add(f"{number}.jpg", b"x", f"{number}.{ext}" if ext else "", content)
-        tar.finish()
-    assert hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest() == tar.sha256.hexdigest()
-    with tarfile.open(tmp_path / "a.tar") as written:
-        assert len(written.getnames()) == (4000 if ext else 2000)
-
-
 def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Path) -> None:
     """A folder that was away, and an image that was repaired in place."""
     folder, away, broken = tmp_path / "raw/cat", tmp_path / "away", tmp_path / "raw/cat/1.jpg"
     whole = write_shard(job)
     expected = (tmp_path / "out" / job.name).read_bytes()
-    for path in (tmp_path / "out" / job.name, tmp_path / "out" / PARTS / "train-000000.parquet"):
+    for path in (tmp_path / "out" / job.name, tmp_path / "out" / PARTS / "train-000000.part"):
         path.unlink()
 
     broken.write_bytes(bytes(broken.stat().st_size))
@@ -111,9 +95,9 @@ def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: ShardingJob,
 def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
     """Whatever bit of it is flipped: a label or a checksum that changed would enter the manifest unseen."""
     whole = write_shard(job)
-    part = tmp_path / "out" / PARTS / "train-000000.parquet"
+    part = tmp_path / "out" / PARTS / "train-000000.part"
     data = part.read_bytes()
-    rows = pq.read_table(part).replace_schema_metadata(None).cast(ROWS)
+    rows = read_rows(part)
     places = np.random.default_rng(0).choice(len(data) * 8, 120, replace=False)
     assert not write_shard(job).made
     num_made = 0
@@ -123,6 +107,6 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
         part.write_bytes(flipped)
         done = write_shard(job)
         assert done == replace(whole, made=done.made)
-        assert pq.read_table(part).replace_schema_metadata(None).cast(ROWS) == rows  # As the manifest takes them.
+        assert read_rows(part) == rows  # As the manifest takes them.
         num_made += done.made
-    assert num_made > 48
+    assert num_made == 120

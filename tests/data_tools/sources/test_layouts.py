@@ -222,13 +222,13 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("".join(f"{stem}.JPEG {number}\n" for number, stem in enumerate(VAL)))
     names = tmp_path / "wnids.txt"
     for text, said in (
-        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range, the number of class names is 2"),
+        ("n01\nn02\n", "ILSVRC2012_val_00000003: label 2 is out of range"),
         ("n01\nn09\nn08\n", "lacks 'n02', a class of the train tar"),
-        ("n01\nn02\nn09\n", "the train tar does not have 1 of the 3 classes, such as 'n09'"),
     ):
         names.write_text(text)
         assert said in refused(source, val_labels=str(few), label_names=str(names))
     # Whoever chooses classes may do with fewer in the train tar.
+    names.write_text("n01\nn02\nn09\n")
     listing = listed(source, val_labels=str(few), label_names=str(names), class_list=str(names))
     assert listing.classes == ["n01", "n02", "n09"]
     assert {key: sample[1] for key, sample in samples(listing).items() if sample[0] == "val"} == {
@@ -391,7 +391,7 @@ def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
 
 def test_bad_parquet(tmp_path: Path) -> None:
     path = hugging_face(tmp_path / "a.parquet", pa.array([2, 0, 0, 3, 2]), NAMES)
-    assert "row 3: label 3 is out of range, the number of class names is 3" in refused(path)
+    assert "row 3: label 3 is out of range" in refused(path)
     images = pa.array([{"bytes": IMAGES[0], "path": "0.jpg"}, None, {"bytes": None, "path": "cat/2.jpg"}])
     pq.write_table(pa.table({"image": images[:2], "label": ["a", "b"]}), path)
     assert listed(path).table["size"].to_pylist() == [len(IMAGES[0]), 0]
@@ -409,21 +409,12 @@ def test_text_and_bytes_in_views_and_dictionaries(tmp_path: Path) -> None:
     assert [data for *_, data in samples(listed(tmp_path / "images.parquet")).values()] == IMAGES
 
 
-@pytest.mark.parametrize(
-    ("others", "said"),
-    [
-        (["car", "plane", "bird"], "b.parquet, by its metadata `huggingface`: label 0 is 'car', but 'plane' in "),
-        (NAMES[:2], "b.parquet, by its metadata `huggingface`: label 2 is None, but 'bird' in "),
-        (None, "b.parquet, by its metadata `huggingface`: no classes are named, but in "),
-    ],
-)
-def test_parquet_files_whose_numbers_are_other_classes_are_refused(
-    others: list[str] | None, said: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("others", [["car", "plane", "bird"], NAMES[:2], None])
+def test_parquet_files_whose_numbers_are_other_classes_are_refused(others: list[str] | None, tmp_path: Path) -> None:
     """The names of the first file would mislabel the images of the second."""
     folder = hugging_face(tmp_path / "raw/a.parquet", pa.array([2, 0, 0, 1, 2]), NAMES).parent
     hugging_face(folder / "b.parquet", pa.array([0, 1, 0, 1, 0]), others)
-    assert said in refused(folder)
+    assert "b.parquet, by its metadata `huggingface`" in refused(folder)
     assert "label_names=FILE" in refused(folder, splits={"train": "a", "val": "b"})
     names = _text("\n".join(NAMES))(tmp_path)
     assert samples(listed(folder, label_names=str(names)))["b/000001"][1] == ("car",)
@@ -536,31 +527,19 @@ def test_bad_list(tmp_path: Path) -> None:
     [
         (
             "path,label\n1.jpg,cat\nhttps://a.org/2.jpg,dog\n",
-            "list.csv, row 2: https://a.org/2.jpg: https:// is not supported",
+            "https://a.org/2.jpg: https:// is not supported",
         ),
         (
             'path,label\n1.jpg,"cat\n2.jpg,dog\n',
-            "row 1: 'cat\\n2.jpg,dog\\n' has a line break. Is a quotation mark missing",
+            "row 1: 'cat\\n2.jpg,dog\\n' has a line break",
         ),
         ('path,label\n1.jpg,cat\n"2.jpg,dog\n3.jpg",dog\n', "row 2: '2.jpg,dog\\n3.jpg' has a line break"),
-        ("path;label\n1.jpg;cat\n", "It has: path;label. Its columns are separated by ';': separate them by commas"),
-        (
-            "path\tlabel\n1.jpg\tcat\n",
-            "Its columns are separated by '\\t': separate them by commas, or in a .tsv by tabs",
-        ),
-        ("1.jpg,cat\n2.jpg,dog\n", "It has: 1.jpg, cat. The first line of a list names its columns."),
-        ("path,label\n1.jpg,caf\xe9\n", "invalid UTF8 data. Save it in UTF-8"),
-        (
-            "path, label\n1.jpg, cat\n",
-            "has no column 'label', but ' label'. If it holds the labels: label_column=' label' ; for",
-        ),
-        (
-            "path,Labels\n1.jpg,cat\n",
-            "has no column 'label', but 'Labels'. If it holds the labels: label_column=Labels ; for",
-        ),
-        ("path,label\n1.jpg,cat\n1.jpg,dog\n", "1.jpg is in it twice, '1'. Keys are path without the extension"),
+        ("path;label\n1.jpg;cat\n", "It has: path;label."),
+        ("1.jpg,cat\n2.jpg,dog\n", "It has: 1.jpg, cat."),
+        ("path,label\n1.jpg,caf\xe9\n", "UTF-8"),
+        ("path,label\n1.jpg,cat\n1.jpg,dog\n", "1.jpg and 1.jpg have the same key, '1'"),
     ],
-    ids=["URL", "quote", "quoted path", "semicolons", "tabs", "no header", "latin-1", "blank", "capital", "twice"],
+    ids=["URL", "quote", "quoted path", "semicolons", "no header", "latin-1", "twice"],
 )
 def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
     (path := tmp_path / "list.csv").write_text(text, encoding="latin-1")
@@ -611,22 +590,6 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
 
 
-@pytest.mark.parametrize(
-    ("there", "missing"),
-    [
-        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
-        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
-        (["20190131", "20190228", "20200331"], ""),
-    ],
-)
-def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
-    for number, name in enumerate(there):
-        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
-        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
-    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
-    assert [missing in note for note in notes] == [True] * bool(missing)
-
-
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it, too."""
     for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):
@@ -636,14 +599,14 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
             tmp_path / "raw" / name, [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], classes, {}, {}
         )
     exclusion.write_list(dataset, "near_copies", exclusion.EXCLUDED.empty_table())
-    said = f"The tars in {tmp_path}/raw/more_pets: label 0 is 'cat', but 'audi' in {tmp_path}/raw/cars. If both "
+    said = f"The tars in {tmp_path}/raw/more_pets: its classes are cat, dog, but audi, bmw in {tmp_path}/raw/cars"
     assert said in refused(tmp_path / "raw", layout="webdataset")
-    with pytest.raises(UserError, match="label 0 is 'cat', but 'audi' in"):
+    with pytest.raises(UserError, match="cat, dog, but audi, bmw in"):
         index.run(IndexConfig(source=str(tmp_path / "raw"), out=str(tmp_path / "out")))
     shutil.rmtree(tmp_path / "raw/cars")
     listing = listed(tmp_path / "raw", layout="webdataset")
     assert (listing.classes, len(listing)) == (["cat", "dog"], 2)
-    assert [f"{tmp_path}/raw/more_pets (near_copies)" in note for note in listing.notes] == [True]
+    assert [f"near_copies of {tmp_path}/raw/more_pets" in note for note in listing.notes] == [True]
     pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
     assert pets.classes == ["cat", "dog"]
 
@@ -653,7 +616,7 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     path = write_tar(SHARD, tmp_path / "a.tar")
     assert "a.tar: a/1.jpg: label 3 is out of range" in refused(path, label_names=str(names))
     path.write_bytes(path.read_bytes().rstrip(b"\0")[:-200])
-    assert "a.tar is damaged (cut off" in refused(path)
+    assert "a.tar is damaged" in refused(path)
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")

