@@ -546,11 +546,6 @@ def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
     assert said in refused(path)
 
 
-def test_names_of_numbers_are_refused_where_folders_name_the_classes(tmp_path: Path) -> None:
-    source, names = write_folder(TINY, tmp_path / "raw"), _text("cat\ndog\n")(tmp_path)
-    assert "label_names" in refused(source, label_names=str(names))
-
-
 # --- webdataset -------------------------------------------------------------------------------------------------------
 
 SHARD = {

@@ -137,17 +137,6 @@ def test_lists_of_which_one_has_labels_are_refused(tmp_path: Path) -> None:
     assert (len(listing), listing.classes) == (2, [])
 
 
-def test_a_label_column_that_is_null_in_every_row(tmp_path: Path) -> None:
-    images = [jpeg(1), jpeg(2)]
-    pq.write_table(pa.table({"image": images, "label": pa.nulls(2)}), tmp_path / "a.parquet")
-    assert "label_column= " in refused(tmp_path / "a.parquet")
-    assert set(unlabelled(listed(tmp_path / "a.parquet", label_column="")).values()) == set(images)
-    # With a type, it is a column of labels as any other, all of them missing.
-    pq.write_table(pa.table({"image": images, "label": pa.nulls(2, pa.string())}), tmp_path / "b.parquet")
-    listing = listed(tmp_path / "b.parquet")
-    assert (listing.classes, listing.is_labelled, listing.notes) == ([], True, ["2 images without any label"])
-
-
 def test_parquet_of_images_alone(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [jpeg(1), jpeg(2)], "text": ["a", "b"]}), tmp_path / "a.parquet")
     listing = listed(tmp_path / "a.parquet")

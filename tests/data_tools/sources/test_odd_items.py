@@ -112,17 +112,6 @@ def test_skipped_items_count_as_bad_images_and_the_rest_is_the_same(ray_cluster:
         assert (made.path / name).read_bytes() == (plain.path / name).read_bytes(), name
 
 
-def test_skipped_items_are_a_share_of_all_items(ray_cluster: int, tmp_path: Path, capfd) -> None:
-    """Of 3 images and 4 that were never listed as such, no share was enough: 1.0 allowed 3."""
-    files = {**GOOD, "dog/cut.jpg": jpeg(3)[:-200], **{os.fsdecode(b"cat/%d\xff.jpg" % i): b"?" for i in range(4)}}
-    source = write_folder(files, tmp_path / "raw")
-    with pytest.raises(UserError, match=r"^5 of the 7 images read so far are bad, more than 4 of 7: "):
-        shard.run(settings(source, tmp_path / "out", max_bad_share=0.6))
-    capfd.readouterr()
-    shard.run(settings(source, tmp_path / "out", max_bad_share=0.8))
-    assert "skipped 5 bad images (see skipped.csv)" in capfd.readouterr().out
-
-
 # ---------------------------------------------------------------- lists
 
 
@@ -247,20 +236,6 @@ def test_a_hard_link_in_a_tar_is_the_file_that_it_links_to(layout: str, tmp_path
     assert skipped(listing) == {
         where: "a link to 'dog/6.jpg'; make the tar again with tar --dereference --hard-dereference"
     }
-
-
-def test_other_links_of_a_tar_are_skipped_and_named(tmp_path: Path) -> None:
-    odd = [
-        link(b"cat/2.jpg", b"1.jpg", tarfile.SYMTYPE),
-        link(b"cow", b"cat", tarfile.SYMTYPE),
-        link(b"cat/p.jpg", b"", tarfile.FIFOTYPE),
-    ]
-    (tmp_path / "raw.tar").write_bytes(tar_of(member(b"cat/1.jpg", jpeg(1)), *odd))
-    listing = listed(tmp_path / "raw.tar")
-    to_symbolic = "a link to '1.jpg'; make the tar again with tar --dereference --hard-dereference"
-    assert skipped(listing) == {"cat/2.jpg": to_symbolic, "cat/p.jpg": "not a regular file, but of tar's type b'6'"}
-    ignored = "ignored 1 file without an image extension: cow (a link to 'cat'; make the tar again with tar --dereference --hard-dereference)"
-    assert ignored in listing.notes
 
 
 def test_odd_members_of_a_zip(tmp_path: Path) -> None:

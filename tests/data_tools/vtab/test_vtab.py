@@ -350,20 +350,6 @@ def test_a_task_without_files_that_was_made_before_is_ready(
     assert capsys.readouterr().out == "1 of 19 tasks are ready: pets (made before)\n"
 
 
-@pytest.mark.parametrize("name", ["originals", "tfds", "lists"])
-def test_a_setting_that_is_no_folder_is_refused_before_all_else(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "there").mkdir()
-    missing = str(tmp_path / "missing")
-    places = {"originals": str(tmp_path / "there"), name: missing}
-    for prove in (False, True):
-        config = settings(tmp_path / "out", **places, tasks=["no task"], prove=prove)
-        assert refused(config).startswith(f"{name} = {missing}: ")
-    assert capsys.readouterr() == ("", "")
-    assert not (tmp_path / "out").exists()
-
-
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
     originals = tmp_path / "originals"
     shutil.copytree(vtab_tasks[0] / "originals" / "svhn", originals / "svhn")
