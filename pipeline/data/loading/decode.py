@@ -158,15 +158,15 @@ def decode(
             part = _decode_jpeg(data, stored)
         if part is not None:
             return upright(part, orientation)
-    values = _whole(data, ext) if pixels.is_rgb8 else stored_image(data).values(pixels)
+    values = _whole(data, ext, pixels) if pixels.is_rgb8 else stored_image(data).values(pixels)
     if choose is None:
         return values
     top, left, height, width = choose(*values.shape[:2])
     return values[top : top + height, left : left + width]
 
 
-def _whole(data: bytes, ext: str) -> np.ndarray:
-    """uint8 (H, W, 3), upright, of any 8-bit image. Raises DecodeError for others."""
+def _whole(data: bytes, ext: str, pixels: Pixels) -> np.ndarray:
+    """uint8 (H, W, 3), upright, of any 8-bit image. pixels: 8-bit RGB of some mean. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _tiff_to_rgb))
@@ -178,7 +178,7 @@ def _whole(data: bytes, ext: str) -> np.ndarray:
         with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _to_rgb))
     if stored.lacking:
-        return stored.values(RGB8)
+        return stored.values(pixels)
     if not is_8_bit:
         raise DecodeError(f"{stored.describe()}, where 8-bit gray or RGB is needed")
     values, _ = stored.page(0)

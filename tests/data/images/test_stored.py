@@ -4,6 +4,7 @@ import ast
 import io
 import random
 import struct
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.data.images.stored import DecodeError, open_image
+from pipeline.data.images.stored import DecodeError, describe_channels, open_image
 from pipeline.data.loading.decode import decode
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -185,6 +186,18 @@ def test_a_channel_that_is_filled_is_not_missing() -> None:
     for nodata, mean, expected in ((None, 0.5, 0), (0.0, 0.5, 1), (127.0, 1.0, 126)):
         pixels = Pixels(("a",), "int8", (-127.0,), (127.0,), (mean,), (0.2,), nodata)
         assert pixels.fill(0) == expected
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_a_channel_that_an_image_lacks_is_the_mean_of_its_data_set(kind: str) -> None:
+    names = ("red", "green", "blue")
+    written, pixels = values_of(kind, (9, 7, 2)), replace(Pixels.full_range(names, kind), mean=(0.5, 0.2, 0.5))
+    found = decode(
+        tiff(written, photometric="minisblack", planarconfig="contig", description=describe_channels(names, [1])),
+        pixels=pixels,
+    )
+    assert np.array_equal(found[..., [0, 2]], written)
+    assert (found[..., 1] == round(0.2 * np.iinfo(kind).max)).all()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
