@@ -90,7 +90,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     _refuse(problems, scored, config)
     print_unreadable(problems, scored.named, "not scored")
     known = np.array([number for number in range(len(scored)) if number not in problems])
-    groups = scored.group_numbers()
+    groups = np.array(scored.groups)
     found = score(counts[known], groups[known] if len(groups) else groups)
     results: dict[str, Any] = {
         "weights": config.weights,

@@ -73,9 +73,7 @@ def find_bit(tensors: Tensors, image_size: tuple[int, int], pixels: Pixels | Non
 def bit_entries(config: ResNetConfig, flax: bool) -> Entries:
     """Every tensor of a BiT ResNet, in the authors' layout (flax), which is for 8-bit RGB, or timm's. Raises UserError."""
     if flax and config.pixels != RGB8:
-        raise UserError(
-            f"an .npz cannot hold a ResNet of {config.pixels}; format = safetensors or timm can."
-        )
+        raise UserError(f"an .npz cannot hold a ResNet of {config.pixels}; format = safetensors or timm can.")
     entries = Entries(flax)
     K, C = config.num_classes, config.num_features
     root = "resnet/root_block/standardized_conv2d" if flax else "stem.conv"

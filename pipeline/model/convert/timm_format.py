@@ -338,9 +338,7 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
             "unseen. Export with another image_size=N, or use format=safetensors."
         )
     if has_rope and config.gelu != "erf" and not config.swiglu:
-        raise UserError(
-            f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors or onnx can."
-        )
+        raise UserError(f"timm's ViT with RoPE cannot hold gelu = {config.gelu}; format = safetensors or onnx can.")
     if (config.swiglu or has_rope) and config.layer_scale is None:  # timm's models with these have it
         config = replace(config, layer_scale=1.0)
         layers = [f"blocks.{i}.{part}" for i in range(config.depth) for part in ("attention.out", "mlp.down")]
