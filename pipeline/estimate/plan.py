@@ -136,16 +136,11 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
             f"{counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
-    if warmup >= steps:
-        raise UserError(
-            f"schedule.warmup = {config.schedule.warmup} is {counted(warmup, 'step')}, but the whole run has {steps:,} "
-            f"(train.length = {train.length}). Use schedule.warmup=5% or train longer."
-        )
     cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
-    if warmup + cooldown > steps:
+    if warmup >= steps or warmup + cooldown > steps:
         raise UserError(
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
-            f"({counted(cooldown, 'step')}) are longer than the run of {counted(steps, 'step')}. Shorten one of them."
+            f"({counted(cooldown, 'step')}) do not fit into train.length = {train.length} ({counted(steps, 'step')}). Shorten one, or train longer."
         )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}

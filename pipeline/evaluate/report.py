@@ -40,7 +40,6 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.outputs import hold
-from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import ScoreConfig
 
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
@@ -183,28 +182,22 @@ def _send(
         score=score,
         scored_on=scored_on,
     )
-    send_scores(config, loaded, origin, facts, about, metrics | probed, files)
+    about = facts_of_scores(config.weights, loaded, origin, facts, about)
+    send_report(config.mlflow, files[0].parent, about, metrics | probed, files, config.experiment)
 
 
-def send_scores(
-    config: ScoreConfig | SegmentConfig,
-    loaded: LoadedModel,
-    origin: WeightsOrigin,
-    data: DatasetFacts,
-    facts: RunFacts,
-    metrics: dict[str, float],
-    files: list[Path],
-) -> None:
-    """Send scores of weights to MLflow, as a run that names the run of the weights, which comes before the name of `facts`."""
-    facts = replace(
+def facts_of_scores(
+    weights: str, loaded: LoadedModel, origin: WeightsOrigin, data: DatasetFacts, facts: RunFacts
+) -> RunFacts:
+    """An MLflow run of scores that names the run of the weights, also before the name of `facts`."""
+    return replace(
         facts,
-        name=f"{loaded.extra.get('run') or Path(config.weights).name} {facts.name}",
+        name=f"{loaded.extra.get('run') or Path(weights).name} {facts.name}",
         tags={"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
         datasets=(data,),
         parents={"parent": origin.run_id} if origin.run_id else {},
         origin=origin,
     )
-    send_report(config.mlflow, files[0].parent, facts, metrics, files, config.experiment)
 
 
 def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:

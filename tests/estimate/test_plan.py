@@ -116,7 +116,7 @@ def test_one_line_for_a_person() -> None:
         (
             ["train.length=1 epochs"],
             1,
-            "schedule.warmup = 10000 steps is 10,000 steps, but the whole run has 3,467 (train.length = 1 epochs)",
+            "schedule.warmup = 10000 steps (10,000 steps)",
         ),
         (
             ["augment.mixup=0.2", "train.micro_batch=1"],
@@ -124,7 +124,7 @@ def test_one_line_for_a_person() -> None:
             "mix a micro-batch in pairs, and 1 = train.global_batch 4096 / (8 ranks x 512) is odd",
         ),
         (["augment.cutmix=1", "train.global_batch=144"], 48, "3 = train.global_batch 144 / (48 ranks x 1) is odd"),
-        (["schedule.warmup=100%"], 1, "schedule.warmup = 100% is 312,012 steps, but the whole run has 312,012"),
+        (["schedule.warmup=100%"], 1, "schedule.warmup = 100% (312,012 steps)"),
     ],
 )
 def test_refusals_show_their_arithmetic(overrides: list[str], world_size: int, said: str) -> None:

@@ -54,7 +54,7 @@ def test_drawings(weights: Path, dataset: Path, tmp_path: Path, device: torch.de
         given = [f"weights={weights}", f"images={dataset}", "split=val", f"out={out}", f"device={kind}", "num_drawn=2"]
         explain.run(schema.load(ExplainConfig, None, given))
         numbers.append(json.loads((out / "explain.json").read_text()))
-        assert len(list(out.glob("*.png"))) == 10
+        assert len(list(out.glob("*.png"))) == 7
     distances = [found["mean_attention_distance"] for found in numbers]
     np.testing.assert_allclose(distances[0], distances[-1], rtol=1e-3)
     assert len(numbers) == (1 if device.type == "cpu" else 2)

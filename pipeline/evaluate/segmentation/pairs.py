@@ -85,10 +85,6 @@ class MaskedPairs:
             groups=groups,
         )
 
-    def group_numbers(self) -> np.ndarray:
-        """int64 (n,), the number of the group of each; empty without groups."""
-        return np.unique(np.array(self.groups, object), return_inverse=True)[1].astype(np.int64)
-
 
 def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, MaskedPairs]:
     """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none,

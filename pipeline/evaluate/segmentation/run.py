@@ -19,7 +19,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.report import send_scores
+from pipeline.evaluate.report import facts_of_scores
 from pipeline.evaluate.segmentation.apply import open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.linear import LinearHead, train
@@ -31,6 +31,7 @@ from pipeline.model.files import find_file, open_safetensors
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
+from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
@@ -88,7 +89,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     _refuse(problems, scored, config)
     print_unreadable(problems, scored.named, "not scored")
     known = np.array([number for number in range(len(scored)) if number not in problems])
-    groups = scored.group_numbers()
+    groups = np.array(scored.groups)
     found = score(counts[known], groups[known] if len(groups) else groups)
     results: dict[str, Any] = {
         "weights": config.weights,
@@ -270,4 +271,5 @@ def _send(
         scored_on=f"mIoU {dataset_name(data)}",
         metrics={metric: metric_of(metric)},
     )
-    send_scores(config, loaded, origin, data, facts, {metric: results["miou"]}, files)
+    facts = facts_of_scores(config.weights, loaded, origin, data, facts)
+    send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)

@@ -108,7 +108,7 @@ class SegmentationScore:
 
 
 def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
-    """The score of images together. counts: (n, 3, K) of `count`. groups: int64 (n,), the group of each, such as a video; empty without.
+    """The score of images together. counts: (n, 3, K) of `count`. groups: (n,), the group of each, such as a video; empty without.
 
     The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it is the
     resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their deviation.

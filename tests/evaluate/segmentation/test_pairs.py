@@ -56,8 +56,6 @@ def test_groups_are_held_out_whole(write_pairs: Write) -> None:
     assert val.groups == [name[-1] for name in val.names]
     assert not set(train.groups) & set(val.groups)
     assert len(train) + len(val) == 20
-    numbers = val.group_numbers()
-    assert [number == numbers[0] for number in numbers] == [group == val.groups[0] for group in val.groups]
     assert val.only(np.array([1])).groups == val.groups[1:2]
     assert [len(names) for names in opened(*places, "val_share=0.01", "group_pattern=^part.([01])")] == [10, 10]
     with pytest.raises(UserError, match=r"finds no group in the key 'part\.0/0'"):
