@@ -15,10 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-from pydantic import NonNegativeInt, PositiveInt
-
-from pipeline.settings.quantities import PathText
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -33,6 +29,7 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Settings, setting
 
 
@@ -40,11 +37,11 @@ class DemoConfig(Settings):
     out: PathText = setting(
         "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
     )
-    num_per_class: PositiveInt = setting(400, "Number of generated images of each shape.")
-    finetune_epochs: NonNegativeInt = setting(
-        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml."
+    num_per_class: int = setting(400, "Number of generated images of each shape.", min=1)
+    finetune_epochs: int = setting(
+        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml.", min=0
     )
-    ranks: PositiveInt = setting(2, "Number of DeepSpeed ranks.")
+    ranks: int = setting(2, "Number of DeepSpeed ranks.", min=1)
 
 
 def demo(config: DemoConfig) -> None:

@@ -113,7 +113,9 @@ class ProbeConfig(Settings):
 
 class RunProbeConfig(ProbeConfig):
     every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
-    data: PathText = setting("", "Folder or URL of the data set for probes; empty is the run's own.")
+    data: PathText = setting(
+        "", "Folder or URL of the data set for probes; empty is the run's own.", needs="shots|neighbours"
+    )
     split: str = setting("val", "Split that probes are tested on.")
 
     @property

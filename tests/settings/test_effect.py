@@ -61,6 +61,10 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         (["probe.shots=[1,5]"], ["probe.shots", "probe.every"]),
         (["probe.shots=[0]", "probe.every=0%"], ["probe.shots", "probe.every"]),
         (["probe.every=5%", "probe.temperature=0.1"], ["probe.temperature", "probe.neighbours"]),
+        (
+            ["probe.every=5%", "probe.rankme_images=9", "probe.shots=0", "probe.data=x"],
+            ["probe.data", "probe.neighbours"],
+        ),
         (["data.weight=2"], ["data.weight", "data.mix"]),
         (["augment.hue=0.1", "augment.color_jitter_probability=0.8"], []),
         (["augment.color_jitter_probability=0.8"], ["augment.color_jitter_probability", "augment.hue"]),
