@@ -117,14 +117,6 @@ class ViTConfig(Fields):
         above=1,
         max=1e9,
     )
-    # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit.
-    rope_side: int | None = option(
-        None,
-        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not "
-        "stretched; null: from -1 to 1.",
-        min=0,
-        max=_MAX_TOKENS,
-    )
     qkv_bias: Literal["qkv", "qv", "none"] = option(
         "qkv", "Which of queries, keys and values have a bias; qv in DINOv3."
     )
@@ -201,10 +193,6 @@ class ViTConfig(Fields):
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
-            if self.rope_side is not None:
-                raise UserError(
-                    "model: rope_side changes RoPE, which this model does not have. Set model.rope_base=100."
-                )
             return
         if self.axial or self.positions == "relative":
             raise UserError(

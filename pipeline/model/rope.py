@@ -5,8 +5,8 @@ number i with the number i + D/2H, by the angles
 
     y / period_0, ..., y / period_last, x / period_0, ..., x / period_last
 
-with D/4H periods from 1 up to (not including) the base. With `rope_side`, as in EVA-02 and timm, y and x are the numbers of row and
-column instead. Class token and registers are not rotated. Other letters as in vit.py.
+with D/4H periods from 1 up to (not including) the base. Class token and registers are not rotated.
+Other letters as in vit.py.
 """
 
 import math
@@ -30,12 +30,9 @@ def rotation(config: ViTConfig, grid: tuple[int, int], device: torch.device | No
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     # Cut, because rounding gives a step of 4/196, say, one number too many.
     periods = config.rope_base ** torch.arange(0, 1, 4 / config.head_dim, **f32)[: config.head_dim // 4]
-    if config.rope_side is None:
-        unit, axes = 2 * math.pi, [2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid]
-    else:
-        unit, axes = 1, [torch.arange(side, **f32) / side * (config.rope_side or side) for side in grid]
+    axes = [2 * torch.arange(0.5, side, **f32) / side - 1 for side in grid]
     centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).view(-1, 2)
-    angles = (unit * centres[:, :, None] / periods).flatten(1).tile(2)
+    angles = (2 * math.pi * centres[:, :, None] / periods).flatten(1).tile(2)
     angles = F.pad(angles, (0, 0, config.num_tokens - config.num_patches, 0))
     return angles.cos(), angles.sin()
 

@@ -249,50 +249,12 @@ def test_clip_of_timm(tmp_path, transformers):
     )
 
 
-# Name of a timm model -> base, patches of a side that the coordinates are stretched to (0: none), whether x comes before y.
-ROPES = {
-    "vit_mu_patch8_rope_reg1_gap_32": (10000.0, 16, False),
-    "eva02_mu_patch8_32": (10000.0, 16, False),
-    "vit_mu_patch8_rope_32": (100.0, 0, True),
-    "vit_mu_patch8_rope_ape_32": (100.0, 0, True),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ROPES)
-def test_axial_rope_of_timm(tmp_path, name):
-    """Queries times keys are those of neighbouring channels as complex numbers, turned by the numbers of row and column."""
-    base, side, has_x_first = ROPES[name]
-    positions = "learned" if "ape" in name or "eva" in name else "none"
-    file = model_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])
-    generator = torch.Generator().manual_seed(0)
-    tensors = {entry.key: torch.randn(entry.shape, generator=generator) for entry in file}
-    if "gap" in name:
-        tensors |= {f"fc_norm.{part}": tensors.pop(f"norm.{part}") for part in ("weight", "bias")}
-    model = load(write(tmp_path, tensors, {"architecture": name}), image_size=(16, 24))
-    assert (model.config.pool_norm, model.config.pool) == (("gap" in name), "mean" if "gap" in name else "token")
-    x = torch.randn(1, 1 + 2 * 3, 32, generator=generator)
-    attention = model.blocks[0].attention
-    q, k, v = attention.split(attention.qkv(x), model.rotation(x.device))
-
-    theirs = x @ tensors["blocks.0.attn.qkv.weight"].T + tensors["blocks.0.attn.qkv.bias"]
-    pairs = torch.view_as_complex(theirs.view(7, 3, 2, 8, 2)[:, :2])  # token, q or k, head, pair
-    periods = base ** (torch.arange(4) / 4)
-    for row in range(2):
-        for column in range(3):
-            place = [row / 2 * side, column / 3 * side] if side else [row, column]
-            angles = torch.cat([number / periods for number in (place[::-1] if has_x_first else place)])
-            pairs[1 + row * 3 + column] *= torch.polar(torch.ones(8), angles)
-    expected = torch.einsum("nhp,mhp->hnm", pairs[:, 0], pairs[:, 1].conj()).real
-    torch.testing.assert_close((q @ k.mT)[0], expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(v[0].transpose(0, 1).flatten(1), theirs[:, :, 64:][0])
-
-
 def test_parts_that_the_names_of_timms_models_tell(tmp_path):
     file = model_entries(configure("ViT-mu/8", 32, 0), NAMES["timm"])
     tensors = {entry.key: torch.ones(entry.shape) for entry in file}
     for name, part in (
         ("vit_mu_patch8_rpn_32", "res-post-norm"),
+        ("vit_mu_patch8_rope_ape_32", "numbers of row and column"),
         ("vit_pe_core_mu_patch8_32", "Perception Encoder's rotation"),
     ):
         with pytest.raises(UserError, match=part):

@@ -31,7 +31,6 @@ class Hints:
     kernel: Kernel = "zoom"  # by which the project resamples positions
     layer_scale: float = 1.0  # its initial value, if there is LayerScale
     rope_base: float | None = None
-    rope_side: int | None = None
     pool: Pool = "token"  # of a model with a class token
     pixels: Pixels | None = None  # None: 8-bit RGB, or of channels that no file names
 
@@ -119,7 +118,6 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         kernel=hints.kernel,
         swiglu=gated,
         rope_base=hints.rope_base,
-        rope_side=hints.rope_side,
         pixels=hints.pixels or Pixels.of_unknown(num_channels),
         **({} if flax else _find_parts(shapes, names, hints, width)),
     )

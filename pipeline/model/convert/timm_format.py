@@ -6,7 +6,7 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -42,23 +42,6 @@ _JOINED = {("w1", "w2"): "w12", ("fc1_g", "fc1_x"): "w12", ("q", "v"): "qkv"}
 _LEFT_OUT = ("fc.", "local_cls_norm.")
 
 
-class _Rope(NamedTuple):
-    """How a model of timm rotates: by default two neighbouring channels at a time."""
-
-    base: float
-    side: int | None  # rope_side; None is DINOv3's
-    has_x_first: bool = False
-    is_half: bool = False  # channels half a head apart are rotated together, as ours and DINOv3's
-
-
-# What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
-_ROPES = {
-    "dinov3|lingbot": _Rope(100.0, None, is_half=True),
-    r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
-    r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
-}
-
-
 # timm's SigLIP 2 models whose names say that they are not SigLIP 1, which has the exact GELU in timm.
 _BY_TANH = "base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt"
 
@@ -75,9 +58,6 @@ class _TimmArgs:
     init_values: float | None = None
     rope_type: str | None = None
     rope_temperature: Annotated[float, Limits(above=1)] | None = None
-    rope_rotate_half: bool | None = None
-    rope_grid_indexing: str | None = None
-    ref_feat_shape: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +109,12 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     is_gated = "blocks.0.mlp.w12.weight" in tensors
     if is_gated:
         tensors = rename(tensors, [(r"mlp\.fc2\.", "mlp.w3.")])
-    if is_gated and has_separate and "pos_embed" in tensors:  # no other published model has these three
-        name = name or "eva02_"
+    # No other published model than EVA-02 has the first three.
+    if (is_gated and has_separate and "pos_embed" in tensors) or args.rope_type not in (None, "dinov3"):
+        raise UserError("it rotates queries and keys by the numbers of row and column, which is not supported.")
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
-    rope = _rope_of(name, args)
-    if rope is not None and found.architecture:
+    has_rope = re.search("dinov3|lingbot", name) is not None
+    if has_rope and found.architecture:
         kernel = "bicubic_antialias"  # it is a file of timm, though with other names than those of its ViT
 
     pool = args.global_pool or found.global_pool or "token"
@@ -161,58 +142,17 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
     hints = Hints(
         gelu_of(args.act_layer or activation),
-        1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
+        1e-5 if has_rope or "norm_pre.weight" in tensors else 1e-6,
         args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None),
         size,
-        "none" if rope or args.pos_embed in ("none", "") else None,
+        "none" if has_rope or args.pos_embed in ("none", "") else None,
         kernel,
-        rope_base=rope and rope.base,
-        rope_side=rope and rope.side,
+        rope_base=(args.rope_temperature or 100.0) if has_rope else None,
         layer_scale=1.0 if args.init_values is None else args.init_values,
         pool="mean" if pool == "avg" else "token",
         pixels=pixels,
     )
-    weights = read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
-    if rope is not None and not (rope.is_half and not rope.has_x_first):
-        _exchange_channels(weights.state, weights.config, rope)
-    return weights
-
-
-def _rope_of(name: str, args: _TimmArgs) -> _Rope | None:
-    """The rotation of timm's model of this name, with these arguments; None if it has none."""
-    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
-    if rope is None:
-        return None
-    sides = pair("model_args.ref_feat_shape", args.ref_feat_shape)
-    if args.rope_type not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
-        raise UserError(
-            f"its rotation is of the type {args.rope_type or 'cat'}, on a grid of {sides}, which is not supported."
-        )
-    side = sides[0] if sides else 0 if args.rope_type and rope.side is None else rope.side
-    return _Rope(
-        args.rope_temperature or rope.base,
-        None if args.rope_type == "dinov3" else side,
-        rope.has_x_first if args.rope_grid_indexing is None else args.rope_grid_indexing == "xy",
-        rope.is_half if args.rope_rotate_half is None else args.rope_rotate_half,
-    )
-
-
-def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) -> None:
-    """Put the channels of queries and keys that are rotated together half a head apart, in place, and those of y first.
-
-    Their order does not change what the attention computes.
-    """
-    assert isinstance(config, ViTConfig)
-    pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if rope.has_x_first else 0)
-    head = torch.cat([pairs, pairs + config.head_dim // 2] if rope.is_half else [2 * pairs, 2 * pairs + 1])
-    rows = (torch.arange(0, config.width, config.head_dim)[:, None] + head).flatten()
-    for name, tensor in state.items():
-        if name.endswith((".query_norm.weight", ".query_norm.bias", ".key_norm.weight", ".key_norm.bias")):
-            state[name] = tensor[head]
-        elif name.endswith((".qkv.weight", ".qkv.bias")):
-            parts = list(tensor.split(config.width))  # of the biases, two or three
-            turned = [part[rows] for part in parts[: max(1, len(parts) - 1)]]
-            state[name] = torch.cat([*turned, parts[-1]])
+    return read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
 
 
 def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
