@@ -28,8 +28,6 @@ from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.objective import (
     Inputs,
     Objective,
-    check_random_crops,
-    check_small_views,
     embedding_std,
     mean_among_valid,
     mean_of_valid,
@@ -38,7 +36,8 @@ from pipeline.objectives.objective import (
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
 from pipeline.objectives.parts.dino_head import DinoHead
 from pipeline.objectives.parts.ibot import BlockMasks
-from pipeline.settings.quantities import MAX_SIDE, Length
+from pipeline.objectives.parts.local_views import LocalViewSettings
+from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -52,22 +51,10 @@ _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
-class DinoSettings:
+class DinoSettings(LocalViewSettings):
     prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
-    local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
-    local_area_min: float = setting(
-        0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
-    )
-    local_area_max: float = setting(
-        0.4,
-        "Small views: largest share of the image's area; augment.area_min is the smallest of large views.",
-        above=0,
-        max=1,
-        needs="local_views",
-    )
     blur: list[float] = setting(
         [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones.", min=0, max=1
     )
@@ -137,16 +124,11 @@ class Dino(Objective):
             for blur, solarise in zip(given.blur, given.solarise, strict=True)
         )
         size = config.model.image_size
-        views = [Views(1, size, first), Views(1, size, second)]
-        if given.local_views:
-            local = replace(local, area_min=given.local_area_min, area_max=given.local_area_max)
-            views.append(Views(given.local_views, given.local_size, local))
-        return tuple(views)
+        return (Views(1, size, first), Views(1, size, second), *given.small_views(local))
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
-        check_random_crops(config)
         given: DinoSettings = cls.settings(config)
         for name in ("blur", "solarise"):
             if len(getattr(given, name)) != 3:
@@ -158,15 +140,13 @@ class Dino(Objective):
                 raise UserError(
                     f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}."
                 )
-        for least, most in (("local_area_min", "local_area_max"), ("ibot_share_min", "ibot_share_max")):
-            if getattr(given, least) > getattr(given, most):
-                raise UserError(
-                    f"objective.{least} = {getattr(given, least)} must not be above objective.{most} = {getattr(given, most)}."
-                )
+        if given.ibot_share_min > given.ibot_share_max:
+            raise UserError(
+                f"objective.ibot_share_min = {given.ibot_share_min} must not be above objective.ibot_share_max = {given.ibot_share_max}."
+            )
         for name in ("temperature_warmup", "frozen"):
             _share(config, name)
-        if config.model.name:
-            check_backbone(config, cls.new_backbone(config, 0))
+        check_backbone(config, cls.new_backbone(config, 0) if config.model.name else None)
 
     @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
@@ -403,22 +383,19 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 # ---------------------------------------------------------------------- settings and models
-def check_backbone(config: RunConfig, model: Config) -> None:
+def check_backbone(config: RunConfig, model: Config | None) -> None:
     """Raise UserError if DINO cannot train this backbone with these settings."""
     given: DinoSettings = Dino.settings(config)
-    if not isinstance(model, ViTConfig):
-        if given.ibot_weight:
-            raise UserError(
-                f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT."
-            )
+    given.check_views(config, model)
+    if model is None or not given.ibot_weight:
         return
-    if given.ibot_weight and model.pool == "both":
+    if not isinstance(model, ViTConfig):
+        raise UserError(f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT.")
+    if model.pool == "both":
         raise UserError(
             "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes twice as wide. Use "
             "model.pool=token or mean, or objective.ibot_weight=0."
         )
-    if given.local_views:
-        check_small_views(model, given.local_size)
 
 
 def _share(config: RunConfig, name: str) -> Fraction:

@@ -11,7 +11,7 @@ Shapes: B batch, V views, W width of the backbone, R rows, D width of the projec
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,16 @@ from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, Model
+from pipeline.model import Model
 from pipeline.objectives.objective import (
     Objective,
-    check_random_crops,
-    check_small_views,
     embedding_std,
     mean_of_valid,
     same_features,
 )
 from pipeline.objectives.parts.across_ranks import summed, total
+from pipeline.objectives.parts.local_views import LocalViewSettings
 from pipeline.objectives.parts.step_norm import StepNorm
-from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -41,19 +39,11 @@ _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LejepaSettings:
+class LejepaSettings(LocalViewSettings):
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
-    local_area_min: float = setting(
-        0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
-    )
     local_area_max: float = setting(
-        0.3,
-        "Small views: largest share of the image's area; augment.area_min is the smallest of large views.",
-        above=0,
-        max=1,
-        needs="local_views",
+        0.3, "Small views: largest share of the image's area.", above=0, max=1, needs="local_views"
     )
     hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
     width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)
@@ -79,32 +69,17 @@ class Lejepa(Objective):
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: LejepaSettings = cls.settings(config)
-        views = [Views(given.global_views, config.model.image_size, config.augment)]
-        if given.local_views:
-            local = replace(config.augment, area_min=given.local_area_min, area_max=given.local_area_max)
-            views.append(Views(given.local_views, given.local_size, local))
-        return tuple(views)
+        return (Views(given.global_views, config.model.image_size, config.augment), *given.small_views(config.augment))
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
-        check_random_crops(config)
         given: LejepaSettings = cls.settings(config)
         if given.global_views + given.local_views < 2:
             raise UserError(
                 "objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more."
             )
-        if given.local_area_min > given.local_area_max:
-            raise UserError(
-                f"objective.local_area_min = {given.local_area_min} must not be above objective.local_area_max = {given.local_area_max}."
-            )
-        if config.model.name:
-            cls._check_backbone(given, cls.new_backbone(config, 0))
-
-    @classmethod
-    def _check_backbone(cls, given: LejepaSettings, model: Config) -> None:
-        if given.local_views:
-            check_small_views(model, given.local_size)
+        given.check_views(config, cls.new_backbone(config, 0) if config.model.name else None)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
@@ -123,7 +98,7 @@ class Lejepa(Objective):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
         given: LejepaSettings = cls.settings(config)
-        cls._check_backbone(given, backbone.config)
+        given.check_views(config, backbone.config)
         return cls(backbone, given, config.seed)
 
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:

@@ -405,14 +405,6 @@ def check_small_views(
         model.check_any_grid()
 
 
-def check_random_crops(config: RunConfig) -> None:
-    """Raise UserError for settings that cut the same crop of an image each time."""
-    if config.augment.crop not in ("inception", "random_resized"):
-        raise UserError(
-            f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
-        )
-
-
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
     """Standard deviation over samples of L2-normalised features (B, D), root mean square over D, times the root of D.
 
