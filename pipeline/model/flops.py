@@ -5,13 +5,12 @@ Letters as in vit.py: N tokens, D width, M MLP width.
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import torch
 
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.model.build import build
-from pipeline.model.resnet import STEM_WIDTH, stem_channels, unit_shapes
+from pipeline.model.vit import VisionTransformer
 
 
 @cache
@@ -21,6 +20,7 @@ def num_parameters(config: Config) -> int:
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
+@cache
 def forward_macs(config: Config) -> int:
     """Multiply-adds of the forward pass of one image.
 
@@ -28,13 +28,8 @@ def forward_macs(config: Config) -> int:
     pooling (1 % of ViT-B/16), representation layer and head.
     """
     if isinstance(config, ResNetConfig):
-        return _resnet_macs(config.pixels.num_channels, config.units, config.width, config.image_size)
-    inputs = config.pixels.num_channels
-    stem, channels = 0, inputs
-    if config.stem is not None:
-        stem, channels = _resnet_macs(inputs, config.stem, STEM_WIDTH, config.image_size), stem_channels(config.stem)
-    if config.small_stem is not None:
-        stem, channels = _small_stem_macs(inputs, config.small_stem, config.image_size), config.small_stem[-1]
+        return _convolutions(replace(config, num_classes=0))[0]
+    stem, channels = _convolutions(config) if config.has_stem else (0, config.pixels.num_channels)
     N, D, M = config.num_tokens, config.width, config.mlp_width
     embedding = config.num_patches * channels * config.patch_size**2 * D
     dense = N * (4 * D**2 + (3 if config.swiglu else 2) * D * M)  # q, k, v, out; MLP
@@ -65,26 +60,12 @@ def training_flops_per_image(config: Config, trained_blocks: int | None = None) 
     return 2 * (macs + 2 * trained_blocks * deeper * config.depth // config.num_blocks)
 
 
-def _resnet_macs(channels: int, units: tuple[int, ...], width: int, image_size: tuple[int, int]) -> int:
-    height, columns = (-(-side // 2) for side in image_size)
-    macs = height * columns * 7 * 7 * channels * width  # the root's convolution; its pooling halves the sides again
-    sides = [-(-height // 2), -(-columns // 2)]
-    for inputs, mid, stride in unit_shapes(units, width):
-        before = sides[0] * sides[1]
-        sides = [-(-side // stride) for side in sides]
-        after = sides[0] * sides[1]
-        macs += before * inputs * mid + after * (9 * mid**2 + mid * 4 * mid)
-        if stride == 2 or inputs != 4 * mid:
-            macs += after * inputs * 4 * mid  # the shortcut
-    return macs
+def _convolutions(config: Config) -> tuple[int, int]:
+    """(multiply-adds, output channels) of a ResNet, or of the stem of a hybrid, as torch counts them on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode  # Late: it imports much.
 
-
-def _small_stem_macs(inputs: int, channels: tuple[int, ...], image_size: tuple[int, int]) -> int:
-    height, width = image_size
-    macs = height * width * 9 * inputs * channels[0]
-    for inputs, outputs in pairwise((channels[0], *channels)):
-        if outputs > inputs:
-            height, width = -(-height // 2), -(-width // 2)
-            macs += height * width * inputs * outputs  # the shortcut
-        macs += height * width * 9 * (inputs + outputs) * outputs
-    return macs
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model = build(config)
+        images = torch.empty(1, config.pixels.num_channels, *config.image_size)
+        output = model.stem(images) if isinstance(model, VisionTransformer) and model.stem else model(images)
+    return counter.get_total_flops() // 2, output.shape[1]
