@@ -102,7 +102,10 @@ def _from_open_clip(tensors: dict[str, Tensor], config_files: ConfigFiles, notes
     tower: _ClipTower = json_record.convert(found.model_cfg.get("vision_cfg", {}), _ClipTower, f"{where}.vision_cfg")
     quick = json_record.convert(found.model_cfg.get("quick_gelu"), bool | None, where, "quick_gelu")
     if not config_files.clip:
-        notes.append("no open_clip_config.json: exact GELU, as LAION's; OpenAI's and MetaCLIP's models need gelu=quick")
+        notes.append(
+            "no open_clip_config.json: exact GELU, as LAION's; for OpenAI's and MetaCLIP's, name the file open_clip_pytorch_model.bin and put "
+            '{"model_cfg": {"quick_gelu": true}} as open_clip_config.json beside it'
+        )
     if tensors.pop("proj", None) is not None:
         notes.append("the projection to the space of texts is left out")
     norm = tensors.get("ln_post.weight")
