@@ -86,8 +86,7 @@ def read_weights(path: StrPath, say: Say = lambda line: None) -> Weights:
     path = files.find_file(Path(path))
     weights = _read(path)
     with files.naming(path):
-        found, notes = _check_extra(weights.extra, weights.config)
-    weights.notes.extend(notes)
+        found = _check_extra(weights.extra, weights.config)
     for note in weights.notes:
         say(note)
     extra = {name: value for name, value in _known(weights.extra).items() if name != DECODER}
@@ -162,28 +161,19 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
-def _check_extra(extra: dict[str, Any], config: Config) -> tuple[_Extra, list[str]]:
-    """Returns (the fields that commands read, notes). Raises UserError for fields that they could not use."""
+def _check_extra(extra: dict[str, Any], config: Config) -> _Extra:
+    """Returns the fields that commands read. Raises UserError for fields that they could not use."""
     found = json_record.convert(extra, _Extra, "extra")
-    if found.class_names is not None and len(found.class_names) != len(found.classes or ()):
-        raise UserError(
-            f"extra has {len(found.class_names):,} class_names for {counted(len(found.classes or ()), 'class')}."
-        )
+    classes = found.classes or []
+    if found.class_names is not None and len(found.class_names) != len(classes):
+        raise UserError(f"extra has {len(found.class_names):,} class_names for {counted(len(classes), 'class')}.")
     # Without a head, class names may remain from the head that was removed.
-    if found.classes is None or not config.num_classes:
-        return found, []
-    if len(found.classes) != config.num_classes:
+    if found.classes is not None and config.num_classes and len(classes) != config.num_classes:
         raise UserError(
-            f"its class names do not fit its head: {counted(len(found.classes), 'name')}, {counted(config.num_classes, 'class')}. "
+            f"its class names do not fit its head: {counted(len(classes), 'name')}, {counted(config.num_classes, 'class')}. "
             "Correct the names where the file was written."
         )
-    # Not an error: the published names of ImageNet-1k contain "crane" twice.
-    if repeated := len(found.classes) - len(set(found.classes)):
-        first = next(name for name in found.classes if found.classes.count(name) > 1)
-        return found, [
-            f"{repeated} of {counted(len(found.classes), 'class name')} stand for more than one class, the first {first[:100]!r}"
-        ]
-    return found, []
+    return found
 
 
 def load(

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.model import Config, Model
@@ -56,12 +55,6 @@ class DistillClasses(TaughtObjective, Classification):
     def check(cls, config: RunConfig) -> None:
         super().check(config)
         teacher = cls.published(config).config
-        if not teacher.num_classes:
-            raise UserError(
-                f"objective.teacher = {cls.settings(config).teacher} predicts no classes. Fine-tune it first (launch/finetune.py), or predict "
-                "its features: train.loss=distill."
-            )
-        cls._kind(config)
         try:
             height, width = cls.teacher_config(config, teacher).image_size
         except UserError as error:
@@ -80,11 +73,6 @@ class DistillClasses(TaughtObjective, Classification):
             raise UserError(
                 f"objective.teacher = {teacher} has {counted(published.config.num_classes, 'class')}, {config.data.path} has {num_classes}. "
                 "Use weights that were fine-tuned on these classes."
-            )
-        if num_classes == 1 and cls._kind(config) == "softmax":
-            raise UserError(
-                f"objective.teacher = {teacher} has one class and softmax, so its probability is always 1, and nothing is learned. If it was "
-                "trained by sigmoid: objective.teacher_loss=sigmoid."
             )
         of_teacher = published.extra.get("classes") or ()
         note = classes_note(config.data.path, names, teacher, of_teacher) if names else ""
@@ -112,14 +100,11 @@ class DistillClasses(TaughtObjective, Classification):
     @classmethod
     def _kind(cls, config: RunConfig) -> str:
         given: DistillClassesSettings = cls.settings(config)
-        kind = (
-            cls.published(config).extra.get("loss", "softmax") if given.teacher_loss == "auto" else given.teacher_loss
+        return (
+            str(cls.published(config).extra.get("loss", "softmax"))
+            if given.teacher_loss == "auto"
+            else given.teacher_loss
         )
-        if kind not in ("softmax", "sigmoid"):
-            raise UserError(
-                f"objective.teacher = {given.teacher} was trained with loss = {quoted(kind)}: set objective.teacher_loss=softmax or sigmoid."
-            )
-        return str(kind)
 
     def __init__(self, backbone: Model, teacher: Model, kind: str = "softmax", temperature: float = 1.0) -> None:
         """teacher: frozen, with the classes of the backbone. kind: see `divergence`."""
