@@ -31,7 +31,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import as_parquet, differences, row, settings_of
+from pipeline.review.table import as_parquet, differences, row, settings_of_kinds
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -214,10 +214,11 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         }
         for name, r in records.items()
     }
-    settings = {name: settings_of(record) for name, record in records.items()}
+    of_runs, of_others = settings_of_kinds(records).values()
     sections = {
         "Runs": {name: {c.replace("_", " "): shown(of[c]) for c in _RUN} | scores[name] for name, of in rows.items()},
-        "Settings": settings,
+        "Settings": of_runs,
+        "Settings of evaluations and other reports": of_others,
         "Data": {name: {c.replace("_", " "): shown(of[c]) for c in _DATA} for name, of in rows.items()},
         "Code": {name: {c.replace("_", " "): shown(of[c]) for c in _CODE} for name, of in rows.items()},
     }
@@ -228,7 +229,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
         level=LEVEL,
-        sections={title: _differing(values) for title, values in sections.items()},
+        sections={title: _differing(values) for title, values in sections.items() if len(values) > 1},
     )
 
 
