@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TrainedSet, not_held_out
 from pipeline.base.words import counted
@@ -243,11 +242,9 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = context.config, context.plan, context.ranks, context.folder
     data, model = context.prepared.data, start.model
-    page, saved = PageFolder(folder), None
-    with contextlib.suppress(UserError):  # There are none before the first start.
-        saved = page.read_facts().facts
-    # Of a resumed run, the weights that its first start found; None for a run of an earlier version.
-    origin = start.origin if start.resumed is None else saved.origin if saved else None
+    saved = PageFolder(folder).saved()
+    # Of a resumed run, the weights that its first start found.
+    origin = start.origin if start.resumed is None else saved.facts.origin if saved else None
     facts = run_facts(
         start.config, plan, model, data, ranks.device, origin, context.prepared.run_probe, context.trained_on
     )
@@ -256,7 +253,7 @@ def _start_tracker(context: RunContext, start: _StartingPoint, hosts: list[str])
     began = Start(time.time(), start.state.step, tuple(sorted(set(hosts))), context.before, told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
-        facts = replace(facts, parents=saved.parents)
+        facts = replace(facts, parents=saved.facts.parents)
     return Tracker(
         config.track,
         Path(config.out),
