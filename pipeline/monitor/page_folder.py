@@ -10,7 +10,6 @@ The run folder is the truth and MLflow a copy: these files are uploaded under th
 a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another store.
 """
 
-import contextlib
 import itertools
 import json
 import time
@@ -100,24 +99,23 @@ class PageFolder:
         except FileNotFoundError:
             raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.") from None
 
-    def _saved(self) -> RunFile | None:
-        with contextlib.suppress(UserError):
-            return self.read_facts()
-        return None
+    def saved(self) -> RunFile | None:
+        """As `read_facts`, but None before the first start."""
+        return self.read_facts() if self.file.exists() else None
 
     def has_parameters(self, parameters: Mapping[str, Any]) -> bool:
         """Whether the start before, if there was one, had these parameters."""
-        saved = self._saved()
+        saved = self.saved()
         return saved is None or json.dumps(saved.facts.parameters) == json.dumps(parameters, default=str)
 
     def read_end(self) -> End | None:
         """None while the run goes on, and after a kill."""
-        saved = self._saved()
+        saved = self.saved()
         return saved.end if saved else None
 
     def starts(self) -> tuple[Start, ...]:
         """All starts, the first one first."""
-        saved = self._saved()
+        saved = self.saved()
         return saved.starts if saved else ()
 
     def artifacts(self, names: tuple[str, ...]) -> Iterator[tuple[Path, str]]:

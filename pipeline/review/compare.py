@@ -31,7 +31,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import as_parquet, differences, row, settings_of
+from pipeline.review.table import as_parquet, differences, row, settings_of_kinds
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -206,6 +206,10 @@ def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
     """The files of the comparison's page."""
     rows = {name: row(name, record) for name, record in records.items()}
+
+    def chosen(columns: Sequence[str]) -> dict[str, dict[str, str]]:
+        return {run: {column.replace("_", " "): shown(of[column]) for column in columns} for run, of in rows.items()}
+
     scores = {
         name: {
             "last score": str(r.last_score or "–"),
@@ -214,12 +218,13 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         }
         for name, r in records.items()
     }
-    settings = {name: settings_of(record) for name, record in records.items()}
+    of_runs, of_others = settings_of_kinds(records).values()
     sections = {
-        "Runs": {name: {c.replace("_", " "): shown(of[c]) for c in _RUN} | scores[name] for name, of in rows.items()},
-        "Settings": settings,
-        "Data": {name: {c.replace("_", " "): shown(of[c]) for c in _DATA} for name, of in rows.items()},
-        "Code": {name: {c.replace("_", " "): shown(of[c]) for c in _CODE} for name, of in rows.items()},
+        "Runs": {name: of_run | scores[name] for name, of_run in chosen(_RUN).items()},
+        "Settings": of_runs,
+        "Settings of evaluations and other reports": of_others,
+        "Data": chosen(_DATA),
+        "Code": chosen(_CODE),
     }
     return render(
         _TEMPLATE,
@@ -228,21 +233,21 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
         level=LEVEL,
-        sections={title: _differing(values) for title, values in sections.items()},
+        sections={title: _differing(values) for title, values in sections.items() if len(values) > 1},
     )
 
 
 def _differing(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, Table | None]:
     """Returns (what is known and the same of all runs, a table of what differs if anything does). values: run -> name -> value."""
     rows = differences(values)
-    differ = {name for name, *_ in rows}
+    differ = [name for name, *_ in rows]
     of_first = next(iter(values.values()))
     same = "; ".join(f"{name} {value}" for name, value in of_first.items() if value != "–" and name not in differ)
+    if not rows:
+        return same, None
     if len(values) <= _MAX_COLUMNS:
-        return same, Table(("", *values), rows) if rows else None
-    return same, Table(
-        ("run", *(name for name, *_ in rows)), list(zip(values, *(of for _, *of in rows), strict=True))
-    ) if rows else None
+        return same, Table(("", *values), rows)
+    return same, Table(("run", *differ), list(zip(values, *(of_runs for _, *of_runs in rows), strict=True)))
 
 
 def shown(value: Any) -> str:

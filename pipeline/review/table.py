@@ -83,7 +83,7 @@ def row(name: str, record: RunRecord) -> dict[str, Any]:
 
 def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
     """A Parquet file of the rows, with each setting that differs (as text) and the last value of each metric."""
-    differ = {key for key, *_ in differences({name: settings_of(record) for name, record in records.items()})}
+    differ = {key for alike in settings_of_kinds(records).values() for key, *_ in differences(alike)}
     metrics = {metric for record in records.values() for metric in record.metrics}
     rows = []
     for name, record in records.items():
@@ -106,6 +106,14 @@ def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
 def settings_of(record: RunRecord) -> dict[str, Any]:
     """The settings of a run other than names and places."""
     return {name: value for name, value in record.settings.items() if name not in PLACES}
+
+
+def settings_of_kinds(records: Mapping[str, RunRecord]) -> dict[bool, dict[str, dict[str, Any]]]:
+    """The settings of runs (True), and of evaluations and other reports (False), which have none of the settings of training."""
+    found: dict[bool, dict[str, dict[str, Any]]] = {True: {}, False: {}}
+    for name, record in records.items():
+        found[record.has_all_settings][name] = settings_of(record)
+    return found
 
 
 def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:

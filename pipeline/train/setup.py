@@ -12,7 +12,6 @@ from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
@@ -433,11 +432,9 @@ def _begin_run_on_all_ranks(
 def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = start.config, start.plan, start.ranks, start.folder
-    page, saved = PageFolder(folder), None
-    with contextlib.suppress(UserError):  # There are none before the first start.
-        saved = page.read_facts().facts
+    saved = PageFolder(folder).saved()
     # Of a resumed run, the weights that its first start found.
-    origin = start.origin if start.resumed is None else saved.origin if saved else None
+    origin = start.origin if start.resumed is None else saved.facts.origin if saved else None
     if start.origin is not None:  # With the path of the weights in place of their address.
         config = replace(config, init=replace(config.init, weights=start.origin.path))
     facts = run_facts(config, plan, start.model, start.data, ranks.device, origin, start.run_probe, start.trained_on)
@@ -446,7 +443,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     began = Start(time.time(), start.state.step, tuple(sorted(set(hosts))), start.stop.folder.before, told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
-        facts = replace(facts, parents=saved.parents)
+        facts = replace(facts, parents=saved.facts.parents)
     return Tracker(
         config.track,
         Path(config.out),

@@ -73,7 +73,7 @@ def test_a_kept_checkpoint_is_a_logged_model_with_its_scores_which_load_by_its_u
     tracked(tmp_path, "a", found, {10: 0.25, 20: 0.5})
     first, second = logged(tmp_path)
     assert (first.name, first.model_type, first.status.value) == ("a-step-00000010", "ViT-Ti/16", "READY")
-    assert (first.tags["sha256"], first.tags["path"]) == (found[0].sha256, found[0].path)
+    assert (first.params["sha256"], first.params["path"]) == (found[0].sha256, found[0].path)
     shown = {"step": "10", "model": "ViT-Ti/16", "run": "a", "path": found[0].path, "sha256": found[0].sha256}
     assert first.params == shown
     for model, score in ((first, 0.25), (second, 0.5)):
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_was_removed_or_trained_again_is_no_model_any_more(tmp
     tracked(tmp_path, "a", [old, kept], {10: 0.25, 20: 0.5})
     again = ModelFacts(10, old.path, "f" * 64, ("best",))  # The same step, with other weights.
     tracked(tmp_path, "a", [again, kept], {})
-    assert [(model.tags["sha256"], model.tags["roles"]) for model in logged(tmp_path)] == [
+    assert [(model.params["sha256"], model.tags["roles"]) for model in logged(tmp_path)] == [
         ("f" * 64, "best"),
         (kept.sha256, "kept"),
     ]
@@ -154,7 +154,7 @@ def test_weights_that_are_not_where_the_run_wrote_them(
     monkeypatch.setattr(os, "link", no_links)
     uploaded = [checkpoint(tmp_path, "b", 10)]
     tracked(tmp_path, "b", uploaded, {10: 0.25}, upload_weights=True)
-    model = next(model for model in logged(tmp_path) if model.tags["run"] == "b")
+    model = next(model for model in logged(tmp_path) if model.params["run"] == "b")
     shutil.rmtree(tmp_path / "b" / "checkpoints")
     cached = cache / "vit-pipeline" / "models" / uploaded[0].sha256 / "model.safetensors"
     path = weights_path(model.model_uri, default_uri(tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.errors import UserError
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect, experiment_id
 from pipeline.monitor.page_folder import End, PageFolder, Start
@@ -50,6 +51,9 @@ def test_a_start_never_shows_the_end_of_the_one_before(out: Path) -> None:
         assert page.read_end() is None
         page.end(End("FINISHED", {"outcome": "finished"}))
     assert [start.step for start in page.starts()] == [0, 10]
+    page.file.write_text(page.file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match=r"run\.json.*format"):  # Not overwritten.
+        page.begin("vit", RunFacts("a", "pretrain", steps=20), Start(2.0, 20))
 
 
 def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

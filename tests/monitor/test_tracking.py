@@ -191,8 +191,7 @@ def test_a_page_that_cannot_be_written_does_not_keep_mlflow_from_the_end(out: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.value.filename == str(out / "run/metrics.jsonl")
-    (out / "run/run.json").unlink()
-    (out / "run/run.json").mkdir()
+    (out / "run/.run.json.tmp").mkdir()  # Where it is written before it is renamed.
     with pytest.raises(IsADirectoryError) as error:
         tracker.finish("FAILED")
     assert error.value.filename == str(out / "run/run.json")

@@ -89,9 +89,7 @@ class MlflowExporter:
     def _create(self, experiment: str) -> Any:
         starts = self.page.starts()
         started = round(1000 * starts[0].time) if starts else self._started
-        tags = {**self.facts.all_tags(), KEY_TAG: self.sent.key}
-        tags.pop(NOTE, None)  # It may be refused, and is set with the tags.
-        return self.client.create_run(experiment, started, tags, self.facts.name)
+        return self.client.create_run(experiment, started, {KEY_TAG: self.sent.key}, self.facts.name)
 
     def _describe(self) -> None:
         """Send parameters, cut to MLflow's limit, and which data the run uses."""

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,12 @@ _REGISTERED = (
 _NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
 
-def _how_to_load(uri: str, step: int, kind: str, tags: dict[str, str]) -> str:
-    """Description of a logged model, Markdown."""
+def _how_to_load(uri: str, shown: dict[str, str]) -> str:
+    """Description of a logged model, Markdown. shown: its parameters."""
     return f"""\
-**Step {step:,} of `{tags["run"]}`**{f", {kind}" if kind else ""}: `{tags["path"]}`
+**Step {shown["step"]} of `{shown["run"]}`**: `{shown["path"]}`
 
-SHA-256 of `{WEIGHTS}`: `{tags["sha256"]}`
+SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
 
     python launch/evaluate.py weights={uri} data=...
     python launch/finetune.py --config ... init.weights={uri}
@@ -83,30 +82,20 @@ class LoggedModels:
         """Returns the ID. A model that a killed sender created is used again."""
         from mlflow.entities import LoggedModelOutput
 
-        kind = self.facts.tags.get("model", "")
         name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
-        tags = {"path": model.path, "sha256": model.sha256, "roles": ", ".join(model.roles), "run": self.facts.name}
+        kind = self.facts.tags.get("model", "")
+        # Its page lists parameters in full, tags not.
+        shown = {"step": str(model.step), "run": self.facts.name, "path": model.path, "sha256": model.sha256}
+        if kind:
+            shown["model"] = kind
         alike = self.client.search_logged_models(
             [self.experiment_id], f"source_run_id = '{run_id}' AND name = '{name}'"
         )
-        made = next((one for one in alike if one.tags.get("sha256") == model.sha256), None)
+        made = next((one for one in alike if one.params.get("sha256") == model.sha256), None)
         outputs = [output.model_id for output in self.client.get_run(run_id).outputs.model_outputs] if made else []
-        # Its page lists parameters in full.
-        shown = {
-            "step": str(model.step),
-            "model": kind,
-            "run": self.facts.name,
-            "path": model.path,
-            "sha256": model.sha256,
-        }
-        parameters = {key: text for key, text in shown.items() if text}
-        made = made or self.client.create_logged_model(self.experiment_id, name, run_id, tags, parameters, kind)
-        note = _how_to_load(made.model_uri, model.step, kind, tags)
-        self.client.set_logged_model_tags(made.model_id, {NOTE: note})
-        with tempfile.TemporaryDirectory() as folder:
-            facts = {"uri": made.model_uri, "step": model.step, **tags}
-            (Path(folder) / "weights.json").write_text(json.dumps(facts, indent=1))
-            self.client.log_model_artifacts(made.model_id, folder)
+        made = made or self.client.create_logged_model(self.experiment_id, name, run_id, params=shown, model_type=kind)
+        note = _how_to_load(made.model_uri, shown)
+        self.client.set_logged_model_tags(made.model_id, {NOTE: note, "roles": ", ".join(model.roles)})
         self.client.finalize_logged_model(made.model_id, "READY")
         if made.model_id not in outputs:
             self.client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])

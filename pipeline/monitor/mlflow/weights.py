@@ -46,10 +46,9 @@ def weights_path(
     if not is_uri(weights):
         return weights
     uri, model = _find_model(weights, tracking_uri, Path(out))
-    tags = {**model.params, **model.tags}
-    path, sha256 = tags.get("path", ""), tags.get("sha256", "")
+    path, sha256 = model.params.get("path", ""), model.params.get("sha256", "")
     if not path or not sha256:
-        raise UserError(f"{weights} was not logged by this pipeline: it has no tags path and sha256.")
+        raise UserError(f"{weights} was not logged by this pipeline: it has no parameters path and sha256.")
     checksums = read_checksums(Path(path))
     if checksums and WEIGHTS in checksums and checksums[WEIGHTS].sha256 == sha256:
         say(f"{weights}: {path}")
@@ -66,7 +65,7 @@ def weights_path(
                 os.replace(download_artifacts(there, dst_path=own, tracking_uri=uri), file)
         except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
-                f"{weights}: its weights are not in {path} (of step {tags.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
+                f"{weights}: its weights are not in {path} (of step {model.params.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
                 "uploaded, or cannot be downloaded. Run this where that folder is, or train with track.upload_weights=true. MLflow says: "
                 f"{one_line(error)}"
             ) from None
