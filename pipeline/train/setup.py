@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
