@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import aligned, counted
-from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, checksum, read_state
+from pipeline.checkpoint.store import Checkpoints, State, checksum, read_state
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
@@ -21,9 +21,9 @@ from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.bucket import to_path
 from pipeline.lifecycle.run_folder import SETTINGS_FILE, read_settings
-from pipeline.process.committed import read_checksums
+from pipeline.process.committed import checkpoints_of, read_checksums
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences, fact_of, facts_of
 from pipeline.settings.commands.operate import SamplesConfig
@@ -85,9 +85,7 @@ def _newest_state(path: Path) -> State | None:
     """Read state.json of a checkpoint, or of a run's newest checkpoint in which it is intact; None if there is none."""
     if (path / _STATE).exists():
         return read_state(path)
-    folder: AnyPath = path / "checkpoints"
-    if (path / SETTINGS_FILE).exists() and (config := read_settings(path)).checkpoint.folder:
-        folder = checkpoint_folder(config)
+    folder = to_path(str(checkpoints_of(path)))
     committed = Checkpoints(folder).candidates()
     for checkpoint in committed:
         known = (read_checksums(checkpoint) or {}).get(_STATE)
@@ -117,8 +115,6 @@ def _settings(path: Path, state: State | None) -> RunConfig:
             return read_settings(path)
         except FileNotFoundError:
             raise UserError(f"{path} is not a run folder: it has neither checkpoints nor {SETTINGS_FILE}.") from None
-    if not path.exists() and path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"run = {path}: no such run folder, checkpoint or file of settings.")
     return schema.load(RunConfig, path)
 
 

@@ -39,7 +39,6 @@ from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_
 from pipeline.process import waits
 from pipeline.process.launcher import key_of_start
 from pipeline.process.launcher_process import end_restarts, find_launcher
-from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
     from pipeline.process.distributed import Ranks
@@ -73,13 +72,14 @@ _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken p
 class Stop:
     """Receives stop requests from its construction on. A context manager around the whole run."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.folder = RunFolder(Path(config.out) / config.name, int(os.environ.get("RANK", "0")))
+    def __init__(self, folder: Path, limit_minutes: float = 0.0) -> None:
+        """folder: of the run. limit_minutes: train.stop_after_minutes, 0 for none."""
+        self.folder = RunFolder(folder, int(os.environ.get("RANK", "0")))
         self.reason = ""
         self.caveat = ""  # What to know of a run that is finished.
         self.step = 0
         self.commit_seconds = self._expected_seconds = 0.0
-        self.limit_seconds = config.train.stop_after_minutes * 60
+        self.limit_seconds = 60 * limit_minutes
         self.begin = time.monotonic()  # Monotonic: wall clocks jump.
         self._training = False
         self._agreed = False  # A rank may learn this before the reason.

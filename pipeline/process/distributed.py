@@ -232,7 +232,7 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
 
     deterministic: kernels whose result does not depend on the order in which threads finish; attention's backward pass is slower.
     An operation without such a kernel raises RuntimeError, of which a run says one line before its first step
-    (`train/dry_run.py`). No-op for a CPU, whose kernels are deterministic.
+    (`train/setup.py`). No-op for a CPU, whose kernels are deterministic.
     """
     if device.type != "cuda":
         return

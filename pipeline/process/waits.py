@@ -58,16 +58,19 @@ def waiting(
 ) -> Iterator[Wait]:
     """Announce that this thread waits during the block. It does not end the wait. Arguments: see Wait."""
     wait = Wait(what, seconds, setting, kind or what, is_silent, say)
-    _board.begin(wait)
+    board = _board
+    board.waits[id(wait)] = wait
+    board.start()
     try:
         yield wait
     finally:
-        _board.end(wait)
+        board.waits.pop(id(wait), None)
 
 
 def in_progress(age: float = 0.0) -> list[Wait]:
     """The waits of all threads of this process that have lasted `age` seconds, oldest first."""
-    return sorted((wait for wait in _board.waits() if wait.age >= age), key=lambda wait: wait.begin)
+    waits = _board.waits.copy().values()  # A copy, because other threads begin and end theirs.
+    return sorted((wait for wait in waits if wait.age >= age), key=lambda wait: wait.begin)
 
 
 def allowed(age: float = 0.0) -> list[Wait]:
@@ -75,9 +78,12 @@ def allowed(age: float = 0.0) -> list[Wait]:
     return [wait for wait in in_progress(age) if wait.left > 0]
 
 
-def say(kind: str, line: str) -> None:
-    """Say a line, unless one of its kind was said within a minute."""
-    _board.tell(kind, line)
+def say(kind: str, line: str, to: Say | None = None) -> None:
+    """Say a line, unless one of its kind was said within a minute. to: as `Wait.say`."""
+    now = time.monotonic()
+    if now - _board.said.get(kind, -math.inf) > _AGAIN_SECONDS:
+        _board.said[kind] = now
+        (to or _board.say)(line)
 
 
 def say_with(function: Say | None) -> None:
@@ -91,43 +97,29 @@ def _print(line: str) -> None:
 
 
 class _Board:
-    """The waits of this process, and the thread that says them; it starts with the first wait."""
+    """The waits of this process, and the thread that says them; it starts with the first wait. said: kind -> time."""
 
     def __init__(self, say: Say = _print) -> None:
         self.say = say
-        self._waits: dict[int, Wait] = {}
-        self._said: dict[str, float] = {}
+        self.waits: dict[int, Wait] = {}
+        self.said: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def begin(self, wait: Wait) -> None:
-        self._waits[id(wait)] = wait
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._watch, name="waits", daemon=True)
-                    self._thread.start()
-
-    def end(self, wait: Wait) -> None:
-        self._waits.pop(id(wait), None)  # A process forked during the wait has another board.
-
-    def waits(self) -> list[Wait]:
-        return list(self._waits.copy().values())  # A copy, because other threads begin and end theirs.
-
-    def tell(self, kind: str, line: str, to: Say | None = None) -> None:
-        now = time.monotonic()
-        if now - self._said.get(kind, -math.inf) > _AGAIN_SECONDS:
-            self._said[kind] = now
-            (to or self.say)(line)
+    def start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="waits", daemon=True)
+                self._thread.start()
 
     def _watch(self) -> None:
         while True:
             time.sleep(NOTICE_SECONDS / 4)
-            for wait in self.waits():
+            for wait in self.waits.copy().values():
                 if not wait.is_silent and wait.age >= NOTICE_SECONDS:
                     wait.is_silent = True  # Said once.
                     with contextlib.suppress(OSError):  # A full disk, or a closed terminal: the next line may arrive.
-                        self.tell(wait.kind, f"waiting for {wait}", wait.say)
+                        say(wait.kind, f"waiting for {wait}", wait.say)
 
 
 _board = _Board()

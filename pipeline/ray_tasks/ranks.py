@@ -21,8 +21,6 @@ from pipeline.ray_tasks.cluster import first_line
 
 # Seconds between two polls of the ranks, and of a wait for resources for a request to stop.
 _POLL_SECONDS = 0.5
-
-
 # Lines of output that are kept of a rank, and printed if it fails.
 _KEPT_LINES = 50
 

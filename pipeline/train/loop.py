@@ -1,6 +1,6 @@
 """The training loop: forward, loss, backward, step; what is logged, saved and scored, and when.
 
-Read it from top to bottom. `setup.py` prepares what the loop uses, `run.py` starts and ends it. A name that ends in
+Read it from top to bottom. `setup.py` prepares what the loop uses, `start.py` starts and ends it. A name that ends in
 `_on_all_ranks` is a collective call: when one rank makes it, all must.
 """
 

@@ -4,15 +4,22 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.base.errors import UserError
+from pipeline.architecture.pixels import Pixels
+from pipeline.base.errors import OneRankError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
@@ -29,7 +36,10 @@ from pipeline.checkpoint.store import (
 )
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import batches_before
+from pipeline.data.loading.views import Views
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
@@ -60,12 +70,13 @@ from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
 from pipeline.settings import changes
 from pipeline.settings.changes import Change, Fact
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
 from pipeline.train.drawing import DrawingProcess
-from pipeline.train.dry_run import dry_run_on_all_ranks, room
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
+from pipeline.train.loop import training_step
 from pipeline.train.run_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.training_run import Progress, RunContext, RunCounts, StartingPoint, TrainingRun
@@ -82,6 +93,12 @@ _FACTS = {
     "ranks": Fact(on_change="nothing"),
     "fused_optimizer": Fact(False, on_change="nothing"),
 }
+
+# In torch's error for an operation, whose name it begins with, under engine.deterministic.
+_NO_SUCH_KERNEL = " does not have a deterministic implementation"
+# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the C compiler
+# that it needs, for a GPU's.
+_NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
 def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
@@ -378,6 +395,97 @@ def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitSt
     elif start.origin is not None:
         start.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
     return engine, feed
+
+
+# ---------------------------------------------------------------------- dry run
+# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once, and so does an operation
+# whose bits a GPU cannot repeat (engine.deterministic).
+def dry_run_on_all_ranks(engine: Engine, prepared: Prepared) -> None:
+    """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or optimizer.
+
+    Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
+    """
+    config, data, plan = prepared.config, prepared.data, prepared.plan
+    views = engine.objective.views(config)
+    pixels = engine.objective.pixels
+    batch = _blank(plan.micro_batch, views, data.split.max_labels, pixels)
+    micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
+    mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
+    with engine.untouched(len(micro_batches)):
+        training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
+    if objectives.metrics(config)["scores"]:
+        most = max(len(split) for _, split in data.evaluated.values())
+        with _trial("evaluation", config, -(-most // plan.world_size)) as count:
+            if engine.objective.predicts_classes:
+                engine.forward(_images(count, config, pixels))
+            else:
+                engine.measure(_blank(count, views, 0, pixels))
+    if probe := prepared.run_probe:
+        read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
+        most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
+        with _trial("probe", config, most) as count:
+            engine.features(_images(count, config, pixels))
+
+
+@contextmanager
+def _trial(what: str, config: RunConfig, most: int) -> Iterator[int]:
+    """Context of a batch of an evaluator; yields its number of images. most: that a rank may get."""
+    count = min(config.evaluate.batch, most)
+    smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
+    with room(f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller):
+        yield count
+
+
+@contextmanager
+def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
+    """Context in which an out-of-memory error on one rank ends all ranks. what: is tried out. way_out: what takes less memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
+        if has_no_kernel:
+            raise OneRankError(
+                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
+                "(a resumed run then differs in the last bits), or compute it otherwise."
+            ) from None
+        if any(words in str(error) for words in _NO_COMPILER):
+            what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
+            raise OneRankError(
+                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use engine.compile=false."
+            ) from None
+        if not _is_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
+        where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
+        raise OneRankError(f"{where}: {reason} {way_out()}") from None
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether an error means out of memory. Only CUDA's allocator has an exception type; CPU, NCCL and cuBLAS have texts."""
+    text = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in text for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+    )
+
+
+def _images(count: int, config: RunConfig, pixels: Pixels) -> Tensor:
+    return _zeros(count, *config.model.image_size, pixels=pixels)
+
+
+def _zeros(*shape: int, pixels: Pixels) -> Tensor:
+    return torch.zeros(*shape, pixels.num_channels, dtype=getattr(torch, pixels.batch_type))
+
+
+def _blank(count: int, views: tuple[Views, ...], num_labels: int, pixels: Pixels) -> Batch:
+    """A batch of images of zeros and class 0."""
+    return Batch(
+        tuple(_zeros(group.count, count, *ImageSize.parse(group.size), pixels=pixels) for group in views),
+        torch.zeros(count, num_labels, dtype=torch.int64),
+        torch.ones(count, dtype=torch.bool),
+        np.zeros(count, dtype=np.int64),
+        np.zeros(count, dtype=np.int64),
+    )
 
 
 # ---------------------------------------------------------------------- what measures

@@ -46,7 +46,8 @@ def run(config: RunConfig, draw: str) -> None:
 
 def run_training(config: RunConfig, draw: str | None = None) -> None:
     """`run`, in a process whose launcher was checked. draw: see `prepare`."""
-    with Stop(config) as stop:  # First, so that signals are handled during slow work.
+    folder = Path(config.out, config.name)
+    with Stop(folder, config.train.stop_after_minutes) as stop:  # First, so that signals are handled during slow work.
         with _said_by_each_host():
             prepared = prepare(config, draw)
         _train(stop, prepared)

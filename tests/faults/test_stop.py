@@ -245,7 +245,7 @@ def leave(overrides: list[str]) -> None:
     """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to leaving."""
     config = schema.load(RunConfig, None, overrides)
     stop._FAREWELL_SECONDS = 2.0
-    stops = stop.Stop(config)
+    stops = stop.Stop(Path(config.out, config.name))
     torch.distributed.init_process_group("gloo")
     ranks = distributed.from_environment()
     if ranks.is_main:
@@ -272,7 +272,8 @@ def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path
 
 def stand_still(overrides: list[str]) -> None:
     """In a rank: rank 0, which hosts the ranks' store, stands still once all are connected; rank 2 is in training by then."""
-    stops = stop.Stop(schema.load(RunConfig, None, overrides))
+    config = schema.load(RunConfig, None, overrides)
+    stops = stop.Stop(Path(config.out, config.name))
     torch.distributed.init_process_group("gloo")
     ranks = distributed.from_environment()
     stops.connect(ranks)

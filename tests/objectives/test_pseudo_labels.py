@@ -101,9 +101,9 @@ def test_pseudo_labels_are_counted_by_class() -> None:
     """As the exponential of their entropy: of two classes with 1 and 4 images, 1.65."""
     objective = create("objective.threshold=0")
     guesses = torch.tensor([0, 0, 3, 1, 1, 1, 1, 2])  # The first two images have a label, the last is unreadable.
-    objective.teacher["backbone"].forward = lambda images, any_size: torch.nn.functional.one_hot(guesses, 4) * 9.0
+    objective.teacher["backbone"].forward = lambda images: torch.nn.functional.one_hot(guesses, 4) * 9.0
     assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(5 / 4**0.8)
-    objective.teacher["backbone"].forward = lambda images, any_size: torch.zeros(len(images), 4)
+    objective.teacher["backbone"].forward = lambda images: torch.zeros(len(images), 4)
     assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(1)
     assert losses(create("objective.threshold=1"))[1]["pseudo_classes"].item() == 0
 

@@ -118,20 +118,6 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
         assert f"{name} = /nowhere/x.png: there is" in problem(
             operate.SamplesConfig, "run=r", "step=1", f"{name}=/nowhere/x.png"
         )
-    for cls, settings in (
-        (data.ShardConfig, ["source=s"]),
-        (data.VtabPrepareConfig, ["lists=l"]),
-        (data.IndexConfig, ["source=s"]),
-        (data.VerifyConfig, ["data=d"]),
-        (data.StatsConfig, ["data=d"]),
-        (weights.ScoreConfig, ["weights=w", "data=d"]),
-        (weights.ExplainConfig, ["weights=w"]),
-        (transfer.VtabConfig, SWEEP),
-        (reports.VtabReportConfig, ["sweeps=s"]),
-        (reports.CompareConfig, ["runs=[a,b]"]),
-        (reports.GridConfig, ["name=n", "run=r", "lr=1"]),
-    ):
-        assert "is not a folder" in problem(cls, *settings, f"out={file}/x"), cls
     assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
     assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
 

@@ -12,7 +12,7 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train import dry_run
+from pipeline.train import setup
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: tuple[int, ...] = ()) -> list[Any]:
@@ -38,8 +38,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
         plan=make_plan(config, 500, 4),
         run_probe=SimpleNamespace(labelled=labelled, own=range(500)) if config.probe.every.amount else None,
     )
-    monkeypatch.setattr(dry_run, "training_step", lambda *arguments, **more: None)
-    dry_run.dry_run_on_all_ranks(engine, prepared)
+    monkeypatch.setattr(setup, "training_step", lambda *arguments, **more: None)
+    setup.dry_run_on_all_ranks(engine, prepared)
     return found
 
 
@@ -65,7 +65,7 @@ def test_an_operation_whose_bits_do_not_repeat_is_one_line() -> None:
     try:
         with (
             pytest.raises(UserError, match=r"no kernel for put_ that .* Use engine\.deterministic=false"),
-            dry_run.room("training", lambda: ""),
+            setup.room("training", lambda: ""),
         ):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
     finally:
