@@ -81,16 +81,12 @@ def convert(value: Any, kind: Any, where: str, name: str = "") -> Any:
                 return convert(value, option, where, name)
         return convert(value, first, where, name)  # Also for its error.
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = type_hints(typing.cast(Any, kind))
-        fields = {
-            key: convert(value[key], hints[key], where, f"{name}.{key}" if name else key)
-            for key in hints
-            if key in value
-        }
-        try:
-            return typing.cast(Any, kind)(**fields)
-        except TypeError as error:
-            raise UserError(f"{where}: {name} {error}.") from None
+        hints, inner = type_hints(typing.cast(Any, kind)), f"{name}." if name else ""
+        found = {key: convert(value[key], hints[key], where, f"{inner}{key}") for key in hints if key in value}
+        for field in dataclasses.fields(kind):
+            if field.name not in found and field.default is field.default_factory:  # It has neither.
+                raise UserError(f"{where}: {inner}{field.name} is missing.")
+        return typing.cast(Any, kind)(**found)
     if origin is dict and isinstance(value, dict):
         return {
             key: convert(item, arguments[1], where, f"{name}.{key}" if name else key) for key, item in value.items()

@@ -64,7 +64,7 @@ def test_whole_record() -> None:
         ({"names": ["p", 7]}, "names[1] = 7"),
         ({"names": "pq"}, "names = 'pq'"),
         ({"inner": {"x": None}}, "inner.x = None"),
-        ({"inner": {}}, "'x'"),
+        ({"inner": {}}, "inner.x is missing"),
         ({"by_name": {"k": {"x": []}}}, "by_name.k.x = []"),
         ({"by_name": []}, "by_name = []"),
         ({"label": 1.5}, "label = 1.5"),
