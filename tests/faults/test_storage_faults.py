@@ -144,7 +144,7 @@ def test_a_bucket_or_data_set_that_is_not_there(s3: Server) -> None:
     with pytest.raises(UserError, match=r"s3://\w+/x: no such data set. Shard it first"):
         open_dataset(f"{s3[1]}/x")
     put(bucket_path(f"{s3[1]}/x/train-000000.tar"), b"")
-    with pytest.raises(UserError, match=r"s3://\w+/x is no finished data set"):
+    with pytest.raises(UserError, match=r"s3://\w+/x/dataset.json"):
         open_dataset(f"{s3[1]}/x")
 
 
