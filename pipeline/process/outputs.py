@@ -29,11 +29,9 @@ from pipeline.base.locks import only_writer
 Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
-    "study",
-    "VTAB-1k sweep",
+    "experiment",
     "data set",
     "run",
-    "grid",
     "evaluation",
     "explanation",
     "verification",
@@ -43,14 +41,11 @@ Holds = Literal[
     "report of a run",
     "segmentation",
 ]
-# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run. A grid made before
-# there was grid.json has the others.
+# The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run.
 _MARKS: dict[Holds, tuple[str, ...]] = {
-    "study": ("study.json",),
-    "VTAB-1k sweep": ("sweep.json",),
+    "experiment": ("experiment.json",),
     "data set": ("dataset.json",),
     "run": ("status.json", "config.yaml"),
-    "grid": ("grid.json", "results.json", "lr-*/config.json"),
     "evaluation": ("scores.json",),
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),

@@ -14,6 +14,7 @@ from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate.differences import GROUPED, LEVEL, MCNEMAR, PROPORTIONS, STUDENT, in_words
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.monitor.run_page import TEACHER_TAG, DatasetFacts
 from pipeline.process.outputs import hold, try_output
@@ -21,18 +22,12 @@ from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_u
 from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
-    GROUPED,
-    LEVEL,
     MAX_NAMED,
-    MCNEMAR,
-    PROPORTIONS,
-    STUDENT,
     Pair,
     Records,
     by_evaluation,
     comparable,
     contenders,
-    in_words,
     listed,
     pairs_of,
     scored_on,

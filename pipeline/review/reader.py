@@ -38,9 +38,9 @@ def is_run(folder: Path) -> bool:
 def from_folder(folder: Path) -> RunRecord:
     """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one line."""
     if not is_run(folder):
-        if (kind := kind_of(folder)) in ("grid", "study", "VTAB-1k sweep"):
+        if kind_of(folder) == "experiment":
             raise UserError(
-                f"{folder} is a {kind} that has not ended: results.json is missing. Wait, or continue it by the command that began it."
+                f"{folder} is an experiment that has not ended: results.json is missing. Wait, or continue it by the command that began it."
             )
         raise UserError(f"{folder} is not the folder of a started run: config.json is missing.")
     files = RunFiles(folder)

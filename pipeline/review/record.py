@@ -18,10 +18,10 @@ from pipeline.base.metric import MAX_NUMBER, SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.experiment.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import FIGURES, PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin, flops_until
-from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
-from pipeline.transfer.vtab_tasks import TASKS
 
 PREDICTIONS = "predictions.npz"
 

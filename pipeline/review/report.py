@@ -15,6 +15,8 @@ from pipeline.base.words import counted, on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
+from pipeline.experiment import grid
+from pipeline.experiment.vtab_report import about_intervals, caveats, origin, score_table
 from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
@@ -30,8 +32,6 @@ from pipeline.review.record import RunRecord, Series, as_number, best_of, title_
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
-from pipeline.transfer import grid
-from pipeline.transfer.report import about_intervals, caveats, origin, score_table
 
 _KINDS = {
     "pretrain": "pre-training",

@@ -14,15 +14,16 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import markdown
 from pipeline.evaluate import architecture
+from pipeline.evaluate.differences import STUDENT
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.run_page import FLOPS_OF_PARTS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader
 from pipeline.review.reader import from_folder
-from pipeline.review.statistics import STUDENT, by_evaluation, comparable
+from pipeline.review.statistics import by_evaluation, comparable
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig
 from pipeline.settings.run import RunConfig
-from pipeline.transfer.vtab_tasks import TASKS
 
 WIDE = models.configure("ViT-Ti/16", 32, 4, width=32, depth=2, mlp_width=64, num_heads=2)
 

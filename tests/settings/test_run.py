@@ -22,6 +22,9 @@ from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.estimate.plan import make_plan
+from pipeline.experiment.grid import make_run
+from pipeline.experiment.vtab import settings_of
+from pipeline.experiment.vtab_cell import warmup_steps
 from pipeline.model import ViTConfig
 from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.settings import run as settings
@@ -37,9 +40,6 @@ from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepar
 from pipeline.settings.objective_checks import OF_WHOLE_BATCH, check_small_views
 from pipeline.settings.quantities import Length, Limit
 from pipeline.settings.run import RunConfig
-from pipeline.transfer.grid import make_run
-from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[2]
 CLASSES = {
@@ -57,7 +57,6 @@ CLASSES = {
 # Classes that hold settings: class -> (where, which).
 HOLDERS = {
     "Study": ("config", study_settings.StudyConfig),
-    "StudyJob": ("config", study_settings.StudyConfig),
     "ShardingJob": ("config", ShardConfig),
     "Prepared": ("config", RunConfig),
     "RunContext": ("config", RunConfig),
@@ -299,7 +298,7 @@ def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
         trial = make_run(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
         assert trial.config.data.evaluated_split == "dev"
         return
-    if path.parent.name == "study":  # Its cells: tests/study/running/test_cells.py.
+    if path.parent.name == "study":  # Its cells: tests/experiment/test_study.py.
         assert schema.load(study_settings.StudyConfig, path).name == path.stem
         return
     if path.parent.name == "segment":

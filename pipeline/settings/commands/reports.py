@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.schema import REQUIRED, setting
 from pipeline.settings.shared import (
     mlflow_of_runs,
@@ -86,10 +87,10 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridConfig:
+class GridConfig(ExperimentConfig):
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 
-    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "grid")
+    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "experiment")
     run: str = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml", path=True)
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
     lr: list[float] = setting(
@@ -107,14 +108,12 @@ class GridConfig:
         path=True,
         distinct=True,
     )
-    launcher: str = setting(
-        "", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.", command=True
-    )
     out: str = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
+        super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_GRID, "this command sets for each run: leave it out.")
         names = [self.trial_name(lr) for lr in self.lr]
         if twice := [name for name in names if names.count(name) > 1]:

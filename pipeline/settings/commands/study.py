@@ -1,6 +1,7 @@
 """The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pipeline.base.errors import UserError
@@ -8,7 +9,12 @@ from pipeline.settings.quantities import MAX_TASKS, Length, Limit
 from pipeline.settings.schema import REQUIRED, TextForm, setting
 from pipeline.settings.shared import cpu_threads, mlflow_of_runs, refuse_overrides, result_name, seeds
 
-Question = Literal["data_size", "scaling", "ablation", "labels"]
+# Each question is a file.
+QUESTIONS = sorted(
+    file.stem
+    for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
+    if file.stem != "__init__"
+)
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -37,6 +43,52 @@ _NOT_COMPARABLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """How the runs of an experiment are done."""
+
+    on: Literal["here", "ray"] = setting(
+        "here",
+        "Where runs are done: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit.",
+    )
+    launcher: str = setting(
+        "",
+        "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+        command=True,
+    )
+    gpus: int = setting(
+        0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
+    )
+    threads: int = cpu_threads(2, "CPUs of a run with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
+    num_tasks: int = setting(
+        0,
+        "on=ray: number of tasks that run at the same time; 0 is as many as fit.",
+        min=0,
+        max=MAX_TASKS,
+        needs="on=ray",
+    )
+    tflops: float = setting(
+        0.0,
+        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0 measures this CPU.",
+        min=0,
+    )
+    slurm: str = setting(
+        "", "Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it.", output="file"
+    )
+    cell: str = setting("", "Do this run only (its name), and write no report.")
+    report: bool = setting(False, "Run nothing: write the report of the runs that are done.")
+    plan: bool = setting(False, "Only list the runs, their compute and hours.")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that this command does not write: --plan only prints."""
+        return ("name", "out") if self.plan else ()
+
+    def check(self) -> None:
+        """Check what depends on several settings. Raises UserError."""
+        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
+            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyModel:
     """A model of a study, or weights that it fine-tunes."""
 
@@ -60,16 +112,17 @@ class StudyModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
+    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "experiment")
     out: str = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Question = setting(
+    question: str = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
         "labels: what pre-trained weights gain over the first model, by the number of labelled images",
+        choices=QUESTIONS,
     )
     run: str = setting(
         REQUIRED,
@@ -124,49 +177,16 @@ class StudyConfig:
         distinct=True,
         path=True,
     )
-    on: Literal["here", "ray"] = setting(
-        "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
-    )
-    launcher: str = setting(
-        "",
-        "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
-        command=True,
-    )
-    gpus: int = setting(
-        0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
-    )
-    threads: int = cpu_threads(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
-    num_tasks: int = setting(
-        0,
-        "on=ray: number of cells that run at the same time; 0 is as many as fit.",
-        min=0,
-        max=MAX_TASKS,
-        needs="on=ray",
-    )
-    tflops: float = setting(
-        0.0,
-        "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
-        min=0,
-    )
-    slurm: str = setting(
-        "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
-    )
-    cell: str = setting("", "Run this cell only (its name), and write no report.")
-    report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
     mlflow: str = mlflow_of_runs("study")
-    plan: bool = setting(False, "Only list the cells, their compute and hours.")
 
     @property
     def num_lengths(self) -> int:
         """How many lengths are compared; 0 if all cells have that of the run."""
         return len(self.lengths or self.budgets or self.minutes)
 
-    def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --plan only prints."""
-        return ("name", "out") if self.plan else ()
-
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_STUDY, _SET_FOR_EACH)
         for model in self.models:
             refuse_overrides(f"model {model.name} sets", model.settings, _SET_BY_STUDY, _SET_FOR_EACH)
@@ -185,36 +205,7 @@ class StudyConfig:
             texts = [str(item) for item in getattr(self, listed)]
             if twice := [text for text in texts if texts.count(text) > 1]:
                 raise UserError(f"{listed} has {twice[0]} twice.")
-        self._check_question()
         if self.cooldown and self.num_lengths == 0:
             raise UserError(
                 f"cooldown = {self.cooldown:g} shares the steps of several lengths: set lengths, budgets or minutes."
             )
-        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
-            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
-
-    def _check_question(self) -> None:
-        num_lengths, num_sizes = self.num_lengths, len(self.data_sizes)
-        if self.question == "data_size" and num_sizes < 2:
-            raise UserError(
-                f"question = data_size compares data sizes, and data_sizes has {num_sizes}: give at least two."
-            )
-        if self.question == "scaling" and num_lengths * len(self.models) < 2:
-            raise UserError(
-                "question = scaling compares compute: give at least two models, lengths, budgets or minutes."
-            )
-        if self.question == "ablation" and len(self.models) < 2:
-            raise UserError("question = ablation compares models with the first one: give at least two.")
-        weighted = [model.name for model in self.models if model.weights]
-        if self.question == "labels" and (len(self.models) < 2 or not weighted):
-            raise UserError(
-                "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
-            )
-        if self.question != "labels" and weighted:
-            raise UserError(f"model {weighted[0]} has weights, which belong to question = labels: leave them out.")
-        if self.question not in ("data_size", "labels") and num_sizes > 1:
-            raise UserError(
-                f"data_sizes has {num_sizes} sizes, which belong to question = data_size or labels. Give one, or none."
-            )
-        if self.question != "scaling" and num_lengths > 1:
-            raise UserError(f"{num_lengths} lengths belong to question = scaling. Give one, or none.")

@@ -119,7 +119,7 @@ class VtabConfig:
         "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
         "runs/vtab/<weights>-... for others.",
         output="folder",
-        holds="VTAB-1k sweep",
+        holds="experiment",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",

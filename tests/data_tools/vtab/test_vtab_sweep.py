@@ -26,13 +26,13 @@ from pipeline import model as models
 from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import file_sha256, open_dataset
+from pipeline.experiment import vtab
+from pipeline.experiment.vtab import protocol_sha256
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.model.files import find_file
 from pipeline.process.launcher import free_port
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
-from pipeline.transfer import vtab
-from pipeline.transfer.sweep import protocol_sha256
-from pipeline.transfer.vtab_tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = [
@@ -67,7 +67,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
 
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
     config = schema.load(VtabConfig, None, [*settings, *more])
-    results = vtab.run(config, folder, partial(on_ray, config))
+    results = vtab.run_sweep(config, folder, partial(on_ray, config))
     assert results is not None
     assert json.loads((folder / "results.json").read_text()) == results
     return results
