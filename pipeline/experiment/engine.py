@@ -21,7 +21,7 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import table_csv, write_text
-from pipeline.base.page import Block, report
+from pipeline.base.page import Block, PngImage, report
 from pipeline.base.progress import ProgressFile, duration
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
@@ -319,7 +319,8 @@ def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[Experi
     answer = experiment.answer(table)
     write_answer(answer, table, earlier, experiment.folder)
     if page:
-        page.show(answer.metrics, answer.summary, answer.pictures)
+        pictures = {block.name: block.png for block in answer.blocks if isinstance(block, PngImage)}
+        page.show(answer.metrics, answer.summary, answer.pictures | pictures)
     return answer, rows
 
 

@@ -10,34 +10,35 @@ from matplotlib.figure import Figure
 from pipeline.base.page import COLOURS, png, style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.intervals import of_seeds
+from pipeline.experiment.table import Row
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
 
 
-def draw_rates_of_groups(tried: dict[str, dict[float, tuple[float, int, int]]]) -> bytes:
+def draw_rates_of_groups(searched: Sequence[Row]) -> bytes:
     """PNG of accuracy on val200 by learning rate: thin lines for tasks, a thick one for the mean of each group.
 
-    tried: task -> learning rate -> (best accuracy over the other settings, cells that ended, of these diverged). The mean is
-    over the tasks of the group that have every rate.
+    searched: cells of the search that are done. A point is the best of the other settings; the mean is over the tasks that have every rate.
     """
+    best: dict[str, dict[float, float]] = {}
+    for row in searched:
+        of_task, rate = best.setdefault(row.group, {}), row.settings["learning_rate"]
+        of_task[rate] = max(of_task.get(rate, 0.0), 100 * row.scores["accuracy"])
     figure = Figure(figsize=(13, 4.6), dpi=110, layout="constrained")
-    rates = sorted({rate for of_task in tried.values() for rate in of_task})
+    rates = sorted({rate for of_task in best.values() for rate in of_task})
     for number, (group, colour) in enumerate(zip(GROUPS, COLOURS, strict=False)):
         axes = figure.add_subplot(1, 3, number + 1)
-        members = [tried[task.name] for task in TASKS if task.group == group and task.name in tried]
+        members = [best[task.name] for task in TASKS if task.group == group and task.name in best]
         for of_task in members:
-            own = sorted(of_task)
-            axes.plot(own, [100 * of_task[rate][0] for rate in own], color=colour, alpha=0.35, marker=".")
-        if complete := [of_task for of_task in members if set(of_task) == set(rates)]:
-            means = [100 * float(np.mean([of_task[rate][0] for of_task in complete])) for rate in rates]
+            axes.plot(*zip(*sorted(of_task.items()), strict=True), color=colour, alpha=0.35, marker=".")
+        if complete := [of_task for of_task in members if len(of_task) == len(rates)]:
+            means = [float(np.mean([of_task[rate] for of_task in complete])) for rate in rates]
             label = f"mean of {counted(len(complete), 'task')}"
             axes.plot(rates, means, color=colour, linewidth=2.6, marker="o", label=label)
             axes.legend(frameon=False, loc="lower center")
         axes.set_title(group)
         axes.set_ylim(0, 100)
         _style(axes, rates, "top-1 on val200, %" if number == 0 else "")
-    num_diverged = sum(diverged for of_task in tried.values() for _, _, diverged in of_task.values())
-    note = f"; {counted(num_diverged, 'cell')} diverged, which count as 0" if num_diverged else ""
-    figure.suptitle(f"Accuracy by learning rate, the best of the other settings{note}")
+    figure.suptitle("Accuracy by learning rate, the best of the other settings; a cell that diverged counts as 0")
     return png(figure)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown
+from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -147,10 +147,9 @@ def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
             metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
     title = f"Study {results.name}: {question}"
     summary = markdown(title, [first, *[block for block in found if isinstance(block, Table)][:1]])
-    pictures = {block.name: block.png for block in found if isinstance(block, PngImage)}
     about = {"name": results.name, "question": question, "score": results.score, "data": results.data}
     files: dict[str, Any] = {"results.json": json.dumps(about)}
-    return ExperimentAnswer(metrics, summary, title, blocks, files, pictures, results)
+    return ExperimentAnswer(metrics, summary, title, blocks, files, result=results)
 
 
 def _question(name: str) -> Any:

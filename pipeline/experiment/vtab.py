@@ -23,19 +23,19 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.page import Paragraph, Table, markdown
 from pipeline.base.trained_on import not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.loaded_model import output_folder
-from pipeline.experiment import engine, vtab_charts
+from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, Job, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_table
+from pipeline.experiment.published import PAPER
 from pipeline.experiment.rate_figures import draw_rates_of_groups
-from pipeline.experiment.score_table import Column, column_of, unpublished_warning
+from pipeline.experiment.score_table import column_as_published, column_of, unpublished_warning
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -49,7 +49,6 @@ from pipeline.experiment.vtab_cell import (
     view_of,
     warmup_steps,
 )
-from pipeline.experiment.vtab_report import for_mlflow, tags_of
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.lifecycle.run_folder import holder
 from pipeline.model import files
@@ -303,7 +302,8 @@ class Sweep(Experiment):
         )
 
     # ---------------------------------------------------------------- the answer
-    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+    def results(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The content of results.json."""
         config, names = self.config, {row.name for row in rows}
         # Those of tasks and seeds that this start leaves out are kept.
         known = [*rows, *(row for row in read_table(self.folder) if row.name not in names)]
@@ -314,7 +314,7 @@ class Sweep(Experiment):
         of_task = {row.group: row.settings for row in [*scored.values(), *rows]}
         order = [task.name for task in TASKS]
         protocol = schema.to_dict(config.protocol)
-        results = {
+        return {
             "protocol": {
                 **protocol,
                 "name": protocol_title(config.protocol),
@@ -336,35 +336,36 @@ class Sweep(Experiment):
             ],
             "missing": [name for name in self.missing if name not in of_task],
         }
-        column = column_of("this sweep", results)
-        diverged = [row for row in rows if row.settings.get("diverged")]
+
+    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+        results = self.results(rows)
+        column = column_of(self.folder.name, results)
         states = [row.state for row in rows]
         metrics = {
             "cells_done": float(states.count("done")),
             "cells_failed": float(states.count("failed")),
-            "cells_diverged": float(len(diverged)),
+            "cells_diverged": float(sum(bool(row.settings.get("diverged")) for row in rows)),
         }
         if not set(states) & set(TO_RUN):
-            metrics |= for_mlflow(column)[0]
-        pictures, tried = {}, _tried(rows)
-        if len({rate for of_rates in tried.values() for rate in of_rates}) > 1:
-            pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(tried)
+            metrics |= vtab_report.for_mlflow(column)[0]
+        answer = ExperimentAnswer(metrics, result=results)
+        answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
+        searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
+        if len({row.settings["learning_rate"] for row in searched}) > 1:
+            answer.pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(searched)
         if column.tasks:
-            pictures["accuracy_by_task.png"] = vtab_charts.draw_tasks([column])
-        text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-        return ExperimentAnswer(
-            metrics, summary_of(column), pictures=pictures, files={"results.json": text}, result=results
-        )
+            answer.title, answer.blocks = vtab_report.titled([column, *map(column_as_published, PAPER)])
+            answer.summary = vtab_report.summary(column)
+        return answer
 
     def page(self) -> ExperimentPage | None:
         if not self.uri:
             return None
-        config, results = self.config, self.answer([]).result
+        config, results = self.config, self.results(list(self.known()[1].values()))
         run, run_id = tracked_folder_of(self.named), results["checkpoint"]["run_id"]
-        tags = {**tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
-        if run and (
-            beside := sent_to(run, self.uri).run_id
-        ):  # The same store: MLflow shows a link to the run of the weights.
+        tags = {**vtab_report.tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
+        # In the same store, MLflow shows a link to the run of the weights.
+        if run and (beside := sent_to(run, self.uri).run_id):
             tags[PARENT_TAG] = beside
         datasets = []
         for task, dataset in self.datasets.items():
@@ -404,30 +405,6 @@ def _score(row: Row) -> dict[str, Any]:
         "val_accuracy": row.settings.get("val_accuracy"),
         **chosen,
     }
-
-
-def summary_of(column: Column) -> str:
-    """Markdown: the scores of tasks and means."""
-    means = [f"{name} {100 * score.accuracy:.2f}{column.mark(name)} %" for name, score in column.means.items()]
-    rows = [
-        (task.title, f"{100 * score.accuracy:.2f}{column.mark(task.name)}", column.facts["details"].get(task.name, ""))
-        for task in TASKS
-        if (score := column.tasks.get(task.name))
-    ]
-    notes = [*means, *unpublished_warning(column.unpublished)]
-    return markdown("Result", [*map(Paragraph, notes), Table(("task", "top-1, %", "chosen"), rows)])
-
-
-def _tried(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, int, int]]]:
-    """Task -> learning rate -> (best accuracy, cells, diverged cells) of the search."""
-    tried: dict[str, dict[float, tuple[float, int, int]]] = {}
-    for row in rows:
-        if row.state == "done" and row.settings["stage"] == "search":
-            of_task, rate = tried.setdefault(row.group, {}), row.settings["learning_rate"]
-            best, num, num_diverged = of_task.get(rate, (0.0, 0, 0))
-            is_diverged = bool(row.settings["diverged"])
-            of_task[rate] = max(best, row.scores["accuracy"]), num + 1, num_diverged + is_diverged
-    return tried
 
 
 def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:

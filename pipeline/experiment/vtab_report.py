@@ -1,15 +1,29 @@
 """The report of VTAB-1k sweeps beside the paper's scores: Markdown, HTML, CSV, bar charts, and an MLflow run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from pipeline.base.files import as_csv
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, report
-from pipeline.base.words import counted
+from pipeline.base.page import (
+    COLOURS,
+    Block,
+    Heading,
+    Paragraph,
+    PngImage,
+    Table,
+    add_legend,
+    markdown,
+    png,
+    report,
+    style_axes,
+)
+from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import OVER_SAMPLES, OVER_SEEDS
-from pipeline.experiment import vtab_charts as charts
 from pipeline.experiment.published import PAPER, PROTOCOL, RESNET, SOURCE
 from pipeline.experiment.score_table import (
     MEMBERS,
@@ -42,15 +56,11 @@ def run(config: VtabReportConfig) -> list[Column]:
     folder = Path(config.out) if config.out else first / "report"
     try_output("out", folder, holds="report of sweeps")
     hold(folder)
-    title = f"VTAB-1k: {table[0].name}"
-    pictures = {"tasks.png": charts.draw_tasks(table), "means.png": charts.draw_means(table)}
-    blocks = list(page(table, pictures))
+    title, blocks = titled(table)
     # scores.csv first: with report.html alone, the folder would be one of launch/report.py.
     files: dict[str, bytes | str | None] = {"scores.csv": as_csv(_scores(table)), **report(title, blocks)}
     write_files(folder, files, mark="report.html")
-    for line in summary(table[0]):
-        print(line)
-    print(f"report: {folder / 'report.md'}")
+    print(f"{summary(table[0])}\nreport: {folder / 'report.md'}")
     if config.mlflow:
         metrics, tags = for_mlflow(table[0])
         paths = [folder / name for name in files]
@@ -61,15 +71,17 @@ def run(config: VtabReportConfig) -> list[Column]:
     return table
 
 
-def summary(column: Column) -> Iterator[str]:
-    """Lines with the means of a sweep, and with its caveats."""
-    for name in (*GROUPS, OVERALL):
-        yield f"{name:<20} {_mean(column, name):>24}"
-    yield from caveats(column)
+def summary(column: Column) -> str:
+    """The scores of a sweep, with its caveats, as Markdown."""
+    return markdown(column.name, [*map(Paragraph, caveats(column)), score_table([column])])
 
 
-def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]:
-    """The blocks of the report. pictures: file name -> PNG of `charts`."""
+def titled(table: Sequence[Column]) -> tuple[str, list[Block]]:
+    """Returns (title, blocks) of the report."""
+    return f"VTAB-1k: {table[0].name}", list(_page(table))
+
+
+def _page(table: Sequence[Column]) -> Iterator[Block]:
     ours = [column for column in table if column.facts]
     for column in ours:
         for line in caveats(column):
@@ -90,8 +102,8 @@ def page(table: Sequence[Column], pictures: dict[str, bytes]) -> Iterator[Block]
         f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means "
         "are computed from its tasks."
     )
-    yield PngImage("means.png", "Means of the three groups of tasks, and of all", pictures["means.png"])
-    yield PngImage("tasks.png", "Accuracy on each of the 19 tasks", pictures["tasks.png"])
+    yield PngImage("means.png", "Means of the three groups of tasks, and of all", _draw_means(table))
+    yield PngImage("tasks.png", "Accuracy on each of the 19 tasks", _draw_tasks(table))
     for column in ours:
         yield from origin(column)
 
@@ -257,3 +269,48 @@ def _csv_values(score: TableScore) -> tuple[Any, ...]:
     interval = score.interval
     spread = (f"{100 * interval.low:.4f}", f"{100 * interval.high:.4f}", interval.over) if interval else ("", "", "")
     return (f"{100 * score.accuracy:.4f}", *spread, score.num_seeds or "", score.num_test or "")
+
+
+# -------------------------------------------------------------------- charts
+# Greys for the paper's columns.
+_PAPER = ("0.35", "0.55", "0.75")
+
+
+def _draw_tasks(table: Sequence[Column]) -> bytes:
+    """PNG of a bar with its interval for each task and column; a task without a score has no bar."""
+    titles = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
+    return _draw(table, titles, (15, 5.5), "top-1 accuracy on each test split")
+
+
+def _draw_means(table: Sequence[Column]) -> bytes:
+    """PNG of the means of groups and of all tasks; an incomplete mean has no bar."""
+    titles = {name: f"{name} ({len(MEMBERS[name])})" for name in GROUPS} | {OVERALL: "all 19 tasks"}
+    return _draw(table, titles, (9, 5), "unweighted means over tasks")
+
+
+def _draw(table: Sequence[Column], titles: Mapping[str, str], size: tuple[float, float], shown: str) -> bytes:
+    """titles: of tasks or means, in the order of the bars."""
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    width, num_ours = 0.84 / len(table), sum(bool(column.facts) for column in table)
+    for number, column in enumerate(table):
+        known = {**column.tasks, **column.means}
+        scores = {place: known[name] for place, name in enumerate(titles) if name in known}
+        heights = np.array([score.accuracy for score in scores.values()])
+        ends = [(s.interval.low, s.interval.high) if s.interval else (s.accuracy,) * 2 for s in scores.values()]
+        errors = np.abs(np.array(ends).reshape(-1, 2).T - heights)
+        colour = COLOURS[number % len(COLOURS)] if column.facts else _PAPER[(number - num_ours) % len(_PAPER)]
+        places = np.array(list(scores)) + (number - (len(table) - 1) / 2) * width
+        label = shorten(column.name, 40)
+        look = {"elinewidth": 1, "capsize": 2, "ecolor": "black"}
+        bars = 100 * errors if errors.any() else None
+        axes.bar(places, 100 * heights, width, color=colour, label=label, yerr=bars, error_kw=look)
+    axes.set_xticks(range(len(titles)), list(titles.values()), parse_math=False, rotation=45, ha="right")
+    axes.set_xlim(-0.6, len(titles) - 0.4)
+    axes.set_ylim(0, 100)
+    axes.set_ylabel("top-1 accuracy, %")
+    unpublished = dict.fromkeys(name for column in table for name in column.unpublished)
+    axes.set_title("\n".join([f"VTAB-1k: {shown}", *unpublished_warning(list(unpublished))]))
+    style_axes(axes, "y")
+    add_legend(figure, loc="outside lower center", ncols=min(3, len(table)))
+    return png(figure)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -29,7 +28,6 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out
 from pipeline.experiment import grid
-from pipeline.experiment.engine import ExperimentAnswer, write_answer
 from pipeline.experiment.grid import data_names
 from pipeline.experiment.spec import RunSpec, make_spec, run_spec, state_of
 from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_of_another
@@ -492,38 +490,3 @@ def test_the_best_rate_is_found_by_tasks_of_an_array_too(
     result = grid.run(configured(data, tmp_path, "report=true"))
     assert result
     assert (result["lr"], result["top1"]) == (0.1, 0.9)
-
-
-def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A report of more seeds stood beside the results of fewer, if a grid was killed in between."""
-    score = {"top1": 0.5, "std": None, "num_samples": 9}
-    trials = [{"lr": 0.1, "top1": 0.5, "loss": 1.0, "num_samples": 9}]
-    runs = [{"seed": 0, "top1": 0.5, "num_samples": 9}]
-    about = {
-        "run": "x.yaml",
-        "settings": [],
-        "weights": "w",
-        "data": "d",
-        "split": "val",
-        "lr": 0.1,
-        "dev_share": 0.1,
-        "num_train": 9,
-        "trained_by": "",
-    }
-    results = {**about, **score, "trials": trials, "runs": runs, "also": {}}
-    answer = ExperimentAnswer(title="tiny", blocks=grid.page(results), files={"results.json": "{}"})
-    (tmp_path / "tiny").mkdir()
-    write_answer(answer, [], [], tmp_path / "tiny")
-    replace_file = os.replace
-
-    def killed(source: Path, target: Path) -> None:
-        replace_file(source, target)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_answer(answer, [], [], tmp_path / "tiny")
-    (left,) = (tmp_path / "tiny").iterdir()
-    assert left.name != "results.json"
