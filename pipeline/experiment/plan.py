@@ -3,7 +3,7 @@
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -80,11 +80,6 @@ class CostEstimate:
     hours: dict[str, float]
     source: str
 
-    def total(self, names: Sequence[str], at_a_time: int) -> float:
-        """Hours of these runs, so many at a time. They may not divide evenly: never less than the longest."""
-        hours = [self.hours[name] for name in names]
-        return max(sum(hours) / at_a_time, max(hours, default=0.0))
-
 
 def estimate(experiment: Experiment, config: ExperimentConfig, rows: Mapping[str, Row]) -> CostEstimate:
     """Estimate the hours of every run, by the speed of those that are done.
@@ -157,9 +152,11 @@ def plan_table(experiment: Experiment, rows: Mapping[str, Row], estimated: CostE
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
     if estimated.hours and left:
-        summary += f"; those left take {duration(3600 * estimated.total(left, at_a_time))} {estimated.source}, {at_a_time} at a time"
+        hours = [estimated.hours[name] for name in left]
+        alone = max(sum(hours) / at_a_time, *hours)  # They may not divide evenly: never less than the longest.
+        summary += f"; those left take {duration(3600 * alone)} {estimated.source}, {at_a_time} at a time"
         gpus = experiment.config.gpus
-        summary += f", {sum(estimated.hours[name] for name in left) * gpus:,.3g} GPU hours" if gpus else ""
+        summary += f", {sum(hours) * gpus:,.3g} GPU hours" if gpus else ""
     elif left:
         summary += f"; {estimated.source}"
     return [*lines, f"{summary}.", *experiment.notes]

@@ -147,16 +147,6 @@ def default_name(sweep: Path, results: dict[str, Any]) -> str:
     return f"{folder.resolve().name}{changed}"
 
 
-def common_tasks(table: Sequence[Column]) -> list[str]:
-    """Names of the tasks that every column has, in the order of TASKS."""
-    return [task.name for task in TASKS if all(task.name in column.tasks for column in table)]
-
-
-def mean_of(column: Column, names: Sequence[str]) -> float:
-    """Unweighted mean of a column over tasks that it has."""
-    return float(np.mean([column.tasks[name].accuracy for name in names]))
-
-
 def _of_task(scores: list[dict[str, Any]]) -> TableScore:
     accuracies = [score["accuracy"] for score in scores]
     num_test = scores[0]["num_test"]

@@ -26,7 +26,7 @@ from pipeline.experiment.engine import Experiment, ExperimentAnswer
 from pipeline.experiment.identity import sources_of
 from pipeline.experiment.page import ExperimentPage, facts_of_splits, tags_of_folder, uri_of_runs
 from pipeline.experiment.spec import RunSpec, make_spec, settings_of
-from pipeline.experiment.table import Row, StudyResults, counts
+from pipeline.experiment.table import Row, StudyResults
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import RunFacts
 from pipeline.ray_tasks import RunJobs, shared_path
@@ -136,12 +136,15 @@ class Study(Experiment):
 
 def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     """The report of a study: the answer to its question, all cells, and how it was made."""
-    first = Paragraph(f"{_states(results.cells)}. Means leave out those without a score.")
+    states = [cell.state for cell in results.cells]
+    listed = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    first = Paragraph(f"{counted(len(states), 'cell')}: {listed}. Means leave out those without a score.")
     found = list(_question(question).answer(results))
     data = f"Data: {results.data}, fingerprint {results.fingerprint}. Score: {results.score} on {results.evaluated_on}."
     texts, table = map(Paragraph, (data, *results.notes, _METHOD)), _cells_table(results)
     blocks: list[Block] = [first, *found, Heading("All cells"), table, Heading("How this was made"), *texts]
-    metrics = counts(results.cells) | {"hours": sum(cell.hours or 0.0 for cell in results.cells)}
+    metrics = {f"runs_{state}": float(states.count(state)) for state in ("done", "failed", "diverged")}
+    metrics["hours"] = sum(cell.hours or 0.0 for cell in results.cells)
     for cell in results.scored(results.score):
         for name in (_BEST, f"best_{cell.group}"):
             metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
@@ -174,11 +177,6 @@ def joined(rows: Sequence[Row]) -> list[Row]:
         else:
             cells[cell.name] = replace(cell, state=row.state, reason=f"{row.name}: {row.reason}" * bool(row.reason))
     return list(cells.values())
-
-
-def _states(cells: Sequence[Row]) -> str:
-    states = [cell.state for cell in cells]
-    return f"{counted(len(cells), 'cell')}: {', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}"
 
 
 def _cells_table(results: StudyResults) -> Table:

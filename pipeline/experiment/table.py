@@ -1,7 +1,6 @@
 """The table of an experiment: a row for each run, made from run folders, in results.parquet; the answers to its question read only this."""
 
 import io
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -61,18 +60,15 @@ class Row:
     images_seen: int = 0
     exaflops: float = 0.0
 
-    @property
-    def flat(self) -> dict[str, Any]:
-        """By column of the table, such as `scores.top1`."""
-        found: dict[str, Any] = {}
-        for name, value in asdict(self).items():
-            found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-        return found
-
 
 def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The columns of all rows; None for what a row does not have."""
-    found = [row.flat for row in rows]
+    """The columns of all rows, such as `scores.top1`; None for what a row does not have."""
+    found = []
+    for row in rows:
+        flat: dict[str, Any] = {}
+        for name, value in asdict(row).items():
+            flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        found.append(flat)
     names = dict.fromkeys(name for one in found for name in one)
     return [{name: one.get(name) for name in names} for one in found]
 
@@ -130,12 +126,6 @@ def keep_earlier(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
         return replace(old, reason=reason, family=row.family, folder=row.folder, run_id=row.run_id)
 
     return [best(row) for row in rows]
-
-
-def counts(rows: Sequence[Row]) -> dict[str, float]:
-    """How many runs there are in each state, as metrics."""
-    states = Counter(row.state for row in rows)
-    return {f"runs_{state}": float(states[state]) for state in ("done", "failed", "diverged")}
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,6 @@ class VtabCell:
     def group(self) -> str:
         return self.task.name
 
-    def __str__(self) -> str:
-        if self.setting is None:
-            return f"{self.task.title}, features"
-        return f"{self.task.title}, {self.stage}, {self.setting}, seed {self.seed}"
-
 
 @dataclass(frozen=True)
 class SweepJob:

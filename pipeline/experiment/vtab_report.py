@@ -32,8 +32,6 @@ from pipeline.experiment.score_table import (
     Column,
     TableScore,
     columns,
-    common_tasks,
-    mean_of,
     unpublished_warning,
 )
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
@@ -120,10 +118,13 @@ def score_table(table: Sequence[Column]) -> Table:
         rows.append([f"{group} (mean of {len(MEMBERS[group])})", *(_mean(column, group) for column in table)])
     bold.add(len(rows))
     rows.append([OVERALL, *(_mean(column, OVERALL) for column in table)])
-    common = common_tasks(table)
+    common = [task.name for task in TASKS if all(task.name in column.tasks for column in table)]
     if 0 < len(common) < len(TASKS):
         bold.add(len(rows))
-        means = (f"{100 * mean_of(column, common):.2f}{column.mark(*common)}" for column in table)
+        means = (
+            f"{100 * float(np.mean([column.tasks[name].accuracy for name in common])):.2f}{column.mark(*common)}"
+            for column in table
+        )
         rows.append([f"mean of the {counted(len(common), 'task')} that all have", *means])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
 
