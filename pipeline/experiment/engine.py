@@ -56,7 +56,8 @@ class ExperimentAnswer:
 class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs comes before it.
 
-    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences beside the plan. speeds: images/s by group, where lengths are given in minutes.
+    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences beside the plan.
+    speeds: images/s by group, where lengths are given in minutes.
     """
 
     kind: str
