@@ -1,4 +1,4 @@
-"""Command: choose a learning rate on a dev split, then fine-tune with it on all data, over seeds. See `pipeline/transfer/grid.py`.
+"""Command: choose a learning rate on a dev split, then fine-tune with it on all data, over seeds. See `pipeline/experiment/grid.py`.
 
 The ViT paper's fine-tuning protocol: choose the learning rate by accuracy on a held-out part of the training split, then
 train with it on the whole split, once per seed. The score is the mean and standard deviation over seeds.
@@ -19,17 +19,8 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.process.outputs import hold
 from pipeline.settings.command import main
 from pipeline.settings.commands.reports import GridConfig
 
-
-def finetune_grid(config: GridConfig) -> None:
-    from pipeline.transfer.grid import run  # Late: --help and mistakes in the settings need no pyarrow.
-
-    hold(Path(config.out) / config.name)
-    run(config)
-
-
 if __name__ == "__main__":
-    main(GridConfig, finetune_grid, __doc__)
+    main(GridConfig, "pipeline.experiment.grid", __doc__)

@@ -1,4 +1,4 @@
-"""Command: report VTAB-1k sweeps in a table beside the paper's. See `pipeline/transfer/report.py`.
+"""Command: report VTAB-1k sweeps in a table beside the paper's. See `pipeline/experiment/vtab_report.py`.
 
 Report a sweep of launch/vtab.py: accuracy on VTAB-1k's 19 tasks with 95 % intervals, and the means of its three groups
 and of all tasks, beside those of the ViT paper and of other sweeps.
@@ -23,4 +23,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.reports import VtabReportConfig
 
 if __name__ == "__main__":
-    main(VtabReportConfig, "pipeline.transfer.report", __doc__)
+    main(VtabReportConfig, "pipeline.experiment.vtab_report", __doc__)

@@ -13,8 +13,8 @@ from data_tools.vtab.readers.original import Original
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.commands.data import VtabPrepareConfig
-from pipeline.transfer.vtab_tasks import Task
 
 _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
     "caltech101": image_files.caltech101,

@@ -27,8 +27,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.settings.commands.data import ShardConfig, VtabPrepareConfig
-from pipeline.transfer.vtab_tasks import TASKS, Task
 
 
 def run(config: VtabPrepareConfig) -> None:

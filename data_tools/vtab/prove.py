@@ -22,8 +22,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.retry import StorageError
+from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.commands.data import VtabPrepareConfig
-from pipeline.transfer.vtab_tasks import Task
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:

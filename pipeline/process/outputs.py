@@ -28,11 +28,9 @@ from pipeline.base.locks import only_writer
 Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
-    "study",
-    "VTAB-1k sweep",
+    "experiment",
     "data set",
     "run",
-    "grid",
     "evaluation",
     "explanation",
     "verification",
@@ -44,11 +42,9 @@ Holds = Literal[
 ]
 # The files by which a folder is recognised, in this order: an evaluation has a scores.json, and so has a run.
 _MARKS: dict[Holds, tuple[str, ...]] = {
-    "study": ("study.json",),
-    "VTAB-1k sweep": ("sweep.json",),
+    "experiment": ("experiment.json",),
     "data set": ("dataset.json",),
     "run": ("status.json", "config.yaml"),
-    "grid": ("grid.json",),
     "evaluation": ("scores.json",),
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),

@@ -1,6 +1,6 @@
 """Ray, and the only room that imports it: connect to a cluster, run many tasks or the ranks of a training there.
 
-Imports process/, data/storage/ (paths) and settings/. Used by data_tools/, launch/, study/ and transfer/.
+Imports process/, data/storage/ (paths) and settings/. Used by data_tools/, experiment/ and launch/.
 """
 
 from pipeline.ray_tasks.cluster import capacity, connect, disconnect, shared_path

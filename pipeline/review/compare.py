@@ -13,20 +13,19 @@ from pipeline.base.files import table_csv
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.words import shorten
 from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate.differences import LEVEL, in_words
 from pipeline.evaluate.intervals import of_seeds
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
-    LEVEL,
     MAX_NAMED,
     Pair,
     Records,
     by_evaluation,
     comparable,
     contenders,
-    in_words,
     listed,
     pairs_of,
     scored_on,

@@ -16,10 +16,10 @@ from pipeline.base import npz
 from pipeline.base.metric import SPREAD, Metric, metric_of, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.experiment.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import FIGURES, PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, DatasetFacts, WeightsOrigin
-from pipeline.transfer.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
-from pipeline.transfer.vtab_tasks import TASKS
 
 PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")

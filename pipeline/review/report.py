@@ -13,6 +13,8 @@ from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import write_files
+from pipeline.experiment import grid
+from pipeline.experiment.vtab_report import about_intervals, caveats, origin, score_table
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.process.committed import run_of_checkpoint
@@ -25,8 +27,6 @@ from pipeline.review.table import median_speed, row, settings_of, weights_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
-from pipeline.transfer import grid
-from pipeline.transfer.report import about_intervals, caveats, origin, score_table
 
 _TEMPLATE = Path(__file__).parent / "templates" / "run.j2"
 _KINDS = {

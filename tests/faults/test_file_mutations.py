@@ -40,13 +40,13 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, open_dataset
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.lifecycle import samples
 from pipeline.model.files import write_safetensors
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.train import setup
-from pipeline.transfer.vtab_tasks import TASKS
 
 SECONDS_EACH = 30
 SEED = 14

@@ -27,6 +27,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.data.dataset.manifest import open_dataset
+from pipeline.experiment.spec import RunSpec, state_of
 from pipeline.lifecycle import samples
 from pipeline.lifecycle.run_folder import RESUME, Status, read_failures, read_settings, read_status
 from pipeline.lifecycle.stop import Stop
@@ -42,7 +43,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.train import setup
 from pipeline.train.training_run import TrainingRun
 from pipeline.train.zero import engine
-from pipeline.transfer.child_run import ChildRun, how_ended, why_unusable
 
 
 def load(overrides: list[str]) -> RunConfig:
@@ -279,14 +279,14 @@ def test_a_finished_run_whose_longer_start_is_killed_is_not_taken_for_finished(
     """A grid or a study took the scores of its six steps for those of twelve: status.json was of the start before."""
     short = settings(dataset, tmp_path, "grown", "schedule.decay=constant")
     longer = [*short, "train.length=12 steps"]
-    run = ChildRun("grown", "", [], load(longer))
+    run = RunSpec("grown", "pretrain", "", [], load(longer))
     forge.start(1, short).finish()
     killed = forge.start_work(1, "test_train_faults:train_until_its_settings_are_written", longer)
     assert killed.wait() == [-signal.SIGKILL], killed.said()
     assert read_settings(run.folder).train.length == run.config.train.length
-    assert (how_ended(run), why_unusable(run)) == (None, "")
+    assert state_of(run) == ("not run", "")
     forge.start(1, longer).finish()
-    assert how_ended(run) == Status("finished", 12, 0, "")
+    assert state_of(run) == ("done", "")
 
 
 def test_a_start_compiles_nothing_and_leaves_no_shared_memory(

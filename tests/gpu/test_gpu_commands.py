@@ -14,14 +14,14 @@ from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import export, predict
 from pipeline.evaluate.segmentation import run as segmentation
+from pipeline.experiment.vtab import settings_of
+from pipeline.experiment.vtab_cell import VtabCell, run_cell
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.explain import explain
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
-from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import VtabCell, run_cell
-from pipeline.transfer.vtab_tasks import TASKS
 
 TASK = TASKS[2]
 SPLITS = {"train800": 32, "val200": 16, "train800val200": 48, "test": 40}

@@ -1,16 +1,32 @@
-"""Runs of a grid or a study that were not trained."""
+"""Runs of an experiment that were not trained."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from pipeline.experiment import spec
+from pipeline.experiment.spec import RunSpec, make_spec
 from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
-from pipeline.transfer.child_run import ChildRun
+from pipeline.ray_tasks import tasks
 
 
-def leave_behind(run: ChildRun, kind: str, top1: float, diverged: bool = False) -> int:
+def instead_of_commands(monkeypatch: pytest.MonkeyPatch, start: Callable[[RunSpec], int]) -> None:
+    """Call a function where an experiment starts the command of a run. It returns the exit code."""
+
+    def start_command(command: str, arguments: list[str], launcher: str = "", output: object = None) -> int:
+        config = make_spec("", command, arguments[1], arguments[2:]).config
+        return start(RunSpec(config.name, command, arguments[1], arguments[2:], config))
+
+    monkeypatch.setattr(spec, "start_command", start_command)
+    monkeypatch.setattr(tasks, "RETRY_PAUSES", (0.0,))
+
+
+def leave_behind(run: RunSpec, kind: str, top1: float, diverged: bool = False) -> int:
     """Write what a run leaves behind, and send it as it sends itself; returns its exit code."""
     settings = run.config
     run.folder.mkdir(parents=True, exist_ok=True)

@@ -141,6 +141,7 @@ def plain_step() -> dict[str, Any]:
     from rank_memory import noise
     from torch._subclasses import FakeTensorMode
 
+    from pipeline.experiment.vtab_cell import _PlainTrainer
     from pipeline.model import build, configure
     from pipeline.objectives.classification import Classification
     from pipeline.objectives.parameters import optimizers
@@ -148,7 +149,6 @@ def plain_step() -> dict[str, Any]:
     from pipeline.settings.quantities import Length
     from pipeline.settings.run import OptimizerConfig
     from pipeline.train.loop import training_step
-    from pipeline.transfer.vtab_cell import _PlainTrainer
 
     gpu, syncs = torch.device("cuda", 0), HostSyncs("cuda")
     # A build without CUDA has no autocast for it.

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from pipeline.settings.commands.study import Question
-from pipeline.study.results import CellResult, StudyResults
+from pipeline.experiment.table import Row, StudyResults
 
 FLOOR, SCALE, EXPONENT = 0.1, 0.3, 0.3
 
@@ -18,32 +17,40 @@ def cell(
     x: float,
     seed: int,
     score: float | None,
-    question: Question,
+    question: str,
     state: str = "done",
-) -> CellResult:
+) -> Row:
     """A cell at x images or exaFLOPs; score None: without one."""
     size, exaflops = (round(x), 0.01) if question in ("data_size", "labels") else (50_000, x)
     scores = {"top1": score} if score is not None else {}
-    return CellResult(
+    return Row(
         f"{model}-{x:g}-seed{seed}",
         model,
-        family,
-        1_000_000,
-        size,
-        max(1, round(1000 * x)),
-        64_000,
-        exaflops,
         seed,
         state,  # type: ignore[arg-type]
         "" if state == "done" else "the loss is not finite since step 12",
         scores,
         dict.fromkeys(scores, 10_000),
-        0.1 if state == "done" else None,
+        hours=0.1 if state == "done" else None,
+        family=family,
+        parameters=1_000_000,
+        data_size=size,
+        steps=max(1, round(1000 * x)),
+        images_seen=64_000,
+        exaflops=exaflops,
     )
 
 
-def study(question: Question, cells: list[CellResult]) -> StudyResults:
-    return StudyResults("made-up", question, "top1", "datasets/made-up", "0123456789abcdef", "made-up:test", cells)
+def study(question: str, cells: list[Row]) -> StudyResults:
+    return StudyResults(
+        "made-up",
+        "top1",
+        "datasets/made-up",
+        "0123456789abcdef",
+        "made-up:test",
+        cells,
+        counts_images=question in ("data_size", "labels"),
+    )
 
 
 def scaling(

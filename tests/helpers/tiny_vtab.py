@@ -10,9 +10,9 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.data.dataset.manifest import file_sha256
+from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.model.files import find_file
 from pipeline.settings.commands.transfer import VtabConfig
-from pipeline.transfer.vtab_cell import SweepJob, VtabCell
 
 PREPARED = ("dtd", "pets", "svhn")
 _SPLITS = {"train800": 16, "val200": 5, "train800val200": 21, "test": 12}

@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.study.law import fit_power_laws
+from pipeline.experiment.law import fit_power_laws
 
 LAWS = {"flat floor": (0.2, 0.5, 0.8), "usual": (0.1, 0.6, 0.4), "no floor": (0.0, 0.7, 0.2)}
 

@@ -21,9 +21,8 @@ from scipy.special import expit, ndtri
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.evaluate import intervals
+from pipeline.evaluate import differences, intervals
 from pipeline.evaluate.classify import in_groups
-from pipeline.review import statistics
 
 # Mean and deviation of the logits of the probabilities: accuracies of 0.50, 0.82 and 0.98 on all images.
 MODELS = ((0.0, 6.0), (4.0, 4.0), (12.0, 5.5))
@@ -59,16 +58,16 @@ def of_two_models(rng: np.random.Generator, model: tuple[float, float], num_imag
         first, second = right.mean(2).T.tolist()
         if seeds == 1:
             found = [
-                statistics.of_same_images(*right[0]),
-                statistics.of_proportions(*first, num_images, *second, num_images),
+                differences.of_same_images(*right[0]),
+                differences.of_proportions(*first, num_images, *second, num_images),
             ]
         else:
             found = [
-                statistics.of_seeds(first, second, num_images),
-                statistics.of_same_seeds(first, second, num_images),
+                differences.of_seeds(first, second, num_images),
+                differences.of_same_seeds(first, second, num_images),
             ]
         for one in found:
-            called.setdefault(one.method, []).append(one.p < statistics.LEVEL)
+            called.setdefault(one.method, []).append(one.p < differences.LEVEL)
     return ", ".join(f"{method} {np.mean(of_method):.3f}" for method, of_method in called.items())
 
 
@@ -92,8 +91,8 @@ def of_groups(
         inside.append([interval.low <= everywhere <= interval.high for interval in found])
         own = 0.8 * rng.normal(size=num_groups)
         first, second = (rng.random(len(groups)) < expit(mean + effects + sign * own)[groups] for sign in (1, -1))
-        tests = statistics.of_same_groups(first, second, groups), statistics.of_same_images(first, second)
-        called.append([test.p < statistics.LEVEL for test in tests])
+        tests = differences.of_same_groups(first, second, groups), differences.of_same_images(first, second)
+        called.append([test.p < differences.LEVEL for test in tests])
     (grouped, plain), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
     return (
         f"accuracy {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f}; equal models differ over "
@@ -106,8 +105,8 @@ def of_many_models(rng: np.random.Generator, num_models: int, seeds: int, draws:
     called, inside = [], []
     for _ in range(draws):
         scores = np.array(sorted(rng.normal(0.8, 0.004, (num_models, seeds)).tolist(), key=np.mean))
-        found = [statistics.of_seeds(first, second) for first, second in itertools.combinations(scores, 2)]
-        called.append(min(statistics.holm([one.p for one in found])) < statistics.LEVEL)
+        found = [differences.of_seeds(first, second) for first, second in itertools.combinations(scores, 2)]
+        called.append(min(differences.holm([one.p for one in found])) < differences.LEVEL)
         best = intervals.of_seeds(scores[-1])
         inside.append(best.low <= 0.8 <= best.high)
     return f"any pair called different {np.mean(called):.3f}, interval of the best contains its truth {np.mean(inside):.3f}"

@@ -42,8 +42,8 @@ from ranks import metrics
 from raw_images import contents, jpeg, write_class_tars
 from tiny_vtab import prepare_tasks
 
+from pipeline.experiment.vtab_tasks import GROUPS, TASKS
 from pipeline.settings import schema
-from pipeline.transfer.vtab_tasks import GROUPS, TASKS
 
 NUM_IMAGES, STEPS = 480, 60
 SHARD_SIZES = ["samples_per_shard=40", "val_share=0.1"]

@@ -18,7 +18,7 @@ from pipeline.process import outputs
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
 from pipeline.settings import run, schema
 from pipeline.settings.command import main
-from pipeline.settings.commands import data, operate, reports, segment, study, transfer, weights
+from pipeline.settings.commands import data, operate, reports, segment, transfer, weights
 
 ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
@@ -125,13 +125,7 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
 # What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes such a folder.
 HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "run": (["config.yaml", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
-    "grid": (["report.md", "results.json", "grid.json"], reports.GridConfig, ["run=r", "lr=1"]),
-    "study": (
-        ["study.json", "report.html", "results.json"],
-        study.StudyConfig,
-        ["run=r", "question=ablation", "models=[{name: a},{name: b}]"],
-    ),
-    "VTAB-1k sweep": (["sweep.json", "results.json"], transfer.VtabConfig, SWEEP),
+    "experiment": (["experiment.json", "report.html", "results.json"], reports.GridConfig, ["run=r", "lr=1"]),
     "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
     "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
     "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
@@ -152,7 +146,7 @@ def test_a_folder_is_for_results_of_one_kind(kind: Holds, tmp_path: Path) -> Non
         (folder / name).write_text("x")
     assert kind_of(folder) == kind
     for other, (_, cls, settings) in HELD.items():
-        is_named = cls in (run.RunConfig, reports.GridConfig, study.StudyConfig)
+        is_named = cls in (run.RunConfig, reports.GridConfig)
         config = load(cls, *settings, *([f"out={tmp_path}", "name=taken"] if is_named else [f"out={folder}"]))
         if other == kind:
             try_outputs(config)
@@ -196,7 +190,7 @@ def test_every_output_is_declared() -> None:
     classes = [cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)]
     fields = [(cls.__name__, f.name, f.metadata.get("output")) for cls in classes for f in dataclasses.fields(cls)]
     declared = {name for _, name, output in fields if output}
-    assert declared == {"out", "name", "csv", "sheet", "json", "folder", "cache"}
+    assert declared == {"out", "name", "csv", "sheet", "json", "folder", "cache", "slurm"}
     undeclared = [(cls, name) for cls, name, output in fields if name in declared - {"name"} and not output]
     assert undeclared == [("StatsConfig", "sheet")]  # A number of images.
 

@@ -14,13 +14,14 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.evaluate import architecture
+from pipeline.evaluate.differences import STUDENT
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader, table
 from pipeline.review.reader import from_folder
-from pipeline.review.statistics import STUDENT, by_evaluation, comparable
+from pipeline.review.statistics import by_evaluation, comparable
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig
-from pipeline.transfer.vtab_tasks import TASKS
 
 
 def differences(*folders: Path) -> list[tuple[str, ...]]:

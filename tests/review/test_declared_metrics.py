@@ -8,13 +8,14 @@ import pytest
 from review_runs import TEST, write_run
 
 from pipeline.base.metric import Metric
+from pipeline.evaluate.differences import PROPORTIONS
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import budgets, compare, report
 from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord
-from pipeline.review.statistics import PROPORTIONS, by_evaluation
+from pipeline.review.statistics import by_evaluation
 
 DECLARED = {
     "test_alignment": Metric("", "lower", "eval"),

@@ -11,7 +11,7 @@ from review_runs import write_run
 from scipy import stats
 from scipy.special import expit
 
-from pipeline.evaluate import intervals
+from pipeline.evaluate import differences, intervals
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review import statistics, table
 from pipeline.review.reader import from_folder
@@ -19,18 +19,18 @@ from pipeline.review.record import Series
 
 
 def test_two_proportions_by_hand() -> None:
-    found = statistics.of_proportions(56 / 70, 70, 48 / 80, 80)
+    found = differences.of_proportions(56 / 70, 70, 48 / 80, 80)
     # Newcombe 1998, table II, row (a), method 10: 0.0524 to 0.3339.
     assert (found.low, found.high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
     # The z-test of two proportions is the chi-squared test of their table.
     table = [[56, 14], [48, 32]]
     assert found.p == pytest.approx(stats.chi2_contingency(table, correction=False).pvalue)
-    assert statistics.in_words(found, found.p) == "more than noise of the test images"
+    assert differences.in_words(found, found.p) == "more than noise of the test images"
 
 
 def test_two_equal_scores_are_noise() -> None:
     for score in (0.0, 0.5, 1.0):
-        found = statistics.of_proportions(score, 100, score, 100)
+        found = differences.of_proportions(score, 100, score, 100)
         assert found.p == 1
         assert found.low < 0 < found.high
 
@@ -39,7 +39,7 @@ def test_two_equal_scores_are_noise() -> None:
 def test_mcnemar_is_the_binomial_test_of_the_images_that_differ(only_first: int, only_second: int) -> None:
     first = np.array([True] * only_first + [False] * only_second + [True] * 1000)
     second = np.array([False] * only_first + [True] * only_second + [True] * 1000)
-    found = statistics.of_same_images(first, second)
+    found = differences.of_same_images(first, second)
     assert found.value == pytest.approx(first.mean() - second.mean())
     if only_first + only_second == 0:
         assert found.p == 1
@@ -53,7 +53,7 @@ def test_mcnemar_is_the_binomial_test_of_the_images_that_differ(only_first: int,
 
 def test_students_t_is_that_of_scipy() -> None:
     first, second = [0.71, 0.73, 0.72], [0.69, 0.70, 0.68, 0.70]
-    found, expected = statistics.of_seeds(first, second), stats.ttest_ind(first, second)
+    found, expected = differences.of_seeds(first, second), stats.ttest_ind(first, second)
     interval = expected.confidence_interval(0.95)
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
@@ -62,41 +62,41 @@ def test_students_t_is_that_of_scipy() -> None:
 def test_seeds_with_equal_scores_on_a_few_images_prove_nothing() -> None:
     """Scores of 20 images are multiples of 0.05, which equal ones may be off by: a deviation of 0.05 / sqrt(12) is assumed."""
     pairs = [0.9, 0.9], [0.95, 0.95]
-    found = statistics.of_seeds(*pairs, 20)
+    found = differences.of_seeds(*pairs, 20)
     error = 0.05 / math.sqrt(12)
     assert found.p == pytest.approx(2 * stats.t.sf(0.05 / error, 2))
     assert found.high == pytest.approx(-0.05 + stats.t.ppf(0.975, 2) * error)
     assert intervals.of_seeds([0.9, 0.9], 200).high == pytest.approx(0.9 + 12.7062 * error / 10 / math.sqrt(2))
-    paired = statistics.of_same_seeds([0.8, 0.85, 0.9, 0.95], [0.75, 0.8, 0.85, 0.9], 20)
+    paired = differences.of_same_seeds([0.8, 0.85, 0.9, 0.95], [0.75, 0.8, 0.85, 0.9], 20)
     assert paired.p == pytest.approx(2 * stats.t.sf(0.05 / (error * math.sqrt(2 / 4)), 3))
     # Scores that differ are as before, and nothing follows where the number of images is unknown.
-    assert statistics.of_seeds([0.9, 0.95], pairs[1], 20) == statistics.of_seeds([0.9, 0.95], pairs[1])
-    assert statistics.of_seeds(*pairs).p == 1
-    assert statistics.of_same_seeds([0.3, 0.4], [0.2, 0.3]).p == 1
+    assert differences.of_seeds([0.9, 0.95], pairs[1], 20) == differences.of_seeds([0.9, 0.95], pairs[1])
+    assert differences.of_seeds(*pairs).p == 1
+    assert differences.of_same_seeds([0.3, 0.4], [0.2, 0.3]).p == 1
 
 
 def test_holm_by_hand() -> None:
-    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert statistics.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
-    assert statistics.holm([]) == []
+    assert differences.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert differences.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert differences.holm([]) == []
 
 
 def test_groups_of_equal_size_are_tested_by_their_means() -> None:
     rng = np.random.default_rng(0)
     first, second = rng.random((2, 60)) < [[0.8], [0.6]]
     groups = np.repeat(np.arange(12), 5)
-    found = statistics.of_same_groups(first, second, groups)
+    found = differences.of_same_groups(first, second, groups)
     expected = stats.ttest_1samp((first.astype(float) - second).reshape(12, 5).mean(1), 0)
     interval = expected.confidence_interval(0.95)
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
     # Where each group has the same difference, it may be off by the rounding to whole images.
     right = np.tile([True, True, True, True, False], 12)
-    same = statistics.of_same_groups(right, np.tile([True, True, True, False, False], 12), groups)
+    same = differences.of_same_groups(right, np.tile([True, True, True, False, False], 12), groups)
     assert same.p == pytest.approx(2 * stats.t.sf(0.2 / (math.sqrt(2 / 12 / 12) / 5), 11))
     assert same.low < 0.2 < same.high
     # Of one group nothing follows.
-    alone = statistics.of_same_groups(first, second, np.zeros(60, int))
+    alone = differences.of_same_groups(first, second, np.zeros(60, int))
     assert (alone.low, alone.high, alone.p) == (-1, 1, 1)
 
 
@@ -133,7 +133,7 @@ def test_equal_models_on_groups_differ_rarely_and_intervals_hold(largest: int) -
         effective = intervals.effective_number(np.bincount(groups, weights=first), np.bincount(groups))
         found = (intervals.of_samples(float(first.mean()), number) for number in (effective, len(groups)))
         inside.append([interval.low <= 0.5 <= interval.high for interval in found])
-        tests = statistics.of_same_groups(first, second, groups), statistics.of_same_images(first, second)
+        tests = differences.of_same_groups(first, second, groups), differences.of_same_images(first, second)
         called.append([test.p < 0.05 for test in tests])
     (over_groups, over_images), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
     assert over_groups > 0.91 > 0.65 > over_images
@@ -167,12 +167,12 @@ def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
     assert [contender.title for contender in found] == ["a", "b", "c", "seed0 (3 seeds)"]
     pairs = {(p.first.names[0], p.second.names[0]): p.difference for p in statistics.pairs_of(found)}
     assert {names: d.method for names, d in pairs.items()} == {
-        ("a", "b"): statistics.MCNEMAR,
-        ("a", "c"): statistics.PROPORTIONS,
-        ("b", "c"): statistics.PROPORTIONS,
-        ("a", "seed0"): statistics.STUDENT,
-        ("b", "seed0"): statistics.STUDENT,
-        ("c", "seed0"): statistics.STUDENT,
+        ("a", "b"): differences.MCNEMAR,
+        ("a", "c"): differences.PROPORTIONS,
+        ("b", "c"): differences.PROPORTIONS,
+        ("a", "seed0"): differences.STUDENT,
+        ("b", "seed0"): differences.STUDENT,
+        ("c", "seed0"): differences.STUDENT,
     }
     only = [int((right[x] & ~right[y]).sum()) for x, y in ("ab", "ba")]
     assert pairs["a", "b"].p == pytest.approx(stats.binomtest(only[0], sum(only)).pvalue)
@@ -191,7 +191,7 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
         record = from_folder(folder)
         records[name] = replace(record, metrics=record.metrics | {"test_top1_effective_images": effective})
     (pair,) = statistics.pairs_of(statistics.contenders(records))
-    assert pair.difference == statistics.of_same_groups(right["a"], right["b"], groups)
+    assert pair.difference == differences.of_same_groups(right["a"], right["b"], groups)
     score = records["a"].last_score
     assert score is not None
     assert (score.num_samples, score.interval) == (400, intervals.of_samples(score.value, 55.5))
@@ -199,7 +199,7 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
         (tmp_path / name / "page" / "predictions.npz").unlink()
     without = {name: replace(from_folder(tmp_path / name), metrics=record.metrics) for name, record in records.items()}
     (pair,) = statistics.pairs_of(statistics.contenders(without))
-    assert pair.difference == statistics.of_proportions(right["a"].mean(), 55.5, right["b"].mean(), 55.5)
+    assert pair.difference == differences.of_proportions(right["a"].mean(), 55.5, right["b"].mean(), 55.5)
 
 
 def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_runs_from_weights_that_changed_are_no_seeds_of_each_other(tmp_path: Pat
 
 def test_the_same_seeds_are_compared_pair_by_pair() -> None:
     first, second = [0.71, 0.74, 0.69, 0.75], [0.70, 0.72, 0.69, 0.72]
-    found, truth = statistics.of_same_seeds(first, second), stats.ttest_rel(first, second)
+    found, truth = differences.of_same_seeds(first, second), stats.ttest_rel(first, second)
     low, high = truth.confidence_interval(0.95)
     assert (found.p, found.low, found.high) == pytest.approx((truth.pvalue, low, high))
     assert found.value == pytest.approx(0.015)
-    assert found.high - found.low < statistics.of_seeds(first, second).high - statistics.of_seeds(first, second).low
+    assert found.high - found.low < differences.of_seeds(first, second).high - differences.of_seeds(first, second).low

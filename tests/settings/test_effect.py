@@ -13,7 +13,7 @@ from pipeline.base.errors import UserError
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.settings import schema
-from pipeline.settings.commands import data, operate, transfer, weights
+from pipeline.settings.commands import data, operate, study, transfer, weights
 from pipeline.settings.effect import without_effect
 from pipeline.settings.run import RunConfig
 
@@ -44,7 +44,7 @@ def test_what_a_setting_needs_is_a_setting_with_such_a_value() -> None:
                     known += 1
                     (kind,) = typing.get_args(of[name]) if typing.get_origin(of[name]) is list else (of[name],)
                     accepted = set(filter(None, values.split(",")))
-                    assert accepted <= {*typing.get_args(kind), *OBJECTIVES}, f"{cls.__name__}.{field.name}"
+                    assert accepted <= {*typing.get_args(kind), *OBJECTIVES, *study.QUESTIONS}, f"{cls.__name__}.{field.name}"
             assert bool(known) == bool(needs), f"{cls.__name__}.{field.name}"
             checked += known
     assert checked > 40

@@ -23,6 +23,9 @@ from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import make_plan
+from pipeline.experiment.grid import make_run
+from pipeline.experiment.vtab import settings_of
+from pipeline.experiment.vtab_cell import warmup_steps
 from pipeline.model import ViTConfig
 from pipeline.objectives.objective import check_small_views
 from pipeline.objectives.parameters.optimizers import peak_rate
@@ -37,9 +40,6 @@ from pipeline.settings.commands.weights import FeaturesConfig
 from pipeline.settings.quantities import Length, Limit
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import ModelConfig
-from pipeline.transfer.grid import make_run
-from pipeline.transfer.sweep import settings_of
-from pipeline.transfer.vtab_cell import warmup_steps
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -151,7 +151,7 @@ def test_shipped_file_loads_and_plans(path: Path, tmp_path: Path) -> None:
         trial = make_run(grid, "trial", grid.lr[0], seed=0, dev_share=grid.dev_share)
         assert trial.config.data.evaluated_split == "dev"
         return
-    if path.parent.name == "study":  # Its cells: tests/study/running/test_cells.py.
+    if path.parent.name == "study":  # Its cells: tests/experiment/test_study.py.
         assert schema.load(StudyConfig, path).name == path.stem
         return
     if path.parent.name == "segment":

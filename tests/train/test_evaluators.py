@@ -16,13 +16,13 @@ from pipeline.base.metric import Metric
 from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
+from pipeline.experiment.spec import ScoresFile
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
 from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
-from pipeline.transfer.child_run import ScoresFile
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
 PROBE = ["probe.every=20 steps", "probe.neighbours=10", "probe.data=s3://bucket/pets/"]

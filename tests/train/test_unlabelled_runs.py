@@ -26,6 +26,8 @@ from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.forecast_text import describe
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.report import run as evaluate
+from pipeline.experiment.vtab import _check_dataset as check_of_task
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
@@ -33,8 +35,6 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import DataConfig
 from pipeline.train.run_facts import run_facts
 from pipeline.train.start import prepare
-from pipeline.transfer.sweep import _check_dataset as check_of_task
-from pipeline.transfer.vtab_tasks import TASKS
 
 MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")
 FOUR_STEPS = ("train.length=4 steps", "checkpoint.every=2 steps", "schedule.warmup=1 steps")

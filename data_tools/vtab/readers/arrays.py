@@ -22,7 +22,7 @@ from data_tools.vtab.readers.original import Original, Pixels, Pool
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.transfer.vtab_tasks import Task
+from pipeline.experiment.vtab_tasks import Task
 
 _CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_RECORD = 2 + _CIFAR_PIXELS  # Coarse label, fine label, red, green, blue.

@@ -19,7 +19,7 @@ from data_tools.vtab.readers.files import DatasetFiles, FileLocation
 from data_tools.vtab.readers.original import Original, Pool
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.transfer.vtab_tasks import Task
+from pipeline.experiment.vtab_tasks import Task
 
 _CALTECH_TRAIN = "train.txt"
 _CALTECH_PER_CLASS, _CALTECH_SEED = 30, 1234

@@ -10,8 +10,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
+from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.quantities import whole_number
-from pipeline.transfer.vtab_tasks import Task
 
 # Names of a task's folder in NOAH and other projects.
 _FOLDERS = {

@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
-from pipeline.transfer.vtab_tasks import Task
+from pipeline.experiment.vtab_tasks import Task
 
 # Returns the key of a record, given the class names of the data set; None if the record has no key.
 Key = Callable[[Example, list[str]], str | None]

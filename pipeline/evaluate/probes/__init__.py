@@ -1,4 +1,4 @@
 """Few-shot linear and nearest-neighbour accuracy of features, and their spread (RankMe).
 
-Imports what evaluate/ may import. Used by evaluate/, explain/, train/, transfer/, review/ and study/.
+Imports what evaluate/ may import. Used by evaluate/, explain/, train/, experiment/ and review/.
 """

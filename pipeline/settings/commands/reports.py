@@ -4,9 +4,10 @@ from pydantic import PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
+from pipeline.settings.shared import Seeds, mlflow_of_runs, refuse_overrides, result_name
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -74,10 +75,10 @@ class SyncConfig(Settings):
     )
 
 
-class GridConfig(Settings):
+class GridConfig(ExperimentConfig):
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
 
-    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "grid")
+    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "experiment")
     run: PathText = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
     settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
     lr: list[PositiveFloat] = setting(REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]")
@@ -92,12 +93,12 @@ class GridConfig(Settings):
         list,
         "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
     )
-    launcher: ShellWords = setting("", "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process.")
     out: PathText = setting("runs", "Folder that holds all runs.", output="folder")
     mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
+        super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_GRID, "this command sets for each run: leave it out.")
         names = [self.trial_name(lr) for lr in self.lr]
         if twice := [name for name in names if names.count(name) > 1]:

@@ -1,15 +1,21 @@
 """The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import MAX_TASKS, Limit, PathText, PositiveLength, ShareBelow1, Threads
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
 from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
 
-Question = Literal["data_size", "scaling", "ablation", "labels"]
+# Each question is a file.
+QUESTIONS = sorted(
+    file.stem
+    for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
+    if file.stem != "__init__"
+)
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -37,6 +43,55 @@ _NOT_COMPARABLE = (
 )
 
 
+class ExperimentConfig(Settings):
+    """How the runs of an experiment are done."""
+
+    on: Literal["here", "ray"] = setting(
+        "here",
+        "Where runs are done: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit.",
+    )
+    launcher: ShellWords = setting(
+        "",
+        "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+    )
+    gpus: int = setting(
+        0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
+    )
+    threads: Threads = setting(2, "CPUs of a run with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
+    num_tasks: int = setting(
+        0,
+        "on=ray: number of tasks that run at the same time; 0 is as many as fit.",
+        min=0,
+        max=MAX_TASKS,
+        needs="on=ray",
+    )
+    tflops: NonNegativeFloat = setting(
+        0.0,
+        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0 measures this CPU.",
+    )
+    slurm: PathText = setting(
+        "", "Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it.", output="file"
+    )
+    cell: str = setting("", "Do this run only (its name), and write no report.")
+    report: bool = setting(False, "Run nothing: write the report of the runs that are done.")
+    plan: bool = setting(False, "Only list the runs, their compute and hours.")
+
+    def not_written(self) -> tuple[str, ...]:
+        """Outputs that this command does not write: --plan only prints."""
+        return ("name", "out") if self.plan else ()
+
+    def check(self) -> None:
+        """Check what depends on several settings. Raises UserError."""
+        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
+            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
+
+
+def _question(name: str) -> str:
+    if name not in QUESTIONS:
+        raise ValueError(f"must be one of {', '.join(QUESTIONS)}")
+    return name
+
+
 class StudyModel(Settings):
     """A model of a study, or weights that it fine-tunes."""
 
@@ -58,16 +113,17 @@ class StudyModel(Settings):
     )
 
 
-class StudyConfig(Settings):
+class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "study")
+    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "experiment")
     out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Question = setting(
+    question: Annotated[str, AfterValidator(_question)] = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
         "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
         "labels: what pre-trained weights gain over the first model, by the number of labelled images",
+        choices=QUESTIONS,
     )
     run: PathText = setting(
         REQUIRED,
@@ -114,47 +170,16 @@ class StudyConfig(Settings):
         list,
         "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
     )
-    on: Literal["here", "ray"] = setting(
-        "here", "Where cells run: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."
-    )
-    launcher: ShellWords = setting(
-        "",
-        "Command that starts a cell, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
-    )
-    gpus: int = setting(
-        0, "GPUs of a cell: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
-    )
-    threads: Threads = setting(2, "CPUs of a cell with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
-    num_tasks: int = setting(
-        0,
-        "on=ray: number of cells that run at the same time; 0 is as many as fit.",
-        min=0,
-        max=MAX_TASKS,
-        needs="on=ray",
-    )
-    tflops: NonNegativeFloat = setting(
-        0.0,
-        "Sustained TFLOP/s of one device in training, for the plan until cells are finished, which say it; 0 measures this CPU.",
-    )
-    slurm: PathText = setting(
-        "", "Write a SLURM script to this file, whose array tasks run the cells, and end. '-' prints it.", output="file"
-    )
-    cell: str = setting("", "Run this cell only (its name), and write no report.")
-    report: bool = setting(False, "Run nothing: write the report of the cells that are done.")
     mlflow: str = mlflow_of_runs("study")
-    plan: bool = setting(False, "Only list the cells, their compute and hours.")
 
     @property
     def num_lengths(self) -> int:
         """How many lengths are compared; 0 if all cells have that of the run."""
         return len(self.lengths or self.budgets or self.minutes)
 
-    def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --plan only prints."""
-        return ("name", "out") if self.plan else ()
-
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_STUDY, _SET_FOR_EACH)
         for model in self.models:
             refuse_overrides(f"model {model.name} sets", model.settings, _SET_BY_STUDY, _SET_FOR_EACH)
@@ -168,29 +193,4 @@ class StudyConfig(Settings):
             if self.minutes and not model.speed:
                 raise UserError(
                     f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run prints."
-                )
-        self._check_question()
-
-    def _check_question(self) -> None:
-        num_models, num_sizes = len(self.models), len(self.data_sizes)
-        weighted = [model.name for model in self.models if model.weights]
-        compared = {
-            "data_size": num_sizes,
-            "scaling": self.num_lengths * num_models,
-            "ablation": num_models,
-            "labels": num_models if weighted else 0,
-        }
-        if compared[self.question] < 2:
-            raise UserError(
-                f"question = {self.question} has nothing to compare: data_size compares at least two data_sizes; scaling two models, lengths, "
-                "budgets or minutes; ablation two models; labels two models, one of them with weights=..."
-            )
-        for name, is_given, questions in (
-            ("weights of models", weighted, ("labels",)),
-            ("several data_sizes", num_sizes > 1, ("data_size", "labels")),
-            ("several lengths", self.num_lengths > 1, ("scaling",)),
-        ):
-            if is_given and self.question not in questions:
-                raise UserError(
-                    f"{name} belong to question = {' or '.join(questions)}, and it is {self.question}: leave them out."
                 )

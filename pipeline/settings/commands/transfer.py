@@ -114,7 +114,7 @@ class VtabConfig(Settings):
         "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
         "runs/vtab/<weights>-... for others.",
         output="folder",
-        holds="VTAB-1k sweep",
+        holds="experiment",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",

@@ -30,8 +30,8 @@ from data_tools.vtab.split import SPLITS
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, file_sha256, open_dataset
 from pipeline.data.loading.decode import decode
+from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings.commands.data import VtabPrepareConfig
-from pipeline.transfer.vtab_tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONVERTED = ("sun397", "retinopathy")

@@ -20,7 +20,7 @@ from data_tools.vtab.readers.examples import Example, crc32c, records
 from data_tools.vtab.split import choose, hashed_order, shard_key
 from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import DecodeError, decode
-from pipeline.transfer.vtab_tasks import GROUPS, TASKS
+from pipeline.experiment.vtab_tasks import GROUPS, TASKS
 
 
 def numbered(**counts: int) -> dict[str, list[str]]:

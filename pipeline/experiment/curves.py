@@ -1,0 +1,194 @@
+"""The answer to the questions `data_size` and `scaling`: who wins at which amount, fitted laws, predictions and their check.
+
+A *line* is the points that one law is fitted to: those of each model over data sizes or compute; and, of families with several models,
+their frontier, that is the points that no other model of the family beats at the same compute or less. The paper's Figure 5 has one
+line a family; a law through all points of a family would describe badly chosen models, too.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from operator import attrgetter
+
+import numpy as np
+
+from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
+from pipeline.experiment.figures import draw_scores
+from pipeline.experiment.law import NUM_PARAMETERS, BestLaw, Estimate, best_law, fit_power_laws, leave_largest_out
+from pipeline.experiment.points import Line, Point, Tested, percent, points_of, tested
+from pipeline.experiment.table import StudyResults
+
+# Equal budgets differ by the rounding to whole steps.
+_SAME_BUDGET = 1.05
+# The next larger run is one step further, as far as steps between the runs are on average, and at most so many times: the check
+# without the largest runs says nothing of longer ways.
+_MAX_STEP = 4.0
+_x = attrgetter("x")
+_METHOD = (
+    "Laws, of at least 4 amounts: 1 - score = floor + scale x amount ^ -exponent, by least squares, with 95 % intervals by bootstrap of the residuals of all lines "
+    "(those of models and of families apart); that of a prediction includes the scatter of a new run. The next larger run is one average step "
+    "further, at most 4 times; the check leaves the runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does "
+    "one whose interval is wider than the range of all measured errors. A family's law goes through its best models only, so it is a little "
+    "too high. The probability of the best law is the share of resamples in which it is the best at that amount."
+)
+
+
+def answer(results: StudyResults) -> Iterator[Block]:
+    """The blocks of the report."""
+    points = points_of(results)
+    models, families = lines(points, results)
+    if found := leads(points, 1.0 if results.counts_images else _SAME_BUDGET):
+        yield _leads_table(found, results)
+    if picture := draw_scores(points, families or models, results):
+        yield PngImage("score.png", "Scores with 95 % intervals, fitted laws, and predictions", picture)
+    if any(line.law for line in (*models, *families)):
+        yield Heading("Laws, predictions and their check")
+        yield _laws_table([*(line for line in families if line.law), *(line for line in models if line.law)], results)
+        if not results.counts_images and (best := best_laws(models, points)):
+            yield _best_table(best, results)
+    yield Paragraph(_METHOD)
+
+
+# -------------------------------------------------------------------- laws
+def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], list[Line]]:
+    """Returns (lines of models, lines of families; none unless the question is scaling and a family has several models)."""
+    families = {name: [p for p in points if p.family == name] for name in results.families}
+    several = not results.counts_images and any(len({p.model for p in own}) > 1 for own in families.values())
+    models = _fitted({name: [p for p in points if p.model == name] for name in results.models}, results.seed)
+    fronts = {name: frontier(own) for name, own in families.items()} if several else {}
+    return models, _fitted(fronts, results.seed)
+
+
+def _fitted(points: dict[str, list[Point]], seed: int) -> list[Line]:
+    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in points.items()}
+    above_0 = {name: own for name, own in above_0.items() if own}
+    runs = {
+        name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
+        for name, own in above_0.items()
+        if len({p.x for p in own}) > NUM_PARAMETERS
+    }
+    laws = fit_power_laws(runs, seed) if runs else {}
+    found = []
+    for name, own in above_0.items():
+        law, next_x = laws.get(name), next_larger([p.x for p in own]) if name in laws else 0.0
+        prediction, holdout = (law.predict(next_x), leave_largest_out(law, *runs[name])) if law else ("", "")
+        found.append(Line(name, own, law, next_x, prediction, holdout))
+    return found
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other model beats at the same compute or less, by x.
+
+    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is that of the largest. A
+    model's own cheaper run removes nothing: where the score falls by chance, that run would otherwise be left out, and the
+    frontier be too high.
+    """
+    points = [point for point in points if point.x > 0]  # Of which there is a logarithm.
+    models = list(dict.fromkeys(point.model for point in points))
+    curves = {}
+    for model in models:
+        own = sorted((p for p in points if p.model == model), key=_x)
+        curves[model] = np.log([p.x for p in own]), np.array([p.mean for p in own])
+
+    def is_beaten(point: Point) -> bool:
+        for place, model in enumerate(models):
+            logs, means = curves[model]
+            at = math.log(point.x)
+            if model == point.model or at < logs[0] - math.log(_SAME_BUDGET):
+                continue
+            nearest = int(np.abs(logs - at).argmin())
+            is_same = abs(logs[nearest] - at) <= math.log(_SAME_BUDGET)
+            other = means[nearest] if is_same else np.interp(at, logs, means)
+            # Of equal scores, the first model's stays.
+            if other > point.mean or (other == point.mean and place < models.index(point.model)):
+                return True
+        return False
+
+    return sorted((point for point in points if not is_beaten(point)), key=_x)
+
+
+def next_larger(xs: Iterable[float]) -> float:
+    """One step beyond the largest, as far as the steps are on average; rounded to three digits."""
+    sizes = sorted(set(xs))
+    step = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1))
+    return float(f"{sizes[-1] * min(step, _MAX_STEP):.3g}")
+
+
+def best_laws(models: Sequence[Line], points: Sequence[Point]) -> list[tuple[float, BestLaw]]:
+    """The best model by the laws at each budget of the study and at the next larger, where at least two predict."""
+    budgets = [group[0].x for group in _same(points, _SAME_BUDGET)]
+    laws = {line.name: line.law for line in models if line.law}
+    found = [(x, best_law(laws, x)) for x in [*budgets, next_larger(budgets)]] if len(laws) > 1 else []
+    return [(x, best) for x, best in found if best]
+
+
+# -------------------------------------------------------------------- who wins
+def leads(points: Sequence[Point], tolerance: float) -> list[Tested]:
+    """The best and the second at each x; p is corrected for all pairs at all x. tolerance: of x, as a factor."""
+    pairs = []
+    for group in _same(points, tolerance):
+        best: dict[str, Point] = {}  # Two lengths of one model may be that near, too.
+        for point in sorted(group, key=lambda point: -point.mean):
+            best.setdefault(point.model, point)
+        pairs.append(list(combinations(best.values(), 2)))
+    found = tested([pair for of_one in pairs for pair in of_one])
+    # The first pair is that of the best and the second.
+    starts = np.cumsum([0, *map(len, pairs)])[:-1]
+    return [found[start] for start, of_one in zip(starts, pairs, strict=True) if of_one]
+
+
+def _same(points: Sequence[Point], tolerance: float) -> list[list[Point]]:
+    """Points in groups of the same x, by x."""
+    groups: list[list[Point]] = []
+    for point in sorted(points, key=_x):
+        if groups and point.x <= groups[-1][0].x * tolerance:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return groups
+
+
+# -------------------------------------------------------------------- tables
+def _leads_table(found: Sequence[Tested], results: StudyResults) -> Table:
+    header = ("best", "score, %", "second", "score, %", "best minus second, points", "p, corrected", "difference")
+    return Table(
+        (results.unit[1], *header),
+        [
+            (results.number(t.first.x), t.first.model, t.first.text, t.second.model, t.second.text, *t.texts)
+            for t in found
+        ],
+    )
+
+
+def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
+    rows = []
+    for line in found:
+        law, prediction, check = line.law, line.prediction, line.holdout
+        assert law
+        exponent, floor = law.exponent, law.floor
+        models = list(dict.fromkeys(point.model for point in line.points))
+        rows.append(
+            (
+                line.name if models == [line.name] else f"family {line.name}: {', '.join(models)}",
+                _score(floor),
+                f"{exponent.value:.3g} [{exponent.low:.3g}, {exponent.high:.3g}]",
+                prediction if isinstance(prediction, str) else f"{_score(prediction)} at {results.number(line.next_x)}",
+                check
+                if isinstance(check, str)
+                else f"{_score(check.prediction)}, is {percent(1 - check.error)}: {'inside' if check.is_inside else 'outside'}",
+            )
+        )
+    header = ("line", "limit of the score, %", "exponent", "next larger run, %")
+    return Table((*header, "largest runs, predicted from the others, %"), rows)
+
+
+def _score(error: Estimate) -> str:
+    return percent(1 - error.value, 1 - error.high, 1 - error.low)
+
+
+def _best_table(found: Sequence[tuple[float, BestLaw]], results: StudyResults) -> Table:
+    header = ("best model by the laws", "its score, %", "probability that it is the best, %")
+    rows = [
+        (results.number(x), best.name, percent(1 - best.error), f"{100 * best.probability:.0f}") for x, best in found
+    ]
+    return Table((results.unit[1], *header), rows)

@@ -1,0 +1,383 @@
+"""Does the runs of an experiment that are not done, here, as Ray tasks, or as a SLURM array, and answers its question.
+
+experiment.json  what its runs are (identity.py). A folder holds one experiment.
+RUN/             run folder of each run
+output/, notes/  what the command of each run printed; its hours, and why its last try failed
+progress.json    while it runs
+results.parquet  what is known of each run (table.py), with results.csv, report.md, report.html and figures
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from pipeline import objectives
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.files import table_csv, write_text
+from pipeline.base.page import Block, PngImage, report
+from pipeline.base.progress import ProgressFile, duration
+from pipeline.base.words import counted
+from pipeline.data.storage.atomic import write_files
+from pipeline.experiment.identity import claim
+from pipeline.experiment.page import ExperimentPage
+from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
+from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
+from pipeline.lifecycle.run_folder import RESUME
+from pipeline.ray_tasks import LostError, RunJobs, run_here
+from pipeline.settings.changes import Fact
+from pipeline.settings.commands.study import ExperimentConfig
+from pipeline.settings.run import TrackConfig
+
+OUTPUT, NOTES = "output", "notes"
+# Least time between two answers of an unfinished experiment, each of which draws figures.
+_ANSWER_SECONDS = 60.0
+
+
+@dataclass
+class ExperimentAnswer:
+    """metrics, summary (Markdown): for the tracker. blocks: of the report, [] while there is none. files: beside it. result: what `run` returns."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    summary: str = ""
+    title: str = ""
+    blocks: list[Block] = field(default_factory=list)
+    files: dict[str, bytes | str | None] = field(default_factory=dict)
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    result: Any = None
+
+
+class Experiment:
+    """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs comes before it.
+
+    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences beside the plan.
+    speeds: images/s by group, where lengths are given in minutes.
+    """
+
+    kind: str
+    score: str
+    config: Any
+    folder: Path
+    specs: Sequence[Any]
+    shared: Mapping[str, Any]
+    notes: list[str]
+    speeds: Mapping[str, float] = {}
+
+    @property
+    def flops(self) -> float:
+        """That all runs add."""
+        return sum(spec.flops for spec in self.specs)
+
+    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+        raise NotImplementedError
+
+    def page(self) -> ExperimentPage | None:
+        """What shows it in MLflow; None if it is not sent."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
+    def run_jobs(self, jobs: Iterable["Job"], run_jobs: RunJobs, *callbacks: Any) -> Iterable[tuple[int, Any]]:
+        return run_jobs(run_job, jobs, *callbacks)
+
+    def ended(self, spec: Any, found: Any) -> None:
+        """A run is done. found: what its job returned of it."""
+
+    def row(self, spec: Any) -> Row:
+        note, settings = read_note(self.folder, spec.name), settings_of(spec)
+        row = row_of(spec, note.get("hours"))  # Without the hours of a start that was killed.
+        row = replace(row, settings={name: settings.get(name) for name in self._varied})
+        return row if row.state == "diverged" else with_note(row, note)
+
+    @cached_property
+    def _varied(self) -> list[str]:
+        """Names of the settings by which the runs differ."""
+        found = list(self.settings(self.specs).values())
+        return [
+            name
+            for name in dict.fromkeys(n for one in found for n in one)
+            if len({str(one.get(name)) for one in found}) > 1
+        ]
+
+    def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """The settings of runs by name, see `Identity`."""
+        return {spec.name: settings_of(spec) for spec in specs}
+
+    def known_settings(self) -> Mapping[str, Fact]:
+        losses = {spec.config.train.loss for spec in self.specs}
+        return {name: fact for loss in losses for name, fact in objectives.facts(loss).items()}
+
+    def track(self, spec: Any) -> TrackConfig | None:
+        return spec.config.track
+
+    # ---------------------------------------------------------------- what is known
+    def known(self) -> tuple[list[Any], dict[str, Row]]:
+        """Returns (runs whose settings are known, rows of all by name)."""
+        specs, rows = [], dict[str, Row]()
+        for spec in self.specs:
+            found = spec.choose(rows) if spec.choose else spec
+            row = self.row(found or spec)
+            if found:
+                specs.append(found)
+            else:
+                row = replace(row, state="not run", reason="waits for others", scores={}, hours=None)
+            rows[row.name] = row
+        return specs, rows
+
+    def claim(self, specs: Sequence[Any]) -> None:
+        claim(self.folder, self.kind, self.shared, self.settings(specs), self.known_settings())
+
+
+@dataclass(frozen=True)
+class Job:
+    """The runs that one task does in turn. shared: settings of the engine. track: of its runs; None leaves it as the settings say."""
+
+    specs: list[Any]
+    shared: Any
+    folder: Path
+    track: TrackConfig | None = None
+
+
+def jobs_of(specs: Sequence[Any]) -> list[list[Any]]:
+    """Cheapest first. Together are runs that share a trunk, and a run with those that begin with its weights."""
+    groups: dict[str, list[Any]] = {}
+    names: dict[str, str] = {}
+    for spec in specs:
+        trunk = getattr(spec, "trunk", None)
+        first = spec.needs[0] if len(spec.needs) == 1 and not spec.choose else ""
+        names[spec.name] = names.get(first) or (trunk.name if trunk else spec.name)
+        groups.setdefault(names[spec.name], []).append(spec)
+    return sorted(groups.values(), key=lambda job: sum(getattr(spec, "flops", 0) for spec in job))
+
+
+def run_job(job: Job) -> None:
+    """Do the runs of a job that are not done. Raises as `run_spec`, but DivergedError."""
+    (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
+    for spec in job.specs:
+        note = read_note(job.folder, spec.name)
+        if any("diverged" in read_note(job.folder, name) for name in spec.needs):
+            continue
+        begin, note = time.monotonic(), {"hours": note.get("hours") or 0.0}
+        write_note(job.folder, spec.name, note)
+        try:
+            with open(job.folder / OUTPUT / f"{spec.name}.txt", "ab") as output:
+                run_spec(spec, job.shared, output, job.track)
+        except DivergedError as error:
+            note["diverged"] = str(error)
+        except (UserError, LostError) as error:
+            write_note(job.folder, spec.name, {**note, "failed": str(error)})
+            raise
+        write_note(job.folder, spec.name, {**note, "hours": note["hours"] + (time.monotonic() - begin) / 3600})
+
+
+def write_note(folder: Path, name: str, note: dict[str, Any]) -> None:
+    (folder / NOTES).mkdir(exist_ok=True)
+    write_text(folder / NOTES / f"{name}.json", json.dumps(note))
+
+
+def read_note(folder: Path, name: str) -> dict[str, Any]:
+    """hours, and failed or diverged with the reason. Empty if there is none, as where a kill left no time to write it."""
+    return json_record.read_or_none(folder / NOTES / f"{name}.json", dict[str, Any]) or {}
+
+
+def with_note(row: Row, note: dict[str, Any]) -> Row:
+    """Why a run failed, or diverged before it had a folder."""
+    for state in ("failed", "diverged"):
+        if state in note:
+            return replace(row, state=state, reason=note[state])
+    return row
+
+
+# -------------------------------------------------------------------- the engine
+def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) -> Any:
+    """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns `ExperimentAnswer.result`.
+
+    Raises UserError for another experiment in this folder, and at the end if a run failed; the report is written then. Exits with code 75
+    when a run was asked to stop.
+    """
+    specs, rows = experiment.known()
+    experiment.claim(specs)
+    for row in rows.values():
+        if row.state == "damaged":
+            print(f"{row.name}: {row.reason}{'' if only_report else ' It runs again.'}", flush=True)
+    with experiment.page() or nullcontext() as page:
+        if not only_report:
+            _run_all(experiment, run_jobs, page)
+        answer, rows = _answer(experiment, page)
+        failed = [row for row in rows.values() if row.state == "failed"]
+        if page and failed:
+            page.failure = f"{len(failed)} of {counted(len(rows), 'run')}, such as {failed[0].reason}"
+    print(answer.summary, flush=True)
+    if answer.blocks:
+        print(f"report: {experiment.folder / 'report.md'}, report.html", flush=True)
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {counted(len(rows), 'run')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
+            "them again; the results have all others."
+        )
+    return answer.result
+
+
+def run_one(experiment: Experiment, name: str) -> None:
+    """Do one run, as a task of a SLURM array does. Those that share its first steps, or that it needs, come first."""
+    specs, rows = experiment.known()
+    experiment.claim(specs)
+    job = next((job for job in jobs_of(specs) if any(spec.name == name for spec in job)), [])
+    if not job:
+        why = "waits for others: submit the script again when they have ended" if name in rows else "does not exist"
+        raise UserError(f"cell = {name}: this run {why}. There are: {', '.join(rows)}.")
+    try:
+        run_job(Job(job[: [spec.name for spec in job].index(name) + 1], experiment.config, experiment.folder))
+    except LostError as error:
+        raise UserError(f"{error} The same command continues it.") from None
+    except StoppedError as stopped:
+        _exit_to_resume(stopped)
+
+
+def on_ray(threads: int, gpus: float, num_tasks: int) -> tuple[RunJobs, int]:
+    """Returns (what runs jobs on the Ray cluster, or on this machine if there is none; how many at a time)."""
+    from pipeline import ray_tasks
+
+    ray_tasks.connect()
+    fitting, num_gpus = ray_tasks.capacity(threads, gpus)
+    limit = num_tasks or fitting
+    return partial(ray_tasks.run_tasks, limit=limit, num_cpus=threads, num_gpus=num_gpus), limit
+
+
+def place(config: ExperimentConfig) -> tuple[RunJobs, int]:
+    """Where a study or a grid does its runs: (what runs jobs there, how many at a time)."""
+    if config.on == "here" or config.slurm or config.report or config.plan or config.cell:
+        return run_here, max(config.num_tasks, 1)
+    run_jobs, limit = on_ray(config.threads, config.gpus, config.num_tasks)
+    if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
+        raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
+    return run_jobs, limit
+
+
+def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:
+    begun = set[str]()
+    with RunsProgress(experiment.folder, list(experiment.known()[1].values())) as progress:
+        while True:
+            specs, rows = experiment.known()
+            todo = {spec.name for spec in specs if _is_to_run(spec, rows)} - begun
+            if not todo:
+                return
+            experiment.claim(specs)
+            jobs = [job for job in jobs_of(specs) if any(spec.name in todo for spec in job)]
+            try:
+                _run_jobs(experiment, jobs, todo, run_jobs, progress, page)
+            except StoppedError as stopped:
+                _exit_to_resume(stopped)
+            begun |= todo
+
+
+def _run_jobs(
+    experiment: Experiment,
+    jobs: list[list[Any]],
+    todo: set[str],
+    run_jobs: RunJobs,
+    progress: "RunsProgress",
+    page: ExperimentPage | None,
+) -> None:
+    """todo: names of the runs of the jobs that are not done."""
+    next_answer = time.monotonic()
+
+    def to_run() -> Iterator[Job]:
+        for specs in jobs:
+            track = experiment.track(specs[0])
+            sent = page.tracking(track) if page and track else None
+            yield Job(specs, experiment.config, experiment.folder, sent)
+
+    def fail(index: int, reason: str) -> None:
+        spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
+        write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
+        progress.ended(experiment.row(spec), experiment.score)
+
+    for index, found in experiment.run_jobs(to_run(), run_jobs, progress.retried, fail):
+        for spec in jobs[index]:
+            if spec.name in todo:
+                experiment.ended(spec, found)
+                progress.ended(experiment.row(spec), experiment.score)
+        if time.monotonic() >= next_answer:
+            _answer(experiment, page)
+            next_answer = time.monotonic() + _ANSWER_SECONDS
+
+
+def _is_to_run(spec: Any, rows: Mapping[str, Row]) -> bool:
+    return rows[spec.name].state in TO_RUN and all(rows[name].state != "diverged" for name in spec.needs)
+
+
+def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[ExperimentAnswer, dict[str, Row]]:
+    """Write the table and the report of what is done by now. Returns (the answer, the rows as they are now)."""
+    rows = experiment.known()[1]
+    earlier = read_table(experiment.folder)
+    table = keep_earlier(list(rows.values()), earlier)
+    answer = experiment.answer(table)
+    write_answer(answer, table, earlier, experiment.folder)
+    if page:
+        pictures = {block.name: block.png for block in answer.blocks if isinstance(block, PngImage)}
+        page.show(answer.metrics, answer.summary, answer.pictures | pictures)
+    return answer, rows
+
+
+def write_answer(answer: ExperimentAnswer, table: Sequence[Row], earlier: Sequence[Row], folder: Path) -> None:
+    """All files appear together, and the one by which a folder is known last. Pictures of an older report are removed."""
+    files: dict[str, bytes | str | None] = dict.fromkeys(file.name for file in folder.glob("*.png"))
+    files |= report(answer.title, answer.blocks) if answer.blocks else {}
+    files |= {**answer.files, TABLE: parquet(table, earlier), "results.csv": table_csv(flat_rows(table))}
+    write_files(folder, files, mark="results.json" if "results.json" in files else "report.html")
+
+
+def _exit_to_resume(stopped: StoppedError) -> NoReturn:
+    print(f"{stopped}: the same command continues (exit code {RESUME})", file=sys.stderr, flush=True)
+    sys.exit(RESUME)
+
+
+class RunsProgress:
+    """A line for each run that ends, and progress.json. rows: of all runs, as they begin."""
+
+    def __init__(self, folder: Path, rows: Sequence[Row]) -> None:
+        self.total, self.done = len(rows), sum(row.state not in TO_RUN for row in rows)
+        self.failed = self.retries = self.ends = 0
+        self._file, self._begin = ProgressFile(folder), time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._write()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.remove()
+
+    def ended(self, row: Row, score: str) -> None:
+        """A run is done, or is not tried again."""
+        self.ends += 1
+        self.done += row.state == "done"
+        self.failed += row.state != "done"
+        shown = f" {score} {row.scores[score]:.2%}," if score in row.scores else ""
+        line = f"{row.name}:{shown} {duration(3600 * (row.hours or 0.0))}"
+        if row.state != "done":
+            line = f"{row.state.upper()}: {row.name}: {row.reason}"
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        left = f", {duration(seconds)} left" if (seconds := self._seconds_left()) else ""
+        print(f"[{self.done:,} of {counted(self.total, 'run')}{failed}{left}] {line}", flush=True)
+        self._write()
+
+    def retried(self, reason: str) -> None:
+        """A run is done again."""
+        self.retries += 1
+        print(f"{reason} It is run again; retries so far: {self.retries:,}", file=sys.stderr, flush=True)
+        self._write()
+
+    def _seconds_left(self) -> float:
+        """At the average rate of this start; 0 before the first run ends."""
+        left = self.total - self.done - self.failed
+        return round((time.monotonic() - self._begin) / self.ends * left, 1) if self.ends else 0.0
+
+    def _write(self) -> None:
+        state = {"runs": self.total, "done": self.done, "failed": self.failed, "retries": self.retries}
+        self._file.write(state | {"seconds_left": self._seconds_left()})

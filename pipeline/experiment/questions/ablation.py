@@ -1,0 +1,25 @@
+"""What does a part of the model contribute? (ViT paper, Tables 7 and 8, Figure 8)"""
+
+from collections.abc import Iterator
+
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block, PngImage
+from pipeline.experiment import variants
+from pipeline.experiment.figures import draw_differences
+from pipeline.experiment.spec import RunSpec
+from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.table import StudyResults
+from pipeline.settings.commands.study import StudyConfig
+
+
+def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+    refuse(config, "weights", "lengths", "data_sizes")
+    if len(config.models) < 2:
+        raise UserError("question = ablation compares models with the first one: give at least two.")
+    return cells(config)
+
+
+def answer(results: StudyResults) -> Iterator[Block]:
+    if found := variants.differences(results):
+        yield variants.table(found, results)
+        yield PngImage("differences.png", "Differences to the first model", draw_differences(found, results))

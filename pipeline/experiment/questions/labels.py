@@ -1,0 +1,31 @@
+"""What are pre-trained weights worth when few labels are known?"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block, PngImage
+from pipeline.experiment import variants
+from pipeline.experiment.figures import draw_scores
+from pipeline.experiment.points import points_of
+from pipeline.experiment.spec import RunSpec
+from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.table import StudyResults
+from pipeline.settings.commands.study import StudyConfig
+
+
+def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+    refuse(config, "lengths")
+    if len(config.models) < 2 or not any(model.weights for model in config.models):
+        raise UserError(
+            "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+        )
+    return cells(config)
+
+
+def answer(results: StudyResults) -> Iterator[Block]:
+    results = replace(results, counts_images=True)
+    if found := variants.differences(results):
+        yield variants.table(found, results)
+    if picture := draw_scores(points_of(results), [], results):
+        yield PngImage("score.png", "Scores by number of labelled images", picture)

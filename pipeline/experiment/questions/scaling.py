@@ -1,0 +1,22 @@
+"""Which model is best for a compute budget, and what would a larger budget give? (ViT paper, Figure 5)"""
+
+from collections.abc import Iterator
+
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block
+from pipeline.experiment import curves
+from pipeline.experiment.spec import RunSpec
+from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.table import StudyResults
+from pipeline.settings.commands.study import StudyConfig
+
+
+def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+    refuse(config, "weights", "data_sizes")
+    if config.num_lengths * len(config.models) < 2:
+        raise UserError("question = scaling compares compute: give at least two models, lengths, budgets or minutes.")
+    return cells(config)
+
+
+def answer(results: StudyResults) -> Iterator[Block]:
+    return curves.answer(results)

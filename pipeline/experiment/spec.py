@@ -1,0 +1,354 @@
+"""A run of an experiment: a command with its settings, started as a process that resumes from its folder, which says what became of it."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline import objectives
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.metric import metric_of
+from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
+from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.experiment.table import Row, State
+from pipeline.lifecycle.run_folder import (
+    RESUME,
+    SETTINGS_FILE,
+    Status,
+    holder,
+    read_failures,
+    read_settings,
+    read_status,
+)
+from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.page_folder import PageFolder
+from pipeline.process import waits
+from pipeline.process.start import check_program, dying_with_parent
+from pipeline.ray_tasks import LostError
+from pipeline.settings import changes, schema
+from pipeline.settings.commands.study import ExperimentConfig
+from pipeline.settings.run import RunConfig, TrackConfig
+
+_COMMANDS = Path(__file__).resolve().parents[2] / "launch"
+# Most seconds that ranks whose driver was killed may take to commit and end.
+_COMMIT_SECONDS = 120.0
+# Exit code of a command that refused its settings or its data: another try would end in the same way.
+_REFUSED = 2
+
+
+class StoppedError(Exception):
+    """A run was asked to stop, and committed its state: the experiment stops, too."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run of an experiment. command: of launch/. file: YAML of its settings. overrides: settings over those. config: both together.
+
+    group: see `Row`. needs: names of the runs that must be done before. choose: rows by name -> this run with what is chosen by those that it
+    needs, None while they have not ended. flops: that it adds. trunk: with a cooldown, the run at a constant rate whose checkpoint of
+    trunk_steps this one continues; several runs share it. facts: fields of its row that are known beforehand.
+    """
+
+    name: str
+    command: str
+    file: str
+    overrides: list[str]
+    config: RunConfig
+    group: str = ""
+    needs: tuple[str, ...] = ()
+    choose: Callable[[Mapping[str, Row]], "RunSpec | None"] | None = None
+    flops: float = 0.0
+    trunk: "RunSpec | None" = None
+    trunk_steps: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out) / self.config.name
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the run measures anything of a held-out split, and has a scores.json then."""
+        return bool(objectives.metrics(self.config)["scores"])
+
+
+@dataclass(frozen=True)
+class ScoresFile:
+    """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1.
+
+    loss: None where it is no finite number. trained_by: runs that trained on these images; "" for none.
+    """
+
+    loss: float | None
+    num_samples: int
+    top1: float | None = None
+    top5: float | None = None
+    top1_effective_images: float | None = None
+    top5_effective_images: float | None = None
+    trained_by: str = ""
+
+
+def make_spec(name: str, command: str, file: str, overrides: list[str], **more: Any) -> RunSpec:
+    """Raises UserError for settings that cannot be used."""
+    config = schema.load(RunConfig, file, overrides)
+    objectives.check(config)
+    return RunSpec(name, command, file, overrides, config, **more)
+
+
+# -------------------------------------------------------------------- running one
+def run_spec(spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: TrackConfig | None = None) -> None:
+    """Do a run, from the checkpoint of its trunk if it has one, unless it has ended. track: where it is sent to; None as its settings say.
+
+    Raises UserError when the command refuses it, DivergedError, LostError when a process died (it is tried again), StoppedError.
+    """
+    if (trunk := spec.trunk) and not has_ended(spec) and max(_steps_of(spec), default=0) < spec.trunk_steps:
+        # It finishes once for each of the runs that share it.
+        _run(trunk, engine, output, track, lambda: max(_steps_of(trunk), default=0) >= spec.trunk_steps)
+        # A trunk that has gone on to a longer run may have removed this checkpoint. The run trains these steps itself then.
+        if spec.trunk_steps in _steps_of(trunk):
+            _plant(spec)
+    _run(spec, engine, output, track, lambda: has_ended(spec))
+
+
+def _run(
+    spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: TrackConfig | None, is_done: Callable[[], bool]
+) -> None:
+    if not is_done() and state_of(spec)[0] != "diverged":
+        if who := wait_until_free(spec.folder):
+            raise LostError(f"{spec.folder} is in use by {who}.")
+        for file in _damaged_scores(spec):  # So that it is evaluated again, however far it is trained.
+            file.unlink(missing_ok=True)
+        overrides = spec.overrides
+        if track is not None and spec.config.track.enabled:
+            overrides = [*overrides, f"track.parent_run={track.parent_run}", f"track.uri={track.uri}"]
+        launcher = engine.launcher
+        if not launcher and engine.gpus > 1:
+            launcher = f"torchrun --standalone --nproc_per_node {engine.gpus}"
+        before = _version_of_status(spec.folder)
+        code = start_command(spec.command, ["--config", spec.file, *overrides], launcher, output)
+        if not is_done() and state_of(spec)[0] != "diverged":
+            if code == RESUME:
+                raise StoppedError(f"{spec.folder} was asked to stop")
+            said = _own_words(spec.folder) if _version_of_status(spec.folder) != before else ""
+            text = f"{spec.folder} failed (exit code {code}){said}. See {output.name}."
+            raise UserError(text) if code == _REFUSED else LostError(text)
+    state, reason = state_of(spec)
+    if state == "diverged":
+        raise DivergedError(reason or f"{spec.name} diverged")
+
+
+def start_command(command: str, arguments: Sequence[str], launcher: str = "", output: IO[bytes] | None = None) -> int:
+    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
+
+    Raises UserError where there is no such file or no such launcher.
+    """
+    script = _COMMANDS / f"{command}.py"
+    if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
+        raise UserError(
+            f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python launch/..."
+        )
+    start = shlex.split(launcher) or [sys.executable]
+    # Find the launchers beside this interpreter even if its environment is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    check_program(start[0], path)
+    return subprocess.run(
+        [*start, str(script), *arguments],
+        env={**os.environ, "PATH": path},
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
+        preexec_fn=dying_with_parent(signal.SIGTERM),
+    ).returncode
+
+
+def wait_until_free(folder: Path) -> str:
+    """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
+
+    Returns who has the folder after that time; "" if nobody has.
+    """
+    if (who := holder(folder)) is None:
+        return ""
+    with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
+        while (who := holder(folder)) is not None and wait.left > 0:
+            time.sleep(0.5)
+    return who or ""
+
+
+def _version_of_status(folder: Path) -> tuple[int, int] | None:
+    """Changes with each word of a run: a process that dies before it has the folder leaves that of the start before."""
+    try:
+        found = (folder / "status.json").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _own_words(folder: Path) -> str:
+    """Why a run says that it failed."""
+    status = read_status(folder)
+    errors = (failure.error for failure in read_failures(folder).values())
+    reason = (status.reason if status else "") or next(errors, "")
+    return f": {reason}" if reason else ""
+
+
+# -------------------------------------------------------------------- runs that share their first steps
+def _checkpoints(spec: RunSpec) -> Checkpoints:
+    return Checkpoints(checkpoint_folder(spec.config))
+
+
+def _steps_of(spec: RunSpec) -> list[int]:
+    """The steps of which a run has checkpoints."""
+    return [step_of(path) for path in _checkpoints(spec).candidates()]
+
+
+def _plant(spec: RunSpec) -> None:
+    """Give a run the checkpoint of its trunk, from which it resumes. Files are linked, or copied to another disk."""
+    assert spec.trunk
+    (source,) = [path for path in _checkpoints(spec.trunk).candidates() if step_of(path) == spec.trunk_steps]
+    target = _checkpoints(spec)
+    path = target.begin(spec.trunk_steps, "planted")
+    assert isinstance(path, Path), "study.py refuses checkpoints in a bucket"
+    for old in path.iterdir():  # Of a plant that was killed.
+        old.unlink()
+    for file in Path(str(source)).iterdir():
+        try:
+            os.link(file, path / file.name)
+        except OSError:
+            shutil.copy2(file, path / file.name)
+    final = path.parent / source.name
+    path.rename(final)
+    target.point_at(final)
+
+
+# -------------------------------------------------------------------- what became of one
+def state_of(spec: RunSpec) -> tuple[State, str]:
+    """Returns (state, reason), as its folder tells."""
+    try:
+        status = json_record.read(spec.folder / "status.json", Status)
+        if status.status not in ("finished", "diverged"):
+            return "not run", ""
+        then, now = (settings_of(one) for one in (replace(spec, config=read_settings(spec.folder)), spec))
+    except FileNotFoundError as error:
+        is_begun = any((spec.folder / name).exists() for name in (SETTINGS_FILE, "scores.json"))
+        return ("damaged", f"{error.filename} is missing.") if is_begun else ("not run", "")
+    except PermissionError as error:  # It is of another user.
+        return "damaged", f"{error.filename}: permission denied."
+    except UserError as error:
+        return "damaged", str(error)
+    if other := [
+        f"{name} was {then.get(name)}, is {now[name]}" for name in now if str(then.get(name)) != str(now[name])
+    ]:
+        return "damaged", f"{spec.folder} was trained with other settings: {'; '.join(other)}."
+    if status.status == "diverged":
+        return "diverged", status.reason
+    if damaged := _damaged_scores(spec):
+        return "damaged", "; ".join(damaged.values())
+    if spec.is_evaluated and read_scores(spec).loss is None:
+        return "diverged", f"{spec.name} has no finite loss on the images it was scored on"
+    return "done", ""
+
+
+def has_ended(spec: RunSpec) -> bool:
+    return state_of(spec)[0] in ("done", "diverged")
+
+
+def read_scores(spec: RunSpec) -> ScoresFile:
+    """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
+    file = spec.folder / "scores.json"
+    found = json_record.read(file, ScoresFile)
+    if found.top1 is None and objectives.kind(spec.config.train.loss).predicts_classes:
+        raise UserError(f"{file}: top1 is missing.")
+    return found
+
+
+def _damaged_scores(spec: RunSpec) -> dict[Path, str]:
+    """Files of the scores of a finished run that are damaged or missing, with the reason."""
+    damaged, scores, probe = {}, spec.folder / "scores.json", spec.folder / "probe.json"
+    try:
+        if spec.is_evaluated:
+            read_scores(spec)
+    except FileNotFoundError:
+        damaged[scores] = f"{scores} is missing."
+    except UserError as error:
+        damaged[scores] = str(error)
+    try:
+        json_record.read(probe, dict[str, Any])
+    except FileNotFoundError:
+        pass  # Not every run has probes.
+    except UserError as error:
+        damaged[probe] = str(error)
+    return damaged
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """The settings of a run by dotted name that its result depends on."""
+    known = objectives.facts(spec.config.train.loss)
+    found = changes.decisive(objectives.flat_settings(spec.config), known, "comparison")
+    if spec.needs and Path(str(found.get("init.weights"))).parent == Path(spec.config.out):
+        del found["init.weights"]  # Of another run of the experiment, whose folder may be moved.
+    return found
+
+
+def row_of(spec: RunSpec, hours: float | None = None) -> Row:
+    """The row of a run, from its folder. hours: that it took, if it is done."""
+    state, reason = state_of(spec)
+    row = Row(
+        spec.name,
+        spec.group,
+        spec.seed,
+        state,
+        reason,
+        folder=str(spec.folder),
+        run_id=run_id_of(spec.folder) or "",
+        parent=spec.needs[0] if spec.needs else "",
+        **spec.facts,
+    )
+    with contextlib.suppress(UserError):  # It has not begun.
+        origin = PageFolder(spec.folder).read_facts().facts.origin
+        row = replace(row, weights=origin.sha256 if origin else "")
+    if state != "done":
+        return row
+    found = {name: value for name, value in _scores(spec).items() if value[0] is not None}
+    return replace(
+        row,
+        scores={name: value for name, (value, _, _) in found.items()},
+        num_test={name: num for name, (_, num, _) in found.items() if num},
+        effective_images={name: num for name, (_, _, num) in found.items() if num},
+        loss=read_scores(spec).loss if spec.is_evaluated else None,
+        hours=hours,
+    )
+
+
+def _scores(spec: RunSpec) -> dict[str, tuple[Any, int | None, float | None]]:
+    """By name: the score, the number of its test images if known, and of images in groups their effective number."""
+    found: dict[str, tuple[Any, int | None, float | None]] = {}
+    if spec.is_evaluated:
+        scores = read_scores(spec)
+        found["top1"] = scores.top1, scores.num_samples, scores.top1_effective_images
+        found["top5"] = scores.top5, scores.num_samples, scores.top5_effective_images
+    with contextlib.suppress(FileNotFoundError):
+        content = json_record.read(spec.folder / "probe.json", dict[str, Any])
+        probe = probe_metrics(content, "")
+        for metric, value in probe.items():
+            if metric_of(metric).is_share:
+                effective = probe.get(f"{metric}_effective_images")
+                found[metric.removeprefix("_")] = value, content.get("num_samples"), effective
+    if spec.config.checkpoint.best:
+        kept = _checkpoints(spec).kept()
+        if kept.metric and kept.metric.endswith("top1"):
+            found["best_top1"] = kept.value, *found.get("top1", (None, None, None))[1:]
+    return found

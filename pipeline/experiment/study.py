@@ -1,0 +1,421 @@
+"""Studies: many pre-trainings, called cells, that answer one question. Each question is a file of `questions/`, found by its name:
+
+specs(config) -> the cells (`cells` makes one of each combination), each followed by the runs that score its weights
+answer(results) -> the blocks of the report
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline import model as models
+from pipeline import objectives
+from pipeline.base.errors import UserError
+from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.base.words import counted
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.mixture.run_data import RunData, open_run_data
+from pipeline.estimate.plan import Plan, make_plan
+from pipeline.experiment import plan
+from pipeline.experiment.compute import EXA, pretraining_compute
+from pipeline.experiment.engine import Experiment, ExperimentAnswer
+from pipeline.experiment.identity import sources_of
+from pipeline.experiment.page import ExperimentPage, facts_of_splits, tags_of_folder, uri_of_runs
+from pipeline.experiment.spec import RunSpec, make_spec, settings_of
+from pipeline.experiment.table import Row, StudyResults
+from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.monitor.run_page import RunFacts
+from pipeline.ray_tasks import RunJobs, shared_path
+from pipeline.settings import schema
+from pipeline.settings.commands.study import StudyConfig, StudyModel
+from pipeline.settings.quantities import Limit
+from pipeline.settings.run import RunConfig
+
+_BEST = "best_score"  # Of all models.
+_METHOD = (
+    "A score is the mean over the seeds of one model at one data size and length. Brackets are 95 % intervals, each for itself: Student's t over "
+    "the seeds; of a single run over its test images, which says nothing of other seeds or shots. Differences are by seed where both models have "
+    "the same four or more, else of the two means, with a common variance of the seeds; of single runs over the test images. p is corrected by "
+    "Holm's method for all pairs, and a difference is more than noise below 0.05. The best of several models is chosen by its score, which is "
+    "therefore a little too high. Nothing is claimed for other data, image sizes, settings or schedules."
+)
+
+
+def run(config: StudyConfig, run_jobs: RunJobs | None = None) -> StudyResults | None:
+    """Run a study, and write its report. Returns None if only a plan, a script or one run was asked for. run_jobs: by default as config.on says.
+
+    Raises as `engine.run`, and UserError for a study that cannot run.
+    """
+    shared_path("data.path", run_for_all(config).data.path)
+    return plan.start(Study, config, run_jobs)
+
+
+class Study(Experiment):
+    """Raises UserError for what can be seen to be wrong without training. notes: sentences for the report."""
+
+    kind = "study"
+
+    def __init__(self, config: StudyConfig) -> None:
+        self.config, self.folder, self.score = config, Path(config.out) / config.name, config.score
+        self.specs, self.notes = _question(config.question).specs(config)
+        self.speeds = {model.name: model.speed for model in config.models} if config.minutes else {}
+        self.cells = [spec for spec in self.specs if not spec.needs]
+        self.dataset = open_dataset(self.cells[0].config.data.path)
+        _refuse_twins(self.cells)
+        _check_comparable(self.cells)
+        self._check_score()
+
+    @property
+    def scored_on(self) -> str:
+        """Data set and split of the study's score, as "photos:val"."""
+        (kind, _, name), cell = self.score.partition(":"), self.cells[0]
+        tuned = f"{cell.name}-{name}"
+        config = next(spec for spec in self.specs if spec.name == tuned).config if kind == "finetune" else cell.config
+        if kind in ("finetune", "top1", "top5", "best_top1"):
+            return f"{Path(config.data.path).name}:{config.data.evaluated[0]}"
+        return f"{Path(config.probe.data or config.data.path).name}:{config.probe.split}"
+
+    def _check_score(self) -> None:
+        """Raise UserError if the cells will not have the score of the study."""
+        cell = self.cells[0]
+        run, measured = cell.config, objectives.metrics(cell.config, self.dataset.num_classes)["scores"]
+        known = [name for name in ("top1", "top5") if any(metric.endswith(f"_{name}") for metric in measured)]
+        known += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
+        if run.probe.every.amount:
+            found = run.probe.metrics("").items()
+            known += [name.removeprefix("_") for name, metric in found if metric.better and metric.is_share]
+        tuned = [spec.name.removeprefix(f"{cell.name}-") for spec in self.specs if cell.name in spec.needs]
+        known += [f"finetune:{name}" for name in tuned]
+        if self.score not in known:
+            raise UserError(
+                f"score = {self.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "
+                "probe.shots and probe.neighbours of the run; finetune:NAME needs `finetune`."
+            )
+
+    @cached_property
+    def shared(self) -> dict[str, Any]:  # type: ignore[override]
+        return sources_of(self.specs)
+
+    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+        return report_of(self.config.question, self.results(rows))
+
+    def results(self, rows: Sequence[Row]) -> StudyResults:
+        """In the order of the settings, with the scores of fine-tunings as `finetune:NAME`."""
+        order = [model.name for model in self.config.models]
+        cells = sorted(joined(rows), key=lambda c: (order.index(c.group), c.data_size, c.steps, c.seed))
+        data, fingerprint = str(self.dataset.path), self.dataset.fingerprint
+        return StudyResults(self.config.name, self.score, data, fingerprint, self.scored_on, cells, self.notes)
+
+    def page(self) -> ExperimentPage | None:
+        config, dataset, run = self.config, self.dataset, self.cells[0].config
+        if not (uri := uri_of_runs(config.mlflow, run.track, config.out)):
+            return None
+        settings = schema.to_dict(config) | {"models": [model.name for model in config.models]}
+        description = (
+            f"**Study** ({config.question}) of {', '.join(settings['models'])} on **{dataset.path.name}** (fingerprint "
+            f"`{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
+        )
+        # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
+        named = "" if config.score == "top1" else config.score
+        facts = RunFacts(
+            config.name,
+            "study",
+            settings,
+            {"question": config.question, **tags_of_folder(self.folder, dataset)},
+            facts_of_splits(dataset, replace(run.data, eval_split=run.data.evaluated_split)),
+            description,
+            score=_BEST,
+            scored_on=", ".join(filter(None, (named, self.scored_on))),
+        )
+        return ExperimentPage(facts, self.folder, Path(config.out), uri, run.track.experiment)
+
+
+def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
+    """The report of a study: the answer to its question, all cells, and how it was made."""
+    states = [cell.state for cell in results.cells]
+    listed = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    first = Paragraph(f"{counted(len(states), 'cell')}: {listed}. Means leave out those without a score.")
+    found = list(_question(question).answer(results))
+    data = f"Data: {results.data}, fingerprint {results.fingerprint}. Score: {results.score} on {results.evaluated_on}."
+    texts, table = map(Paragraph, (data, *results.notes, _METHOD)), _cells_table(results)
+    blocks: list[Block] = [first, *found, Heading("All cells"), table, Heading("How this was made"), *texts]
+    metrics = {f"runs_{state}": float(states.count(state)) for state in ("done", "failed", "diverged")}
+    metrics["hours"] = sum(cell.hours or 0.0 for cell in results.cells)
+    for cell in results.scored(results.score):
+        for name in (_BEST, f"best_{cell.group}"):
+            metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
+    title = f"Study {results.name}: {question}"
+    summary = markdown(title, [first, *[block for block in found if isinstance(block, Table)][:1]])
+    about = {"name": results.name, "question": question, "score": results.score, "data": results.data}
+    files: dict[str, Any] = {"results.json": json.dumps(about)}
+    return ExperimentAnswer(metrics, summary, title, blocks, files, result=results)
+
+
+def _question(name: str) -> Any:
+    return importlib.import_module(f"pipeline.experiment.questions.{name}")
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """Cells with the scores of the runs that fine-tune their weights, without which they are not done."""
+    cells = {row.name: row for row in rows if not row.parent}
+    for row in rows:
+        cell = cells.get(row.parent)
+        if cell is None or cell.state != "done":
+            continue
+        own = "finetune:" + row.name.removeprefix(f"{cell.name}-")
+        if row.state == "done":
+            merged = {}
+            for name in ("scores", "num_test", "effective_images"):
+                values = getattr(row, name)
+                merged[name] = getattr(cell, name) | ({own: values["top1"]} if "top1" in values else {})
+            hours = (cell.hours or 0.0) + (row.hours or 0.0)
+            cells[cell.name] = replace(cell, hours=hours, reason=cell.reason or row.reason, **merged)
+        else:
+            cells[cell.name] = replace(cell, state=row.state, reason=f"{row.name}: {row.reason}" * bool(row.reason))
+    return list(cells.values())
+
+
+def _cells_table(results: StudyResults) -> Table:
+    names, (size, unit) = results.score_names, results.compute_unit
+    rows = [
+        (
+            cell.name,
+            cell.family,
+            f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
+            *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
+            f"{cell.data_size:,}",
+            f"{cell.exaflops / size:.3g}",
+            f"{cell.steps:,}",
+            f"{cell.images_seen:,}",
+            f"{cell.parameters:,}",
+            "–" if cell.hours is None else f"{cell.hours:.2f}",
+        )
+        for cell in results.cells
+    ]
+    last = ("training images", unit, "steps", "images seen", "parameters", "hours")
+    return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
+
+
+# -------------------------------------------------------------------- the cells
+def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+    """Returns (each combination of model, data size, length and seed, cheapest first, notes for the report). Raises UserError."""
+    base = run_for_all(config)
+    if base.init.weights and not _has_weights(config):
+        raise UserError(
+            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or question=labels."
+        )
+    notes: list[str] = []
+    extra = pretraining_compute(config, base.track.uri, notes)
+    opened: dict[str, RunData] = {}
+    found: list[tuple[RunSpec, list[RunSpec]]] = []
+    for model in config.models:
+        for size in config.data_sizes or [base.data.limit]:
+            for seed in config.seeds:
+                found += _cells_of(config, model, size, seed, 0.0 if model.weights else extra, opened)
+    found.sort(key=lambda pair: (pair[0].facts["exaflops"], pair[0].facts["data_size"], pair[0].seed))
+    specs, trained = list[RunSpec](), dict[str, int]()
+    for cell, finetunes in found:
+        if cell.trunk:  # Its steps are done once.
+            shared = trained.get(cell.trunk.name, 0)
+            trained[cell.trunk.name] = cell.trunk_steps
+            cell = replace(cell, flops=cell.flops * (cell.facts["steps"] - shared) / cell.facts["steps"])
+        specs += [cell, *finetunes]
+    if config.cooldown:
+        notes.append(
+            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of different lengths share "
+            "their first steps; each equals a run of its own with this schedule."
+        )
+    return specs, notes
+
+
+def refuse(config: StudyConfig, *names: str) -> None:
+    """Raise UserError for what other questions compare: weights of models, several lengths, several data sizes."""
+    given = {
+        "weights": _has_weights(config),
+        "lengths": config.num_lengths > 1,
+        "data_sizes": len(config.data_sizes) > 1,
+    }
+    belongs = {"weights": "labels", "lengths": "scaling", "data_sizes": "data_size or labels"}
+    for name in names:
+        if given[name]:
+            raise UserError(
+                f"question = {config.question} compares no {name}, which belong to question = {belongs[name]}: leave them out."
+            )
+
+
+def _has_weights(config: StudyConfig) -> bool:
+    return any(model.weights for model in config.models)
+
+
+def run_for_all(config: StudyConfig) -> RunConfig:
+    """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises UserError."""
+    model = _overrides(config, config.models[0]) if _has_weights(config) else []
+    return schema.load(RunConfig, config.run, [*config.settings, *model, "name=study"])
+
+
+# -------------------------------------------------------------------- making them
+def _plan(config: RunConfig, num_samples: int) -> Plan:
+    """The plan of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
+    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
+    return make_plan(undivided, num_samples, 1)
+
+
+def _cells_of(
+    config: StudyConfig,
+    model: StudyModel,
+    size: Limit,
+    seed: int,
+    extra: float,
+    opened: dict[str, RunData],
+) -> list[tuple[RunSpec, list[RunSpec]]]:
+    """The cells of one model, data size and seed, with their fine-tunings: one for each length or budget, the shortest first.
+
+    extra: FLOPs for which they train in addition. opened: the data of other cells, most of which train on the same; is added to.
+    """
+    folder = Path(config.out) / config.name
+    common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
+    first = make_spec("study", "", config.run, [*common, "name=study"]).config
+    asked = (first.data, seed, first.train.global_batch, first.labels)
+    if (data := opened.get(repr(asked))) is None:
+        data = opened[repr(asked)] = open_run_data(*asked)
+    if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
+        common.append("data.eval_split=")
+    built = _starting_model(first, data, config.out)
+    flops = objectives.training_flops(first, built)
+    split = data.split.parts[0]
+    stem = f"{model.name}-n{len(split)}" if config.data_sizes else model.name
+    lengths: list[tuple[str, str]] = [
+        (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
+    ]
+    batch = first.train.global_batch
+    in_steps = [
+        *((f"{budget:g}", "EF", "exaFLOPs", round(budget * EXA / (flops * batch))) for budget in config.budgets),
+        *((f"{minutes:g}", "min", "minutes", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
+    ]
+    for amount, short, unit, steps in in_steps:
+        if not steps:
+            raise UserError(f"{amount} {unit} are less than one step of model {model.name}: give it more.")
+        lengths.append((amount + short, f"{steps} steps"))
+
+    found = []
+    for label, length in lengths or [("", str(first.train.length))]:
+        name = "-".join(filter(None, [stem, label, f"seed{seed}"]))
+        named, trunk, trunk_steps = [*common, f"name={name}"], None, 0
+        command = "finetune" if first.init.weights else "pretrain"
+        cell = make_spec(name, command, config.run, [*named, f"train.length={length}"])
+        try:
+            planned = _plan(cell.config, data.epoch_samples)
+            if extra:
+                planned = replace(planned, steps=planned.steps + round(extra / (flops * batch)))
+                cell = make_spec(name, command, config.run, [*named, f"train.length={planned.steps} steps"])
+            if config.cooldown:
+                cell, trunk, trunk_steps = _with_trunk(config, name, f"{stem}-trunk-seed{seed}", named, planned.steps)
+                _plan(cell.config, data.epoch_samples)
+        except UserError as error:
+            raise UserError(f"cell {name}: {error}") from None
+        images = planned.steps * batch
+        facts = {
+            "family": model.family or model.name,
+            "parameters": models.num_parameters(built),
+            "data_size": len(split),
+            "steps": planned.steps,
+            "images_seen": images,
+            "exaflops": float(images) * flops / EXA,
+        }
+        cell = replace(
+            cell, group=model.name, flops=float(images) * flops, trunk=trunk, trunk_steps=trunk_steps, facts=facts
+        )
+        found.append((cell, [_finetune(file, cell, built) for file in config.finetune]))
+    return found
+
+
+def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
+    """The settings of a model. If any model has weights, they or none are the model's, whatever the file of settings has."""
+    if not _has_weights(config):
+        return model.settings
+    # A new model has neither weights nor what the file does with them.
+    none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false"]
+    return [*model.settings, *([f"init.weights={model.weights}"] if model.weights else none)]
+
+
+def _starting_model(config: RunConfig, data: RunData, out: str) -> models.Config:
+    """The backbone of a cell: a new one, or that of its weights with a new head. out: folder of runs and studies."""
+    if not config.init.weights:
+        return objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
+    found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=out)).config
+    adaptation = objectives.adaptation(config, data.dataset.num_classes, data.split.pixels)
+    return models.adapted(found, config.init.weights, **adaptation)
+
+
+def _with_trunk(
+    config: StudyConfig, name: str, trunk_name: str, overrides: list[str], steps: int
+) -> tuple[RunSpec, RunSpec, int]:
+    """Returns (the run with a cooldown, the run at a constant rate up to where it begins, steps of that one)."""
+    cooldown = max(1, round(config.cooldown * steps))
+    constant = [*overrides, "schedule.decay=constant", f"train.length={steps} steps"]
+    run = make_spec(name, "pretrain", config.run, [*constant, f"schedule.cooldown={cooldown} steps"])
+    if run.config.schedule.warmup.unit == "%":
+        raise UserError(
+            f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with cooldown, give it in "
+            "steps, epochs or samples."
+        )
+    if found := _follows_length(run.config):
+        raise UserError(
+            f"{found} follows the length of a run, so runs of different lengths share no steps: leave out cooldown."
+        )
+    if "://" in run.config.checkpoint.folder:
+        raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
+    trunk = make_spec(
+        trunk_name,
+        "pretrain",
+        config.run,
+        [*constant, f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="],
+    )
+    return run, trunk, steps - cooldown
+
+
+def _follows_length(config: RunConfig) -> str:
+    """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is constant here."""
+    if config.optimizer.weight_decay_end is not None:
+        return "optimizer.weight_decay_end"
+    return f"train.loss = {config.train.loss}" if objectives.kind(config.train.loss).follows_length else ""
+
+
+def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
+    """The run that fine-tunes the weights of a cell by a file."""
+    own = schema.load(RunConfig, file, ["init.weights=any"])
+    name = f"{cell.name}-{own.name}"
+    given = [f"name={name}", f"out={cell.config.out}", f"seed={cell.seed}", f"init.weights={cell.folder}"]
+    spec = make_spec(name, "finetune", file, given, group=cell.group, needs=(cell.name,))
+    config = spec.config
+    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
+    images = config.train.length.steps(data.epoch_samples, config.train.global_batch) * config.train.global_batch
+    flops = models.training_flops_per_image(replace(model, image_size=config.model.image_size))
+    return replace(spec, flops=float(images) * flops)
+
+
+# -------------------------------------------------------------------- checking them
+def _refuse_twins(cells: list[RunSpec]) -> None:
+    """Raise UserError for two cells that are the same run."""
+    seen: dict[str, str] = {}
+    for cell in cells:
+        # Another length that is as many steps is the same run, too.
+        about = json.dumps(
+            {**settings_of(cell), "train.length": cell.facts["steps"], "data.limit": cell.facts["data_size"]},
+            sort_keys=True,
+        )
+        if about in seen:
+            raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
+        seen[about] = cell.name
+
+
+def _check_comparable(cells: list[RunSpec]) -> None:
+    """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
+    losses = {cell.config.train.loss: cell.name for cell in cells}
+    if len(losses) > 1 and not all(objectives.kind(loss).predicts_classes for loss in losses):
+        (one, first), (other, second) = list(losses.items())[:2]
+        raise UserError(f"{first} has train.loss = {one}, {second} has {other}: their scores cannot be compared.")

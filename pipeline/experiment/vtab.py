@@ -1,0 +1,553 @@
+"""Scores of weights on VTAB-1k's 19 tasks by a protocol: an experiment whose runs are small cells, each in the process of its task.
+
+experiment.json  protocol, method, weights, data. A folder holds one sweep.
+cells/*.json     outcome of each cell that is done
+results.json     protocol, weights, data, and a score for each task and seed
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline import model as models
+from pipeline.architecture.pixels import RGB8
+from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import write_text
+from pipeline.base.trained_on import not_held_out, recorded, trained_by
+from pipeline.base.words import counted
+from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
+from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
+from pipeline.data.storage.bucket import to_path
+from pipeline.evaluate.loaded_model import output_folder
+from pipeline.experiment import engine, vtab_report
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, Job, read_note, with_note
+from pipeline.experiment.page import PARENT_TAG, ExperimentPage
+from pipeline.experiment.plan import CostEstimate, plan_table
+from pipeline.experiment.published import PAPER
+from pipeline.experiment.rate_figures import draw_rates_of_groups
+from pipeline.experiment.score_table import column_as_published, column_of, unpublished_warning
+from pipeline.experiment.table import TO_RUN, Row, read_table
+from pipeline.experiment.vtab_cell import (
+    ALL,
+    TEST,
+    TRAIN,
+    VAL,
+    Setting,
+    SweepJob,
+    VtabCell,
+    run_cell,
+    view_of,
+    warmup_steps,
+)
+from pipeline.experiment.vtab_tasks import TASKS, Task
+from pipeline.lifecycle.run_folder import holder
+from pipeline.model import files
+from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
+from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.run_page import RunFacts, split_facts
+from pipeline.monitor.tracking import default_uri
+from pipeline.process.committed import NAME as CHECKPOINT
+from pipeline.process.committed import run_of_checkpoint
+from pipeline.process.outputs import hold
+from pipeline.ray_tasks import RunJobs, shared_path
+from pipeline.settings import schema
+from pipeline.settings.changes import Fact, facts_of
+from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
+from pipeline.settings.effect import without_effect
+
+CELLS = "cells"
+# `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
+_PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a cell returns: accuracy in [0, 1] of num_images. diverged: step by which the loss was non-finite; with accuracy 0 the
+    setting is not chosen. The fields after steps say what was chosen, as far as the method has them.
+    """
+
+    accuracy: float
+    num_images: int
+    steps: int | None
+    val_accuracy: float | None = None
+    l2: float | None = None
+    neighbours: int | None = None
+    loss: float | None = None
+    diverged: int | None = None
+    seconds: float = 0.0
+    device: str = ""
+
+
+def run(config: VtabConfig) -> dict[str, Any] | None:
+    """Score weights as Ray tasks. Returns as `run_sweep`."""
+    config = with_local_weights(config)
+    given = [("weights", config.weights), ("data", config.data), *(("pretrained_on", p) for p in config.pretrained_on)]
+    for name, path in given:
+        # hf://NAME is in Hugging Face's cache of each node.
+        if path and not path.startswith("hf://"):
+            shared_path(name, path)
+    folder = Path(str(shared_path("out", str(output(config)))))
+    if not config.plan:
+        hold(folder)
+
+    def on_ray(*arguments: Any) -> Iterable[tuple[int, Any]]:  # Connects only when there are cells to run.
+        return engine.on_ray(config.threads, config.gpu_share, config.num_tasks)[0](*arguments)
+
+    return run_sweep(config, folder, on_ray, "" if config.plan else tracking_uri(config))
+
+
+def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
+    """Run the cells that are not done, write results.json and return its content; None with config.plan.
+
+    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty is none.
+    Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed; all other results are written then.
+    """
+    sweep = Sweep(config, folder, uri)
+    rows = sweep.known()[1]
+    lines = plan_table(sweep, rows, CostEstimate({}, "of unknown speed"), 1)
+    print("\n".join([*without_effect(config), *lines[0 if config.plan else len(rows) + 1 :]]), flush=True)
+    return None if config.plan else engine.run(sweep, run_jobs)
+
+
+def output(config: VtabConfig) -> Path:
+    """The folder of a sweep's results. Raises UserError for a path that is a file."""
+    name = f"{config.protocol.name}-{config.method}"
+    return output_folder(config.out, config.weights, "vtab", name, holds="experiment")
+
+
+def tracking_uri(config: VtabConfig) -> str:
+    """Where a sweep is sent to; "" for mlflow=none. config.weights: a path."""
+    if config.mlflow:
+        return "" if config.mlflow == "none" else config.mlflow
+    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+        return uri
+    if run := tracked_folder_of(config.weights):
+        uri = last_uri(run)
+        if "***" not in uri:  # A password that was not kept.
+            return uri
+    return default_uri(Path(config.out).parent if config.out else Path("runs"))
+
+
+class Sweep(Experiment):
+    """config: with absolute paths, weights a file. sha256: of that file, hex. datasets: of the tasks that are
+    scored, by name. missing: names of tasks without one.
+
+    Raises UserError for what is missing, or does not suit the protocol.
+    """
+
+    config: VtabConfig
+    kind, score = "vtab", "accuracy"
+
+    def __init__(self, config: VtabConfig, folder: Path, uri: str = "") -> None:
+        self.folder, self.uri, self.named = folder, uri, config.weights
+        self.datasets, self.missing = _open_datasets(config)
+        weights = files.find_file(Path(config.weights)).absolute()
+        self.sha256 = file_sha256(weights)
+        self.config = replace(config, weights=str(weights), data=str(Path(config.data).absolute()))
+        self.tasks = [task for task in TASKS if task.name in self.datasets]
+        for task in self.tasks:
+            _check_dataset(self, task)
+        protocol = config.protocol
+        self.notes = [
+            f"{weights} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by {protocol_title(protocol)} "
+            f"({protocol_sha256(protocol)[:16]}), {config.method}"
+        ]
+        if who := CHECKPOINT.fullmatch(weights.parent.name) and holder(
+            run_of_checkpoint(weights) or weights.parent.parent.parent
+        ):
+            self.notes.append(
+                f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no cell can run: name one "
+                "that is kept, or a copy"
+            )
+        _check_weights(self)
+        self.notes += [f"not prepared: {', '.join(self.missing)}"] * bool(self.missing)
+        self.unpublished = _unpublished(self.datasets)
+        self.notes += unpublished_warning(self.unpublished)
+        self.contamination = _contamination(self, list(filter(None, config.pretrained_on)))
+        data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
+        self.shared = {"checkpoint_sha256": self.sha256, **data}
+        self.specs = [cell for task in self.tasks for cell in self.searches(task)]
+        self.specs += [cell for task in self.tasks for cell in self.finals(task)]
+
+    # ---------------------------------------------------------------- cells
+    @cached_property
+    def model(self) -> models.Config:
+        return models.read_weights(self.config.weights).config
+
+    def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, choose: Any = None) -> VtabCell:
+        dataset, protocol = self.datasets[task.name], self.config.protocol
+        num = dataset.info["samples"]
+        train, tested = (TRAIN, VAL) if stage == "search" else (ALL, TEST)
+        steps = setting.length.steps(num[train], protocol.batch) if setting else 0
+        side = view_of(protocol, task)[0]
+        flops = models.training_flops_per_image(replace(self.model, image_size=(side, side)))
+        scored = num[tested] if setting else num[ALL] + num[TEST]
+        facts = {
+            "data_size": num[train],
+            "steps": steps,
+            "images_seen": steps * protocol.batch,
+            "exaflops": flops * (steps * protocol.batch + scored / 3) / 1e18,
+        }
+        return VtabCell(task, stage, setting, seed, dataset.fingerprint, choose=choose, facts=facts)
+
+    def searches(self, task: Task) -> list[VtabCell]:
+        """The cells that choose a task's setting; none if the protocol has only one."""
+        settings = settings_of(self.config.protocol)
+        if self.config.method != "finetune" or len(settings) == 1:
+            return []
+        return [self._cell(task, "search", setting, self.config.seeds[0]) for setting in settings]
+
+    def finals(self, task: Task) -> list[VtabCell]:
+        """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which draws nothing."""
+        if self.config.method != "finetune":
+            return [self._cell(task, "probe", None, 0)]
+
+        def choice(seed: int) -> Any:
+            def choose(rows: Mapping[str, Row]) -> VtabCell | None:
+                setting, accuracy = self.chosen(task, rows)
+                return replace(self._cell(task, "final", setting, seed), val_accuracy=accuracy) if setting else None
+
+            return choose
+
+        # The chosen setting may be unknown yet, but not the number of final cells.
+        any_setting = settings_of(self.config.protocol)[0]
+        return [self._cell(task, "final", any_setting, seed, choice(seed)) for seed in self.config.seeds]
+
+    def chosen(self, task: Task, rows: Mapping[str, Row]) -> tuple[Setting | None, float | None]:
+        """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight decay.
+
+        (None, None) while an outcome of the search is missing. Without a search: (the protocol's first setting, None).
+        """
+        cells = self.searches(task)
+        if not cells:
+            return settings_of(self.config.protocol)[0], None
+        if any(rows[cell.name].state in TO_RUN for cell in cells):
+            return None, None
+
+        def rank(cell: VtabCell) -> tuple[float, ...]:
+            assert cell.setting is not None
+            row = rows[cell.name]
+            return row.scores["accuracy"], -cell.setting.lr, -row.steps, -cell.setting.weight_decay
+
+        best = max(cells, key=rank)
+        return best.setting, rows[best.name].scores["accuracy"]
+
+    # ---------------------------------------------------------------- what the engine asks
+    @property
+    def flops(self) -> float:
+        return 1e18 * float(sum(cell.facts["exaflops"] for cell in self.specs))
+
+    def run_jobs(self, jobs: Iterable[Job], run_jobs: RunJobs, *callbacks: Any) -> Iterable[tuple[int, Any]]:
+        cells = [SweepJob(cell, self.config, self.sha256) for job in jobs for cell in job.specs]
+        return run_jobs(run_cell, cells, *callbacks) if cells else ()
+
+    def ended(self, spec: VtabCell, found: dict[str, Any]) -> None:
+        (self.folder / CELLS).mkdir(exist_ok=True)
+        write_text(self._file_of(spec), json.dumps(found, indent=1) + "\n")
+
+    def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """Of the sweep; those of the cells are in their names. Dropout masks are drawn per micro-batch."""
+        names = ("method", "precision", "micro_batch")
+        protocol = schema.flatten({"protocol": schema.to_dict(self.config.protocol)})
+        return {"this sweep": {**protocol, **{name: getattr(self.config, name) for name in names}}}
+
+    def known_settings(self) -> Mapping[str, Fact]:
+        return facts_of(VtabConfig)
+
+    def track(self, spec: VtabCell) -> None:
+        return None
+
+    def _file_of(self, cell: VtabCell) -> Path:
+        return self.folder / CELLS / f"{cell.name}.json"
+
+    def row(self, spec: VtabCell) -> Row:
+        setting = spec.setting
+        settings = {
+            "stage": spec.stage,
+            "learning_rate": setting.lr if setting else None,
+            "weight_decay": setting.weight_decay if setting else None,
+            "length": str(setting.length) if setting else None,
+            "val_accuracy": spec.val_accuracy,
+            "data": spec.fingerprint,
+            "published": spec.group not in self.unpublished,
+            "copies": self.contamination[spec.group],
+        }
+        row = Row(spec.name, spec.group, spec.seed, settings=settings, **spec.facts)
+        try:
+            found = json_record.read(self._file_of(spec), _Outcome)
+        except FileNotFoundError:
+            return with_note(row, read_note(self.folder, spec.name))
+        except UserError as error:
+            return replace(row, state="damaged", reason=str(error))
+        own = {name: getattr(found, name) for name in ("l2", "neighbours", "diverged", "device")}
+        own |= {"val_accuracy": found.val_accuracy} if found.val_accuracy is not None else {}
+        return replace(
+            row,
+            state="done",
+            scores={"accuracy": found.accuracy},
+            num_test={"accuracy": found.num_images},
+            loss=found.loss,
+            hours=found.seconds / 3600,
+            settings=settings | own,
+        )
+
+    # ---------------------------------------------------------------- the answer
+    def results(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The content of results.json."""
+        config, names = self.config, {row.name for row in rows}
+        # Those of tasks and seeds that this start leaves out are kept.
+        known = [*rows, *(row for row in read_table(self.folder) if row.name not in names)]
+        scored = dict[tuple[str, int], Row]()
+        for row in known:
+            if row.state == "done" and row.settings["stage"] != "search":
+                scored.setdefault((row.group, row.seed), row)
+        of_task = {row.group: row.settings for row in [*scored.values(), *rows]}
+        order = [task.name for task in TASKS]
+        protocol = schema.to_dict(config.protocol)
+        return {
+            "protocol": {
+                **protocol,
+                "name": protocol_title(config.protocol),
+                "sha256": protocol_sha256(config.protocol),
+            },
+            "method": config.method,
+            "precision": config.precision,
+            "micro_batch": config.micro_batch,
+            "checkpoint": {"path": config.weights, "sha256": self.sha256, "run_id": run_of_weights(self.named)},
+            "data": {task: of_task[task]["data"] for task in order if task in of_task},
+            "contamination": {task: of_task[task].get("copies") for task in order if task in of_task},
+            "unpublished": [task for task in order if task in of_task and not of_task[task]["published"]],
+            "scores": sorted(map(_score, scored.values()), key=lambda score: order.index(score["task"])),
+            "failed": [
+                {"task": row.group, "cell": row.name, "seed": row.seed, "reason": row.reason}
+                for row in rows
+                if row.state == "failed"
+            ],
+            "missing": [name for name in self.missing if name not in of_task],
+        }
+
+    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+        results = self.results(rows)
+        column = column_of(self.folder.name, results)
+        states = [row.state for row in rows]
+        metrics = {
+            "cells_done": float(states.count("done")),
+            "cells_failed": float(states.count("failed")),
+            "cells_diverged": float(sum(bool(row.settings.get("diverged")) for row in rows)),
+        }
+        if not set(states) & set(TO_RUN):
+            metrics |= vtab_report.for_mlflow(column)[0]
+        answer = ExperimentAnswer(metrics, result=results)
+        answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
+        searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
+        if len({row.settings["learning_rate"] for row in searched}) > 1:
+            answer.pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(searched)
+        if column.tasks:
+            answer.title, answer.blocks = vtab_report.titled([column, *map(column_as_published, PAPER)])
+            answer.summary = vtab_report.summary(column)
+        return answer
+
+    def page(self) -> ExperimentPage | None:
+        if not self.uri:
+            return None
+        config, results = self.config, self.results(list(self.known()[1].values()))
+        run, run_id = tracked_folder_of(self.named), results["checkpoint"]["run_id"]
+        tags = {**vtab_report.tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
+        # In the same store, MLflow shows a link to the run of the weights.
+        if run and (beside := sent_to(run, self.uri).run_id):
+            tags[PARENT_TAG] = beside
+        datasets = []
+        for task, dataset in self.datasets.items():
+            training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))
+            copies = self.contamination.get(task)
+            test.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
+            datasets += [training, test]
+        settings = schema.flatten({"protocol": results["protocol"]})
+        settings |= {name: getattr(config, name) for name in ("method", "precision", "micro_batch", "seeds")}
+        description = f"**VTAB-1k of `{Path(config.weights).name}`**, {counted(len(self.specs), 'cell')}: {'. '.join(self.notes)}. "
+        facts = RunFacts(
+            f"{run.name if run else Path(config.weights).stem} {config.protocol.name}-{config.method}",
+            "vtab",
+            settings,
+            tags,
+            tuple(datasets),
+            description + "`results.csv` among the artifacts has a row for each cell.",
+            {"parent": str(run_id)} if run_id else {},
+            score="vtab_mean",
+            scored_on="VTAB-1k",
+            origin=find_origin(Path(config.weights), self.named),
+        )
+        return ExperimentPage(facts, self.folder, self.folder.parent, self.uri, "vtab")
+
+
+def _score(row: Row) -> dict[str, Any]:
+    """A row of `scores` in results.json."""
+    chosen = {name: row.settings[name] for name in ("l2", "neighbours") if row.settings.get(name) is not None}
+    return {
+        "task": row.group,
+        "seed": row.seed,
+        "accuracy": row.scores["accuracy"],
+        "num_test": row.num_test["accuracy"],
+        "learning_rate": row.settings.get("learning_rate"),
+        "weight_decay": row.settings.get("weight_decay"),
+        "steps": row.steps or None,
+        "val_accuracy": row.settings.get("val_accuracy"),
+        **chosen,
+    }
+
+
+def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:
+    """Returns (data sets by task, names of tasks without one)."""
+    known = [task.name for task in TASKS]
+    if unknown := [name for name in config.tasks if name not in known]:
+        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
+    if "://" in config.data:
+        raise UserError(
+            f"data = {config.data}: every image is read hundreds of times, so copy the tasks' data sets to a disk."
+        )
+    datasets, missing = {}, {}
+    for name in known:
+        path, is_asked = Path(config.data).absolute() / name, name in (config.tasks or known)
+        try:
+            dataset = open_dataset(path)
+            if is_asked:
+                datasets[name] = dataset
+        except UserError as error:
+            if is_asked and (path / INFO).exists():
+                raise  # It is prepared, but damaged: a sweep without it would not be what was asked for.
+            missing[name] = str(error)
+    for name in config.tasks or known:
+        if name in missing and (config.tasks or not datasets):
+            raise UserError(
+                f"{missing[name].partition(' Shard it')[0]} Make it with launch/vtab_prepare.py tasks=[{name}] ..."
+            )
+    return datasets, list(missing)
+
+
+def _unpublished(datasets: Mapping[str, Dataset]) -> list[str]:
+    """Names of the tasks that launch/vtab_prepare.py did not make of all published files: their scores are not VTAB's."""
+    made = {name: dataset.info["source"].get("vtab", {}) for name, dataset in datasets.items()}
+    return [name for name, of in made.items() if (of.get("task"), of.get("published")) != (name, True)]
+
+
+def _check_dataset(sweep: Sweep, task: Task) -> None:
+    dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
+    dataset.refuse_without_labels("data", "Make it with launch/vtab_prepare.py.")
+    if missing := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
+        raise UserError(f"{dataset.path} has no split {min(missing)!r}. Make it with launch/vtab_prepare.py.")
+    for name in (TRAIN, VAL, ALL, TEST):
+        num_labels = np.diff(dataset.split(name, "none").label_offsets)
+        # A probe would take no label, -1, for the last class, and no method learns the second of two.
+        if others := int((num_labels != 1).sum()):
+            raise UserError(
+                f"{dataset.path}: {others:,} of {counted(len(num_labels), 'image')} of {name} have no label, or several, but a task of "
+                "VTAB-1k has one for each. Make it with launch/vtab_prepare.py."
+            )
+    for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
+        for split in (TRAIN, ALL):
+            warmup_steps(protocol, setting, dataset.info["samples"][split])
+
+
+def _check_weights(sweep: Sweep) -> None:
+    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is started. Adds notes."""
+    config, protocol = sweep.config, sweep.config.protocol
+    weights, state = models.read_weights(config.weights)[:2]
+    weights.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
+    if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
+        raise UserError(
+            f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."
+        )
+    for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
+        try:
+            resized = models.adapted(weights, config.weights, size)
+            if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
+                models.resample_state(state, weights, resized)
+                sweep.notes.extend(models.resizing_notes(weights, resized))
+        except UserError as error:
+            name = "image_size" if size == protocol.image_size else "small_image_size"
+            raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None
+
+
+def settings_of(protocol: ProtocolConfig) -> list[Setting]:
+    """All settings that a protocol tries, in the order of its lists."""
+    tried = itertools.product(protocol.length, protocol.lr, protocol.weight_decay)
+    return [Setting(lr, weight_decay, length) for length, lr, weight_decay in tried]
+
+
+def protocol_sha256(protocol: ProtocolConfig) -> str:
+    """Hex digest of all settings of a protocol, independent of the file they come from."""
+    return hashlib.sha256(json.dumps(schema.to_dict(protocol), sort_keys=True).encode()).hexdigest()
+
+
+def protocol_title(protocol: ProtocolConfig) -> str:
+    """A protocol's name, with the settings that differ from the published one: 'peft_224, changed: image_size, lr'."""
+    file = _PUBLISHED / f"{protocol.name}.yaml"
+    if protocol.name == "prepare" or not file.exists():
+        return protocol.name
+    published = schema.load(VtabConfig, file, ["weights=any"]).protocol
+    then, now = (schema.flatten(schema.to_dict(settings)) for settings in (published, protocol))
+    changed = [name for name in now if now[name] != then[name]]
+    return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
+
+
+def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | None]:
+    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as copies of these.
+
+    None if copies were not searched for in all sets that the weights were trained on.
+    """
+    sets = recorded(models.read_weights(sweep.config.weights).extra)
+    total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
+    if pretrained_on:
+        total = _copies(sweep, pretrained_on, {(one.fingerprint, one.split): one.name for one in sets})
+    for task, dataset in sweep.datasets.items():
+        if runs := trained_by(sets, dataset.fingerprint, TEST):
+            total[task] = dataset.info["samples"][TEST]
+            print(f"{task}: {not_held_out(TEST, runs)}", flush=True)
+    return total
+
+
+def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
+    """The copies in all of these data sets together, as `_contamination`. trained: (fingerprint, split) -> name, as far as known."""
+    found, used = list[dict[str, int]](), set[tuple[str, str]]()
+    for name in pretrained_on:
+        place, named = location_and_split(name)
+        try:
+            report = read_dedup_report(to_path(place))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(
+                f"{to_path(place) / DEDUP_REPORT} is missing. Make it with launch/dedup.py data={place} against=..."
+            ) from None
+        known = [split for digest, split in trained if digest == report.data.fingerprint]
+        one = report.data.fingerprint, named or next(iter(known), "train")
+        if trained and one not in trained:
+            listed = ", ".join(f"{title}:{split}" for (_, split), title in trained.items())
+            raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
+        if one in used:
+            raise UserError(f"pretrained_on names {name} twice.")
+        used.add(one)
+        is_searched = report.data.is_split(one[1])
+        if not is_searched:
+            print(
+                f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as not searched. Search "
+                f"it with launch/dedup.py data={place} split={one[1]} against=..., or name the split of the weights: {place}:SPLIT",
+                flush=True,
+            )
+        tests = report.against if report.marked and is_searched else []
+        found.append({part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")})
+    if left := [f"{name}:{split}" for (digest, split), name in trained.items() if (digest, split) not in used]:
+        raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
+    digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
+    return {
+        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
+        for task, digest in digests.items()
+    }

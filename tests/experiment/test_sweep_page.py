@@ -1,0 +1,207 @@
+"""A sweep in MLflow: its scores, figures and table of cells, in a real database."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vtab import prepare, run_here
+
+from pipeline.base.errors import UserError
+from pipeline.experiment import vtab
+from pipeline.experiment import vtab_report as report
+from pipeline.experiment.vtab import tracking_uri
+from pipeline.experiment.vtab_cell import SweepJob, VtabCell
+from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.ray_tasks import RunJobs
+from pipeline.settings import schema
+from pipeline.settings.commands.reports import VtabReportConfig
+from pipeline.settings.commands.transfer import VtabConfig
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings with tiny weights and three tasks."""
+    return prepare(tmp_path_factory.mktemp("vtab"))
+
+
+@pytest.fixture
+def uri(database: Path, tmp_path: Path) -> str:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+def client(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def runs(uri: str) -> list[Any]:
+    experiment = client(uri).get_experiment_by_name("vtab").experiment_id
+    return list(client(uri).search_runs([experiment], order_by=["attributes.start_time ASC"]))
+
+
+def cells_in(uri: str, run: Any, folder: Path) -> dict[str, dict[str, str]]:
+    """The rows of the table of cells among the artifacts, by cell."""
+    with open(client(uri).download_artifacts(run.info.run_id, "results.csv", str(folder))) as file:
+        return {row["name"]: row for row in csv.DictReader(file)}
+
+
+def write_states(file: Path, **ids: str) -> None:
+    file.write_text(json.dumps({uri: {"run_id": run_id} for uri, run_id in ids.items()}))
+
+
+def made_up(cell: VtabCell) -> dict[str, Any]:
+    """The outcome of a cell, which diverges at the highest rate."""
+    assert cell.setting is not None
+    outcome = {
+        "steps": 2,
+        "num_images": 12,
+        "seconds": 3.0,
+        "device": "cpu",
+        "accuracy": 0.5 + cell.setting.lr,
+        "loss": 1.5,
+    }
+    return {**outcome, "accuracy": 0.0, "diverged": 1} if cell.setting.lr == 0.1 else outcome
+
+
+def in_turn(outcome: Callable[[VtabCell], dict[str, Any] | str]) -> RunJobs:
+    """Yields made-up outcomes; a text is the reason of a failure."""
+
+    def run_cells(
+        function: object, jobs: Sequence[SweepJob], on_retry: object, on_failure: Callable[[int, str], None]
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        for number, job in enumerate(jobs):
+            found = outcome(job.cell)
+            if isinstance(found, str):
+                on_failure(number, found)
+            else:
+                yield number, found
+
+    return run_cells
+
+
+@pytest.mark.slow
+def test_the_page_of_a_sweep_has_scores_figures_and_a_row_for_each_cell(
+    prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1,0.01]", "seeds=[4,5]", "tasks=[dtd,svhn]"])
+    results = vtab.run_sweep(config, tmp_path / "out", run_here, uri)
+    assert results is not None
+    (run,) = runs(uri)
+    assert (run.info.status, run.data.tags["outcome"]) == ("FINISHED", "finished")
+    assert run.data.tags["contamination"] == "not searched"
+    assert "| DTD |" in run.data.tags["mlflow.note.content"]
+    assert run.data.metrics["cells_done"] == 8
+    assert len(run.inputs.dataset_inputs) == 4
+    cells = cells_in(uri, run, tmp_path)
+    assert len(cells) == 8
+    scores = {(row["task"], row["seed"]): row["accuracy"] for row in results["scores"]}
+    for row in cells.values():
+        assert float(row["loss"]) > 0
+        if row["settings.stage"] == "final":
+            assert float(row["scores.accuracy"]) == scores[row["group"], int(row["seed"])]
+    figures = {file.path for file in client(uri).list_artifacts(run.info.run_id, "page/figures")}
+    assert figures == {f"page/figures/{name}.png" for name in ("accuracy_by_learning_rate", "means", "tasks")}
+    assert "warning" not in capfd.readouterr().err
+
+    # The report is a run below it.
+    report.run(VtabReportConfig(sweeps=[str(tmp_path / "out")], mlflow=uri))
+    _, below = runs(uri)
+    assert below.data.tags["mlflow.parentRunId"] == run.info.run_id
+    assert below.data.metrics["task_dtd"] == pytest.approx(
+        sum(v for (task, _), v in scores.items() if task == "dtd") / 2
+    )
+    assert "report.md" in {file.path for file in client(uri).list_artifacts(below.info.run_id)}
+
+
+def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str], uri: str, tmp_path: Path) -> None:
+    settings = [*prepared, "protocol.lr=[0.1,0.03]", "protocol.weight_decay=[0,0.1]", "tasks=[dtd,svhn]"]
+    config = schema.load(VtabConfig, None, settings)
+
+    def first(cell: VtabCell) -> dict[str, Any] | str:
+        return "the disk is full." if cell.task.name == "svhn" and cell.setting.weight_decay == 0.1 else made_up(cell)
+
+    with pytest.raises(UserError, match="2 of 10 runs failed"):
+        vtab.run_sweep(config, tmp_path / "out", in_turn(first), uri)
+    (run,) = runs(uri)
+    assert run.info.status == "FAILED"
+    assert "the disk is full" in run.data.tags["outcome"]
+    shown = [run.data.metrics[f"cells_{name}"] for name in ("done", "failed", "diverged")]
+    assert shown == [7, 2, 3]
+    assert sorted(row["reason"] for row in cells_in(uri, run, tmp_path).values()) == [""] * 7 + [
+        "the disk is full."
+    ] * 2 + ["waits for others"]
+
+    vtab.run_sweep(config, tmp_path / "out", in_turn(made_up), uri)
+    (again,) = runs(uri)
+    assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
+    assert again.data.metrics["cells_done"] == 10
+    assert again.data.metrics["task_svhn"] == pytest.approx(0.53)
+
+
+def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1]"])
+    assert tracking_uri(config) == f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    assert tracking_uri(replace(config, out="results/a")) == f"sqlite:///{tmp_path / 'results' / 'mlflow.db'}"
+    assert tracking_uri(replace(config, mlflow="http://host:5000")) == "http://host:5000"
+    assert tracking_uri(replace(config, mlflow="none")) == ""
+    run = tmp_path / "runs" / "vit"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
+    for weights in (run, run / "checkpoints" / "step-00000001" / "model.safetensors"):
+        assert tracking_uri(replace(config, weights=str(weights))) == "http://team:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other:5000")
+    assert tracking_uri(replace(config, weights=str(run))) == "http://other:5000"
+
+
+@pytest.mark.parametrize("place", ["disk", "s3://bucket/all"])
+def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
+    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Also by a checkpoint, which for a bucket is a copy on a disk. The sweep named no run at all."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run, checkpoint = Path("runs/vit"), Path("disk/vit/step-00000001")
+    for folder in (run, checkpoint):
+        folder.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": place}}))
+    write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
+    identity = {"name": "vit", "out": "runs", "checkpoint.folder": place}
+    (checkpoint / "state.json").write_text(json.dumps({"identity": identity}))
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.safetensors")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.01]", "tasks=[dtd]"])
+    names = [checkpoint, checkpoint / "model.safetensors", *([run] if place == "disk" else [])]
+    for number, weights in enumerate(names):
+        named = replace(config, weights=str(weights))
+        assert tracking_uri(named) == "http://team:5000"
+        results = vtab.run_sweep(named, tmp_path / f"out-{number}", in_turn(made_up))
+        assert results is not None
+        assert results["checkpoint"]["run_id"] == "abc"
+    # A run of this name that keeps its checkpoints in another place is another run.
+    (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": f"{place}/2"}}))
+    assert run_of_weights(str(checkpoint)) is None
+
+
+def test_a_sweep_is_below_the_run_of_its_weights_in_the_same_store(
+    prepared: list[str], uri: str, tmp_path: Path
+) -> None:
+    """The run was sent to another store later, where it has another ID."""
+    run = tmp_path / "runs" / "vit"
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.safetensors")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    write_states(run / "mlflow.json", **{uri: "here", "http://team:5000": "there"})
+    config = schema.load(VtabConfig, None, [*prepared, f"weights={run}", "protocol.lr=[0.01]", "tasks=[dtd]"])
+    vtab.run_sweep(config, tmp_path / "out", in_turn(made_up), uri)
+    (parent,) = runs(uri)
+    assert parent.data.tags["mlflow.parentRunId"] == "here"

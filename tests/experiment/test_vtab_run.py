@@ -1,0 +1,406 @@
+"""What a sweep runs, stores, refuses and reports; the cells run one after another in this process."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_vtab import PREPARED, prepare, run_here
+
+from pipeline import model as models
+from pipeline.architecture.pixels import RGB8, RGB_CHANNELS, Pixels
+from pipeline.base.errors import UserError
+from pipeline.base.trained_on import TrainedSet
+from pipeline.experiment import identity, vtab
+from pipeline.experiment import vtab_report as report
+from pipeline.experiment.vtab import Sweep, protocol_title, settings_of
+from pipeline.experiment.vtab_cell import SweepJob, VtabCell
+from pipeline.experiment.vtab_tasks import TASKS
+from pipeline.ray_tasks import RunJobs
+from pipeline.settings import schema
+from pipeline.settings.commands.reports import VtabReportConfig
+from pipeline.settings.commands.transfer import VtabConfig
+
+PROTOCOLS = Path(__file__).resolve().parents[2] / "configs" / "vtab"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings with tiny weights and three tasks."""
+    return [*prepare(tmp_path_factory.mktemp("vtab")), "protocol.lr=[0.1]"]
+
+
+def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
+    config = schema.load(VtabConfig, None, [*settings, *more])
+    results = vtab.run_sweep(config, folder, run_here)
+    assert results is not None
+    assert json.loads((folder / "results.json").read_text()) == results
+    return results
+
+
+def refused(folder: Path, settings: Sequence[str], *more: str) -> str:
+    with pytest.raises(UserError) as error:
+        sweep(folder, settings, *more)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_checkpoint_of_a_run_in_training_is_said_to_be_in_danger(
+    tmp_path: Path, prepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is removed, all other cells fail, and the run's newest checkpoint would be another sweep."""
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    models.save(models.create("ViT-mu/4", 8, 7), step / "model.safetensors")
+    settings = [*prepared, f"weights={step}", "tasks=[dtd]"]
+    monkeypatch.setattr(vtab, "holder", lambda run: "PID 1" if run == tmp_path / "run" else None)
+    open_once = Sweep(schema.load(VtabConfig, None, settings), tmp_path / "out")
+    assert [note for note in open_once.notes if f"{step} is in training (PID 1) and may remove" in note]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> Path:
+    """The folder of a finished sweep; tests must not change it."""
+    folder = tmp_path_factory.mktemp("sweep") / "out"
+    sweep(folder, prepared)
+    return folder
+
+
+def run_nowhere(*_: object) -> Iterable[tuple[int, dict[str, Any]]]:
+    raise AssertionError("a cell that is done is run again")
+
+
+def test_a_start_that_ends_before_its_first_file_is_no_other_sweep(
+    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a kill, while the folder is made: the same command can be run again."""
+    opened = Sweep(schema.load(VtabConfig, None, prepared), tmp_path / "out")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(identity, "replacing", full)
+        with pytest.raises(OSError, match=r"experiment\.json"):
+            opened.claim(opened.specs)
+    opened.claim(opened.specs)
+    opened.claim(opened.specs)
+    assert sorted(path.name for path in opened.folder.iterdir()) == ["experiment.json"]
+
+
+def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
+    finished: Path, prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (finished / "results.json").read_bytes()
+    config = schema.load(VtabConfig, None, prepared)
+    vtab.run_sweep(config, finished, run_nowhere)
+    assert (finished / "results.json").read_bytes() == before
+    assert "3 runs, 3 of them done" in capsys.readouterr().out
+
+    said = refused(finished, prepared, "protocol.lr=[0.2]", "precision=bf16")
+    assert "holds another experiment: protocol.lr was [0.1], is [0.2] in this sweep; " in said
+    assert "precision was fp32, is bf16" in said
+    models.save(models.create("ViT-mu/4", 8, 7, seed=1), tmp_path / "other.pt")
+    assert "checkpoint_sha256 was " in refused(finished, prepared, f"weights={tmp_path / 'other.pt'}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    assert "is not empty (it holds thesis.tex), and holds no experiment" in refused(tmp_path / "mine", prepared)
+    assert (finished / "results.json").read_bytes() == before
+
+    # A file that is not what was written there is no outcome: it is said, and that cell alone runs again.
+    cell = next((finished / "cells").glob("dtd-*"))
+    content = cell.read_bytes()
+    outcome = json.loads(content)
+    for damaged, reason in (
+        (content[:40], "is not valid JSON"),
+        (content.replace(b'"accuracy": ', b'"accuracy": "x", "was": '), "accuracy = 'x'"),
+    ):
+        assert damaged != content
+        cell.write_bytes(damaged)
+        with pytest.raises(AssertionError, match="run again"):
+            vtab.run_sweep(config, finished, run_nowhere)
+        (said,) = [line for line in capsys.readouterr().out.splitlines() if "It runs again." in line]
+        assert reason in said
+        assert str(cell) in said
+    jobs: list[str] = []
+
+    def again(
+        function: Callable[[SweepJob], dict], given: Sequence[SweepJob], *_: object
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        jobs.extend(job.cell.name for job in given)
+        return ((number, outcome) for number in range(len(given)))
+
+    vtab.run_sweep(config, finished, again)
+    assert jobs == [cell.stem]
+    assert (finished / "results.json").read_bytes() == before
+    cell.write_bytes(content)
+
+    sweep_file = finished / "experiment.json"
+    whole = sweep_file.read_bytes()
+    sweep_file.write_bytes(whole[:40])
+    assert str(sweep_file) in refused(finished, prepared)
+    sweep_file.write_bytes(whole)
+
+
+def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
+    prepared: list[str], tmp_path: Path
+) -> None:
+    for file in PROTOCOLS.glob("*.yaml"):
+        if file.stem != "prepare":
+            config = schema.load(VtabConfig, file, ["weights=any"])
+            assert protocol_title(config.protocol) == file.stem
+    assert protocol_title(schema.load(VtabConfig, None, prepared).protocol) == "tiny"
+    assert protocol_title(schema.load(VtabConfig, None, [*prepared, "protocol.name=prepare"]).protocol) == "prepare"
+
+    changes = [
+        "protocol.image_size=8",
+        "protocol.length=[2 steps]",
+        "protocol.lr=[0.1]",
+        "protocol.weight_decay=[0]",
+        "protocol.schedule.warmup=0 steps",
+    ]
+    settings = [*prepared[:2], *changes, "tasks=[dtd]", "seeds=[0]", "threads=1"]
+    folder = tmp_path / "peft_224-finetune"
+    results = vtab.run_sweep(schema.load(VtabConfig, PROTOCOLS / "peft_224.yaml", settings), folder, run_here)
+    title = "peft_224, changed: image_size, length, lr, weight_decay, schedule.warmup"
+    assert results is not None
+    assert results["protocol"]["name"] == title
+    ours = report.run(VtabReportConfig(sweeps=[str(folder)]))[0]
+    assert ours.name == f"peft_224-finetune ({title})"
+    assert report.for_mlflow(ours)[1]["protocol"] == title
+
+
+def test_the_plan_counts_cells_and_work(
+    finished: Path, prepared: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = schema.load(
+        VtabConfig, None, [*prepared, "plan=true", "tasks=[svhn,dtd]", "seeds=[0,1]", "protocol.lr=[0.1,0.01]"]
+    )
+    vtab.run_sweep(config, finished, run_nowhere)
+    printed = capsys.readouterr().out
+    flops = models.training_flops_per_image(models.read_weights(config.weights)[0])
+    rows = [line.split() for line in printed.splitlines() if line.startswith("dtd")]
+    # 2 settings on train800, 2 seeds on the 1,000, 2 steps of 16 each; 5 and 12 images scored.
+    assert [row[2:4] for row in rows] == [["16", "2"]] * 2 + [["21", "2"]] * 2
+    assert sum(float(row[5]) for row in rows) == pytest.approx(flops * (128 + 34 / 3) / 1e18, rel=1e-2)
+    assert "8 runs, 0 of them done; " in printed
+
+
+def test_tasks_that_are_not_prepared_are_named(prepared: list[str], tmp_path: Path) -> None:
+    results = sweep(tmp_path / "out", prepared, "method=linear")
+    assert [row["task"] for row in results["scores"]] == list(PREPARED)
+    assert results["missing"] == [task.name for task in TASKS if task.name not in PREPARED]
+    assert {type(row["l2"]) for row in results["scores"]} == {float}
+    # A start of fewer tasks writes results.json with the scores of the others, as they were.
+    again = sweep(tmp_path / "out", prepared, "method=linear", "tasks=[svhn]")
+    assert (again["scores"], again["data"]) == (results["scores"], results["data"])
+    said = refused(tmp_path / "out", prepared, "method=linear", "tasks=[svhn,eurosat]")
+    assert said.endswith("/tasks/eurosat: no such data set. Make it with launch/vtab_prepare.py tasks=[eurosat] ...")
+    assert "there is no task 'cifar'. There are: caltech101, cifar100" in refused(tmp_path, prepared, "tasks=[cifar]")
+    # A damaged one is not taken for one that is not there.
+
+
+def test_data_sets_of_other_files_than_the_published_ones_are_named(prepared: list[str], tmp_path: Path) -> None:
+    weights, data = (setting.partition("=")[2] for setting in prepared[:2])
+    shutil.copytree(data, tmp_path / "tasks")
+    file = tmp_path / "tasks" / "pets" / "dataset.json"
+    about = json.loads(file.read_text())
+    about["source"]["vtab"]["published"] = False
+    file.write_text(json.dumps(about))
+    settings = [*prepared, f"weights={weights}", f"data={tmp_path / 'tasks'}"]
+    results = sweep(tmp_path / "out", settings, "method=linear")
+    assert results["unpublished"] == ["pets"]
+    said = "Not VTAB-1k scores, because made from other files than the published ones (†): Pets."
+    assert said in Sweep(schema.load(VtabConfig, None, settings), tmp_path / "new").notes
+    # A start of other tasks keeps the score, and the mark.
+    again = sweep(tmp_path / "out", settings, "method=linear", "tasks=[svhn]")
+    assert [row["task"] for row in again["scores"]] == list(PREPARED)
+    assert again["unpublished"] == ["pets"]
+    others = Sweep(schema.load(VtabConfig, None, [*settings, "tasks=[svhn]"]), tmp_path / "new")
+    assert said not in others.notes
+
+
+def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_is_written(
+    prepared: list[str], tmp_path: Path
+) -> None:
+    said = refused(tmp_path / "out", prepared, "protocol.image_size=3")
+    assert re.fullmatch(r"protocol\.image_size = 3 does not suit .*/weights\.pt: .* Nearest sizes: 4\.", said)
+    small = "protocol.small_image_size=3"
+    assert "protocol.small_image_size = 3 does not suit" in refused(tmp_path / "out", prepared, small)
+    models.save(models.create("BiT-R50x1", 8, 7, units=(1,), width=32), tmp_path / "bit.pt")
+    bit = [*prepared, f"weights={tmp_path / 'bit.pt'}", "protocol.dropout=0.1"]
+    assert "protocol.dropout = 0.1: " in (said := refused(tmp_path / "out", bit))
+    assert "bit.pt is a ResNet, which has none" in said
+    gray, wide = Pixels.full_range(("gray",), "uint16"), Pixels.full_range(RGB_CHANNELS, "uint16")
+    for pixels in (gray, Pixels.of_all([wide, RGB8])):
+        models.save(models.create("ViT-mu/4", 8, 7, pixels=pixels), tmp_path / "other.pt")
+        assert "VTAB-1k" in refused(tmp_path / "out", [*prepared, f"weights={tmp_path / 'other.pt'}"])
+    assert not (tmp_path / "out").exists()
+    # Of small images alone, which DTD has none of.
+    config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
+    assert vtab.run_sweep(config, tmp_path / "out", run_nowhere) is None
+    # A repository of Hugging Face is looked for in its cache; it was taken for a bucket.
+    with pytest.raises(UserError, match="Download it first: hf download no/such"):
+        vtab.run(schema.load(VtabConfig, None, [*prepared, "weights=hf://no/such", "plan=true"]))
+
+
+def in_turn(
+    outcome: Callable[[VtabCell], dict[str, Any] | str],
+) -> RunJobs:
+    """Pretends to run cells. outcome: returns a cell's outcome, or the reason why it fails."""
+
+    def run(
+        function: Callable[..., dict], jobs: Sequence[SweepJob], on_retry: Callable, on_failure: Callable
+    ) -> Iterable[tuple[int, dict[str, Any]]]:
+        assert json.loads((vtab.output(jobs[0].config) / "progress.json").read_text())["runs"] > 0
+        for number, job in enumerate(jobs):
+            found = outcome(job.cell)
+            if isinstance(found, str):
+                on_retry("It was killed.")
+                on_failure(number, found)
+            else:
+                yield number, {"steps": 2, "num_images": 10, "seconds": 1.0, **found}
+
+    return run
+
+
+def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepared: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    config = schema.load(
+        VtabConfig,
+        None,
+        [
+            *prepared,
+            f"out={out}",
+            "tasks=[dtd,pets,svhn]",
+            "seeds=[4,5]",
+            "protocol.lr=[0.1,0.01,0.001]",
+            "protocol.weight_decay=[0,0.1]",
+        ],
+    )
+    ran: list[str] = []
+
+    def outcome(cell: VtabCell) -> dict[str, Any] | str:
+        ran.append(cell.name)
+        assert cell.setting is not None
+        if cell.stage == "search":
+            assert cell.seed == 4
+            if cell.task.name == "svhn" and cell.setting == settings_of(config.protocol)[3] and "svhn" in broken:
+                return "no space left"
+            best = {"dtd": 0.01, "pets": 0.1, "svhn": 0.001}[cell.task.name]
+            tie = cell.task.name == "pets" and cell.setting.lr == 0.01
+            return {"accuracy": 0.9 if cell.setting.lr == best or tie else 0.5}
+        if (cell.task.name, cell.seed) == ("dtd", 5) and "dtd" in broken:
+            return "it burst"
+        return {"accuracy": {4: 0.7, 5: 0.8}[cell.seed]}
+
+    broken = {"svhn", "dtd"}
+    with pytest.raises(
+        UserError, match=r"2 of 24 runs failed, such as svhn-search-lr0.01-wd0.1-2_steps-seed4: no space left"
+    ):
+        vtab.run_sweep(config, out, in_turn(outcome))
+    results = json.loads((out / "results.json").read_text())
+    assert [
+        (row["task"], row["seed"], row["learning_rate"], row["weight_decay"], row["val_accuracy"])
+        for row in results["scores"]
+    ] == [("dtd", 4, 0.01, 0.0, 0.9), ("pets", 4, 0.01, 0.0, 0.9), ("pets", 5, 0.01, 0.0, 0.9)]
+    assert [(row["task"], row["seed"], row["reason"]) for row in results["failed"]] == [
+        ("svhn", 4, "no space left"),
+        ("dtd", 5, "it burst"),
+    ]
+    # |0.8 - 0.7| over the square root of 2.
+
+    ran.clear()
+    broken.clear()
+    done = vtab.run_sweep(config, out, in_turn(outcome))
+    assert ran == [
+        "svhn-search-lr0.01-wd0.1-2_steps-seed4",
+        "dtd-final-lr0.01-wd0.0-2_steps-seed5",
+        "svhn-final-lr0.001-wd0.0-2_steps-seed4",
+        "svhn-final-lr0.001-wd0.0-2_steps-seed5",
+    ]
+    assert done is not None
+    assert done["failed"] == []
+    assert len(done["scores"]) == 6
+
+
+def trained_on(*sets: tuple[str, str, str]) -> dict[str, Any]:
+    """What weights say of these: (name, letter of the fingerprint, split)."""
+    return {"trained_on": [asdict(TrainedSet(name, letter * 16, split, "r")) for name, letter, split in sets]}
+
+
+def test_a_test_split_that_the_weights_were_trained_on_is_counted(
+    prepared: list[str], finished: Path, tmp_path: Path
+) -> None:
+    dtd = json.loads((finished / "results.json").read_text())["data"]["dtd"]
+    sets = {"trained_on": [asdict(TrainedSet("dtd", dtd, split, "tuned")) for split in ("trainval", "test")]}
+    models.save(models.create("ViT-mu/4", 8, 7), tmp_path / "weights.pt", sets)
+    given = [*prepared, f"weights={tmp_path / 'weights.pt'}", "tasks=[dtd,pets]"]
+    sweep = Sweep(schema.load(VtabConfig, None, given), tmp_path / "out")
+    assert sweep.contamination == {"dtd": sweep.datasets["dtd"].info["samples"]["test"], "pets": None}
+
+
+def test_a_search_of_another_split_counts_as_none(prepared: list[str], finished: Path, tmp_path: Path) -> None:
+    dtd = json.loads((finished / "results.json").read_text())["data"]["dtd"]
+    (tmp_path / "dedup").mkdir()
+    recorded = tmp_path / "weights.pt"
+    models.save(models.create("ViT-mu/4", 8, 7), recorded, trained_on(("photos", "f", "trainval")))
+    of_run = [*prepared, f"weights={recorded}"]
+
+    def copies(searched: str, settings: list[str], named: str = "") -> int | None:
+        report = {
+            "data": {"fingerprint": "f" * 16, "name": f"photos:{searched}"},
+            "marked": True,
+            "against": [{"name": "dtd:test", "fingerprint": dtd, "copies": 3}],
+        }
+        (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
+        more = [f"pretrained_on={tmp_path}{named}", "tasks=[dtd]"]
+        sweep = Sweep(schema.load(VtabConfig, None, [*settings, *more]), tmp_path / "out")
+        return sweep.contamination["dtd"]
+
+    bare = tmp_path / "bare.pt"  # Of another project, say: it names no data set.
+    models.save(models.create("ViT-mu/4", 8, 7), bare)
+    of_others = [*prepared, f"weights={bare}"]
+    assert copies("train", of_others) == copies("trainval", of_others, ":trainval") == 3
+    assert copies("train", prepared) == copies("trainval", of_run) == 3
+    assert copies("val", of_others) is None
+    assert copies("train", of_run) is None
+    assert "but the weights were trained on photos:trainval." in refused(
+        tmp_path / "out", [*of_run, f"pretrained_on={tmp_path}:train", "tasks=[dtd]"]
+    )
+
+
+def test_copies_are_counted_in_all_sets_of_a_mixture(prepared: list[str], finished: Path, tmp_path: Path) -> None:
+    """Those of data.path alone were given as those of what the weights were trained on."""
+    data = json.loads((finished / "results.json").read_text())["data"]
+    weights = tmp_path / "weights.pt"
+    models.save(models.create("ViT-mu/4", 8, 7), weights, trained_on(("a", "a", "train"), ("b", "b", "train")))
+    for name, tasks in (("a", ["dtd", "pets"]), ("b", ["dtd"])):
+        against = [{"name": f"{task}:test", "fingerprint": data[task], "copies": 3} for task in tasks]
+        (tmp_path / name / "dedup").mkdir(parents=True)
+        report = {"data": {"name": f"{name}:train", "fingerprint": name * 16}, "marked": True, "against": against}
+        (tmp_path / name / "dedup" / "report.json").write_text(json.dumps(report))
+
+    def given(pretrained_on: str) -> list[str]:
+        return [*prepared, f"weights={weights}", "tasks=[dtd,pets]", f"pretrained_on={pretrained_on}"]
+
+    sweep = Sweep(schema.load(VtabConfig, None, given(f"[{tmp_path}/a,{tmp_path}/b]")), tmp_path / "out")
+    assert sweep.contamination == {"dtd": 6, "pets": None}
+    twice = refused(tmp_path / "out", given(f"[{tmp_path}/a,{tmp_path}/b,{tmp_path}/b:train]"))
+    assert twice == f"pretrained_on names {tmp_path}/b:train twice."
+    for one, other in ("a", "b"), ("b", "a"):
+        said = refused(tmp_path / "out", given(f"{tmp_path}/{one}"))
+        assert said.endswith(f"the weights were trained on {other}:train, too. Name all: [FOLDER,FOLDER]")
+
+
+def test_a_sweep_of_a_checkpoint_is_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = schema.load(VtabConfig, PROTOCOLS / "lightweight.yaml", ["weights=runs/a/checkpoints/step-00001000"])
+    name = f"step-00001000-{config.protocol.name}-{config.method}"
+    assert vtab.output(config) == tmp_path / "runs/a/vtab" / name
