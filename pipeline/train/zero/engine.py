@@ -7,6 +7,7 @@ settings refuse them).
 import atexit
 import contextlib
 import datetime
+import io
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -55,7 +56,7 @@ def start_ranks(
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.logger.setLevel("WARNING")
-    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(None):
+    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(io.StringIO()):
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
@@ -108,7 +109,7 @@ class Engine:
         num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         internals.restore_linear()
-        with contextlib.redirect_stdout(None):  # It prints its settings and timings.
+        with contextlib.redirect_stdout(io.StringIO()):  # It prints its settings and timings.
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
