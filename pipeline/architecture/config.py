@@ -150,12 +150,7 @@ class ViTConfig(Fields):
                 f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
                 f"Use width {nearest}, or another number of heads."
             )
-        self._check_positions()
-        self._check_registers()
-        self._check_rope()
-        self._check_norms()
-        if self.axial and self.has_class_token:
-            raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
+        self._check_parts()
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
             self.check_covered()
         if self.num_tokens > _MAX_TOKENS:
@@ -163,68 +158,46 @@ class ViTConfig(Fields):
                 f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
                 f"{counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
             )
-        if self.masked:
-            self._check_masked()
 
-    def _check_masked(self) -> None:
-        if self.masked != "pixels" and not self.pixels.is_rgb8:
-            raise UserError(
-                f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have {self.pixels.describe()}. Use masked pixels "
-                "(train.loss=masked_pixels)."
-            )
-        if self.num_classes or self.representation or self.pools_by_attention or self.axial:
-            raise UserError(
-                "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
-                "pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
-            )
-        if self.masked == "small_patch" and self.patch_pixels % 4:
-            raise UserError(
-                f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels. Use "
-                "a patch side divisible by 4, or mean_color."
-            )
-
-    def _check_registers(self) -> None:
-        needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
-        if self.registers and (needs_positions or self.pool == "map" or self.masked):
-            raise UserError(
-                "model: registers have no position, and the head does not read them. Use them with a pool other than map, "
-                "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
-            )
-
-    def _check_rope(self) -> None:
-        if self.rope_base is None:
-            return
-        if self.axial or self.positions == "relative":
-            raise UserError(
-                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and relative "
-                "positions do in their way. Use it with another model and other positions, such as positions=none."
-            )
-        if self.head_dim % 4:
-            raise UserError(
-                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}."
-            )
-
-    def _check_norms(self) -> None:
-        if self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked):
-            raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither class_norm nor "
-                "masked patch prediction."
-            )
-        if self.class_norm and not self.has_class_token:
-            raise UserError(
-                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean, both or attentive."
-            )
-
-    def _check_positions(self) -> None:
-        if self.positions in ("relative", "none") and self.positions_at != "stem":
-            raise UserError(
-                f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
-            )
+    def _check_parts(self) -> None:
+        """Raise UserError for parts that do not fit together."""
+        has_own_grid = self.axial or self.positions == "relative"
         parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
-        if self.width % parts:
-            raise UserError(
-                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
-            )
+        wrong = {
+            f"positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem": (
+                self.positions in ("relative", "none") and self.positions_at != "stem"
+            ),
+            f"positions = {self.positions} needs a width divisible by {parts}, not {self.width}": self.width % parts,
+            "registers have no position, and the head does not read them. Use them with a pool other than map, positions at the stem that "
+            "are not relative, and neither axial blocks nor masked patch prediction": (
+                self.registers and (has_own_grid or self.positions_at != "stem" or self.pool == "map" or self.masked)
+            ),
+            "rope_base rotates queries and keys by their place in the grid, which axial attention and relative positions do in their way. "
+            "Use it with another model and other positions, such as positions=none": (
+                self.rope_base is not None and has_own_grid
+            ),
+            f"rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}": (
+                self.rope_base is not None and self.head_dim % 4
+            ),
+            "pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither class_norm nor masked patch "
+            "prediction": self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked),
+            f"class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean, both or attentive": (
+                self.class_norm and not self.has_class_token
+            ),
+            "a class token has no row and no column to attend along. Use pool=gap or pool=map": (
+                self.axial and self.has_class_token
+            ),
+            f"masked = {self.masked} predicts colours of 8-bit RGB, and images have {self.pixels.describe()}. Use masked pixels "
+            "(train.loss=masked_pixels)": self.masked not in (None, "pixels") and not self.pixels.is_rgb8,
+            "masked patch prediction reads patch tokens, so it has no classes, representation layer, attention pooling or axial blocks. Use "
+            "representation=false, and pool=token or pool=gap": (
+                self.masked and (self.num_classes or self.representation or self.pools_by_attention or self.axial)
+            ),
+            f"masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels. Use a patch side divisible by "
+            "4, or mean_color": self.masked == "small_patch" and self.patch_pixels % 4,
+        }
+        if found := [message for message, is_wrong in wrong.items() if is_wrong]:
+            raise UserError(f"model: {found[0]}.")
 
     def check_covered(self) -> None:
         """Raise UserError if no patch covers the last rows or columns of pixels, which is a mistake in a new model."""
