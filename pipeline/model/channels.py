@@ -2,17 +2,23 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config
+from pipeline.architecture.config import ChannelRule, Config
 from pipeline.architecture.pixels import RGB_CHANNELS
+from pipeline.base.errors import UserError
 from pipeline.model.convert.preprocessing import fold_normalisation
+from pipeline.model.layers import lecun_normal
 
 
-def with_channels(state: Mapping[str, Tensor], old: Config, new: Config) -> tuple[dict[str, Tensor], str]:
-    """(the state dict with the kernel that reads `new.pixels`, a line about it), of a model of 8-bit RGB.
+def with_channels(
+    state: Mapping[str, Tensor], old: Config, new: Config, rule: ChannelRule, seed: int
+) -> tuple[dict[str, Tensor], str]:
+    """(the state dict with the kernel that reads `new.pixels`, a line about it), of a model of 8-bit RGB. Raises UserError.
 
-    Channels named red, green or blue keep theirs, others get the mean of the three, all times 3 / C; a single channel gets the sum.
+    auto: channels named red, green or blue keep theirs, others get the mean of the three, all times 3 / C; a single channel gets the sum.
+    repeat: red, green, blue, red, ..., times 3 / C. zero, random: named channels keep theirs, others begin at 0, or as in a new model.
     The patch embedding's bias takes up another mean and deviation of the pixels; a stem of convolutions has none.
     """
     name = next(name for name in ("root.weight", "stem.root.weight", "patch_embedding.weight") if name in state)
@@ -22,17 +28,31 @@ def with_channels(state: Mapping[str, Tensor], old: Config, new: Config) -> tupl
     if bias is not None:
         fold_normalisation(kernel, bias, old.pixels.mean, old.pixels.std)
     channels = new.pixels.channels
+    named = {place: RGB_CHANNELS.index(name) for place, name in enumerate(channels) if name in RGB_CHANNELS}
     count = len(channels)
-    named = [place for place, channel in enumerate(channels) if channel in RGB_CHANNELS and count > 1]
-    found = kernel.mean(1, keepdim=True).repeat(1, count, 1, 1)
-    for place in named:
-        found[:, place] = kernel[:, RGB_CHANNELS.index(channels[place])]
-    found *= 3 / count
+    if rule == "repeat":
+        found = kernel[:, torch.arange(count) % 3] * (3 / count)
+    elif rule == "auto":
+        found = kernel.mean(1, keepdim=True).repeat(1, count, 1, 1)
+        for place, colour in named.items() if count > 1 else ():
+            found[:, place] = kernel[:, colour]
+        found *= 3 / count
+    else:
+        found = torch.zeros(len(kernel), count, *kernel.shape[2:])
+        if rule == "random":
+            lecun_normal(found, torch.Generator("cpu").manual_seed(seed))
+        elif not named:
+            raise UserError(
+                f"init.channels = zero, and none of the channels ({', '.join(channels)}) is red, green or blue: the model would see nothing. "
+                "Use init.channels=auto."
+            )
+        for place, colour in named.items():
+            found[:, place] = kernel[:, colour]
     if bias is not None:
         half = (0.5,) * count
         fold_normalisation(found, bias, half, half, new.pixels.mean, new.pixels.std)
     added = {name: found} if bias is None else {name: found, bias_name: bias}
-    kept = ", ".join(channels[place] for place in named) or "none"
+    kept = ", ".join(channels[place] for place in named) if named and rule != "repeat" and count > 1 else "none"
     return {**state, **added}, (
-        f"the first layer of 8-bit RGB weights reads {new.pixels} (channels that keep their own: {kept})"
+        f"the first layer of 8-bit RGB weights reads {new.pixels} by init.channels = {rule} (channels that keep their own: {kept})"
     )

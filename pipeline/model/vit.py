@@ -222,6 +222,7 @@ class VisionTransformer(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
+        self.rope_change = rope.new_change(config)  # a buffer, or None
         self.dropout = nn.Dropout(config.dropout)
         self.embedding_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
@@ -320,8 +321,11 @@ class VisionTransformer(nn.Module):
         return self.encode_tokens(x, rotation=rotation)
 
     def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
-        """RoPE's rotation of all tokens of an image; None without RoPE."""
-        return None if self.config.rope_base is None else rope.rotation(self.config, grid or self.config.grid, device)
+        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without RoPE."""
+        if self.config.rope_base is None:
+            return None
+        change = self.rope_change if self.training else None
+        return rope.rotation(self.config, grid or self.config.grid, device, change)
 
     def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None, rotation: Rotation | None = None) -> Tensor:
         """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final LayerNorm.

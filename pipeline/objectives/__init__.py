@@ -176,5 +176,6 @@ def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dic
         "mean_pool": config.init.mean_pool,
         "attentive_pool": config.init.attentive_pool,
         "pixels": pixels,
+        "channels": config.init.channels,
         **config.model.for_weights(),
     }

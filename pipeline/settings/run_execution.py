@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from pipeline.architecture.config import ChannelRule
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD, Metric
 from pipeline.settings.quantities import Batch, Length, PathText
@@ -192,6 +193,13 @@ class InitConfig(Settings):
     attentive_pool: bool = setting(
         False,
         "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
+        needs="weights",
+    )
+    channels: ChannelRule = setting(
+        "auto",
+        "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others get the mean, times "
+        "3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones keep theirs and others begin at 0 (zero) "
+        "or new (random).",
         needs="weights",
     )
 

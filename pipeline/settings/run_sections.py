@@ -106,6 +106,24 @@ class ModelConfig(Settings):
         min=0,
         max=2**17,
     )
+    rope_shift: float = setting(
+        0.0,
+        "RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
+        min=0,
+        max=100,
+    )
+    rope_jitter: float = setting(
+        1.0,
+        "RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
+        min=1,
+        max=100,
+    )
+    rope_rescale: float = setting(
+        1.0,
+        "RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
+        min=1,
+        max=100,
+    )
     qkv_bias: QkvBias = setting("qkv", "Which of queries, keys and values have a bias; qv in DINOv3.")
     out_bias: bool = setting(True, "Bias of the attention's output layer.")
     mlp_bias: bool = setting(True, "Biases of the MLP's layers.")

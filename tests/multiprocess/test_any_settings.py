@@ -35,6 +35,7 @@ VALUES: dict[str, list[Any]] = {
     "model.drop_path": [0, 0.3],
     "model.layer_scale": ["null", 1e-4],
     "model.rope_base": ["null", 100],
+    "model.rope_shift": [0, 0.2],
     "model.qkv_bias": ["qkv", "qv", "none"],
     "model.qk_norm": ["true", "false"],
     "model.swiglu": ["true", "false"],
@@ -103,7 +104,7 @@ def load(overrides: list[str]) -> RunConfig | None:
 
 def train_each(runs: list[list[str]]) -> None:
     """In a rank: each run from its start, then again from its first of two checkpoints. Prints the runs that the data or the model refused."""
-    from pipeline.train.run import run_training
+    from pipeline.train.start import run_training
 
     for overrides in runs:
         config = schema.load(RunConfig, None, overrides)
