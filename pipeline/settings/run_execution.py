@@ -180,7 +180,7 @@ class HealthConfig(Settings):
 class InitConfig(Settings):
     weights: PathText | None = setting(
         None,
-        "Start from these weights: a run, a checkpoint, our .pt, or those of other projects (docs/weights.md).",
+        "Start from these weights: a run, a checkpoint, or those of other projects (docs/weights.md).",
     )
     new_head: bool = setting(
         True, "With init.weights: replace the head by a zero-initialised linear layer.", needs="weights"

@@ -107,7 +107,7 @@ class VtabConfig(Settings):
     # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
     notes_without_effect = True
 
-    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, our .pt, or other projects' (docs/weights.md)")
+    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)")
     data: PathText = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
     out: PathText = setting(
         "",
