@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
 from data_tools.progress import ProgressMeter
-from pipeline import ray_tasks
+from pipeline.cluster import ray_tasks
 from pipeline.data.storage.bucket import AnyPath
 
 A = TypeVar("A")

@@ -55,7 +55,7 @@ def demo(config: DemoConfig) -> None:
 
     title("1/5  Shard generated shapes and scikit-learn's scans of digits, with Ray")
     from data_tools.sharding import shard  # Late: --help needs no Ray.
-    from pipeline import ray_tasks
+    from pipeline.cluster import ray_tasks
 
     make_shapes(out / "raw" / "shapes", config.num_per_class)
     make_digits(out / "raw" / "digits")

@@ -1,4 +1,4 @@
-"""Command: check every host of a hostfile before a run starts. See `pipeline/lifecycle/host_check.py`.
+"""Command: check every host of a hostfile before a run starts. See `pipeline/cluster/host_check.py`.
 
 Check over ssh that every host of a hostfile is ready for a run, and write .deepspeed_env.
 
@@ -23,4 +23,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.operate import HostsConfig
 
 if __name__ == "__main__":
-    main(HostsConfig, "pipeline.lifecycle.host_check", __doc__)
+    main(HostsConfig, "pipeline.cluster.host_check", __doc__)

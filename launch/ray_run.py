@@ -12,9 +12,9 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline import ray_tasks
 from pipeline.base.errors import Stopped, UserError
-from pipeline.lifecycle.run_folder import RESUME
+from pipeline.cluster import ray_tasks
+from pipeline.cluster.status_files import RESUME
 from pipeline.process.installed import python_arguments
 from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import try_outputs

@@ -1,4 +1,4 @@
-"""Command: list the samples of a training step, or the steps of a sample. See `pipeline/lifecycle/samples.py`.
+"""Command: list the samples of a training step, or the steps of a sample. See `pipeline/review/samples.py`.
 
 List the samples of a training step, or the steps at which a sample is used. This is computed from the sample order,
 so it needs no log and works for future steps.
@@ -25,4 +25,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SamplesConfig
 
 if __name__ == "__main__":
-    main(SamplesConfig, "pipeline.lifecycle.samples", __doc__)
+    main(SamplesConfig, "pipeline.review.samples", __doc__)

@@ -19,7 +19,7 @@ from pipeline.process.start import guard
 
 guard(__name__)
 
-from pipeline.lifecycle.supervise import supervise
+from pipeline.cluster.supervise import supervise
 from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SuperviseConfig
 

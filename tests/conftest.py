@@ -19,7 +19,7 @@ import pytest
 from forked import Forge
 from tiny import make_dataset
 
-from pipeline import ray_tasks
+from pipeline.cluster import ray_tasks
 from pipeline.process import waits
 
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.

@@ -37,7 +37,7 @@ def test_a_room_starts_no_process_of_a_room_above() -> None:
         )
         if found in _MODULES
     }
-    assert ("pipeline.lifecycle.host_check", "pipeline.lifecycle.host_check") in named, "no string is found any more"
+    assert ("pipeline.cluster.host_check", "pipeline.cluster.host_check") in named, "no string is found any more"
     assert not {(module, found) for module, found in named if depth(found) < depth(module)}
 
 

@@ -15,12 +15,12 @@ from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
-from pipeline import ray_tasks
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files

@@ -23,11 +23,11 @@ from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, ch
 from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
-from pipeline import ray_tasks
 from pipeline.base.files import as_csv
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out

@@ -33,11 +33,11 @@ from data_tools.dedup.compared import (
 from data_tools.dedup.marks import describe, finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
-from pipeline import ray_tasks
 from pipeline.base.errors import UserError
 from pipeline.base.gallery import Tile
 from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.settings.commands.data import DedupConfig

@@ -35,9 +35,9 @@ from data_tools.dedup.marks import describe, finish
 from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, read_pairs, write_images
 from data_tools.dedup.thumbnails import FINE, PLAIN, load
-from pipeline import ray_tasks
 from pipeline.base.locks import only_writer
 from pipeline.base.words import aligned, counted
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.exclusion import NEAR_COPIES, excluded_rows, paths_of_lists
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path

@@ -37,7 +37,6 @@ from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, reasons
 from data_tools.sources.split_files import PARTS, PLAN
 from data_tools.tasks import tasks_on_cluster
-from pipeline import ray_tasks
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -46,6 +45,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.images.stored import describe_left_out

@@ -14,10 +14,10 @@ from PIL import Image
 from data_tools.sources.images import to_png
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import LostError
 from pipeline.data.loading.values import picture
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.retry import StorageError
-from pipeline.ray_tasks import LostError
 
 # Value of the column `packed` for raw pixels of a square image: all red, then all green, then all blue.
 PIXELS = -1

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import step_of
+from pipeline.cluster.status_files import read_end, read_settings
 from pipeline.experiment.table import unit_of
-from pipeline.lifecycle.run_folder import read_end, read_settings
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder

@@ -24,13 +24,13 @@ from pipeline.base.files import table_csv, write_text
 from pipeline.base.page import Block, PngImage, report
 from pipeline.base.progress import ProgressFile, duration
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
+from pipeline.cluster.status_files import RESUME
 from pipeline.data.storage.atomic import write_files
 from pipeline.experiment.identity import claim
 from pipeline.experiment.page import ExperimentPage
 from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
-from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import LostError, RunJobs, run_here
 from pipeline.settings.changes import Fact
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import TrackConfig
@@ -241,7 +241,7 @@ def run_one(experiment: Experiment, name: str) -> None:
 
 def on_ray(threads: int, gpus: float, num_tasks: int) -> tuple[RunJobs, int]:
     """Returns (what runs jobs on the Ray cluster, or on this machine if there is none; how many at a time)."""
-    from pipeline import ray_tasks
+    from pipeline.cluster import ray_tasks
 
     ray_tasks.connect()
     fitting, num_gpus = ray_tasks.capacity(threads, gpus)

@@ -15,6 +15,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
@@ -30,7 +31,6 @@ from pipeline.monitor.metrics_file import accepted_name
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, hide_passwords
-from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.commands.weights import ScoreConfig

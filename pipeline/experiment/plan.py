@@ -12,11 +12,11 @@ from typing import Any
 from pipeline.base.files import as_bytes, replacing
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.experiment import engine
 from pipeline.experiment.engine import Experiment, jobs_of
 from pipeline.experiment.table import TO_RUN, Row
 from pipeline.process.outputs import hold
-from pipeline.ray_tasks import RunJobs, shared_path
 from pipeline.settings.commands.study import ExperimentConfig
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.

@@ -19,9 +19,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import metric_of
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder, step_of
-from pipeline.evaluate.probes.probe import probe_metrics
-from pipeline.experiment.table import Row, State
-from pipeline.lifecycle.run_folder import (
+from pipeline.cluster.ray_tasks import LostError
+from pipeline.cluster.status_files import (
     RESUME,
     SETTINGS_FILE,
     Status,
@@ -30,11 +29,12 @@ from pipeline.lifecycle.run_folder import (
     read_settings,
     read_status,
 )
+from pipeline.evaluate.probes.probe import probe_metrics
+from pipeline.experiment.table import Row, State
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.process import waits
 from pipeline.process.start import check_program, dying_with_parent
-from pipeline.ray_tasks import LostError
 from pipeline.settings import changes, schema
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import RunConfig, TrackConfig

@@ -17,6 +17,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import Plan, make_plan
@@ -29,7 +30,6 @@ from pipeline.experiment.spec import RunSpec, make_spec, settings_of
 from pipeline.experiment.table import Row, StudyResults
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.run_page import RunFacts
-from pipeline.ray_tasks import RunJobs, shared_path
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.quantities import Limit

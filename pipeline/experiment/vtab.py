@@ -24,6 +24,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import not_held_out, recorded, trained_by
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks import RunJobs, shared_path
+from pipeline.cluster.status_files import holder
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
@@ -49,7 +51,6 @@ from pipeline.experiment.vtab_cell import (
     warmup_steps,
 )
 from pipeline.experiment.vtab_tasks import TASKS, Task
-from pipeline.lifecycle.run_folder import holder
 from pipeline.model import files
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -59,7 +60,6 @@ from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold
-from pipeline.ray_tasks import RunJobs, shared_path
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig

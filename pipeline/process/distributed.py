@@ -29,7 +29,7 @@ _WORKSPACE, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 class StopRequest(Protocol):
-    """Lets all ranks leave a loop together. `pipeline.lifecycle.stop.Stop` implements it; evaluation needs only this."""
+    """Lets all ranks leave a loop together. `pipeline.cluster.stop.Stop` implements it; evaluation needs only this."""
 
     def is_wanted(self) -> bool:
         """Whether this rank has received a request to stop; other ranks may not have."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.base.files import replacing
 from pipeline.base.words import on_one_line
+from pipeline.cluster.status_files import read_settings
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
-from pipeline.lifecycle.run_folder import read_settings
 from pipeline.monitor.page_folder import FIGURES, RUN_FILE, PageFolder
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst

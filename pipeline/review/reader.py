@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import SETTINGS_FILE, holder, read_settings, read_status
+from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile

@@ -8,8 +8,8 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
-from pipeline.lifecycle.logged_models import logged_models
-from pipeline.lifecycle.run_folder import holder, last_end_in_words, read_settings, read_status
+from pipeline.cluster.logged_models import logged_models
+from pipeline.cluster.status_files import holder, last_end_in_words, read_settings, read_status
 from pipeline.monitor.mlflow.state import last_uri
 from pipeline.monitor.page_folder import RUN_FILE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts

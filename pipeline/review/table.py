@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.store import Checkpoints
+from pipeline.cluster.logged_models import logged_models
 from pipeline.data.storage.bucket import to_path
-from pipeline.lifecycle.logged_models import logged_models
 from pipeline.monitor.run_page import TEACHER_TAG, ModelFacts
 from pipeline.process.committed import checkpoints_of
 from pipeline.review.record import RunRecord

@@ -126,7 +126,7 @@ def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
     try:
         interruptible()
         yield
-    except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/lifecycle/stop.py.
+    except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/cluster/stop.py.
         say_interrupted()
         sys.exit(130)
     except (UserError, CrashError, OSError) as error:

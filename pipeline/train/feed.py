@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from pipeline.architecture.pixels import Pixels
+from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Loader, train_requests
 from pipeline.data.loading.order import batch_of_step
 from pipeline.data.loading.views import read_by, train_views
 from pipeline.data.mixture.order import MixtureOrder, train_order
 from pipeline.estimate.plan import Plan
-from pipeline.lifecycle.stop import Stop
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import kind
 from pipeline.process.distributed import Ranks

@@ -18,7 +18,7 @@ from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.distributed import Ranks
 from pipeline.settings.quantities import ImageSize
-from pipeline.train.training_run import TrainingRun
+from pipeline.train.bookkeeping import TrainingRun
 
 
 def train_on_all_ranks(run: TrainingRun) -> None:

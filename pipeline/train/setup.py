@@ -34,6 +34,9 @@ from pipeline.checkpoint.store import (
     read_state,
     verify,
 )
+from pipeline.cluster.logged_models import logged_models
+from pipeline.cluster.status_files import refuse_checkpoint_of_another, write_settings
+from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.loading.loader import Batch
@@ -47,9 +50,6 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.estimate.plan import Plan, accumulation
-from pipeline.lifecycle.logged_models import logged_models
-from pipeline.lifecycle.run_folder import refuse_checkpoint_of_another, write_settings
-from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
@@ -73,13 +73,13 @@ from pipeline.settings.changes import Change, Fact
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
+from pipeline.train.bookkeeping import Progress, RunContext, RunCounts, StartingPoint, TrainingRun
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.evaluators import evaluators_of
 from pipeline.train.feed import Feed
 from pipeline.train.loop import training_step
-from pipeline.train.run_facts import environment, plan_lines, run_facts
+from pipeline.train.shown_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
-from pipeline.train.training_run import Progress, RunContext, RunCounts, StartingPoint, TrainingRun
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
 # What is saved with a checkpoint beside the settings.

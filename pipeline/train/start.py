@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.base.errors import OneRankError, Stopped, UserError
+from pipeline.cluster.stop import Stop
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.lifecycle.stop import Stop
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
 from pipeline.process.start import rank
 from pipeline.settings.run import RunConfig
@@ -21,7 +21,7 @@ from pipeline.settings.run import RunConfig
 if TYPE_CHECKING:
     from pipeline.data.mixture.run_data import RunData
     from pipeline.evaluate.probes.probe import RunProbe
-    from pipeline.train.training_run import TrainingRun
+    from pipeline.train.bookkeeping import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def _train(stop: Stop, prepared: Prepared) -> None:
 
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
-    from pipeline.train.run_facts import caveats  # Late: imports torch.
     from pipeline.train.setup import set_up  # Late: imports DeepSpeed.
+    from pipeline.train.shown_facts import caveats  # Late: imports torch.
 
     run = set_up(stop, prepared)
     stop.show_end = run.show_end

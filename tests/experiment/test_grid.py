@@ -24,13 +24,13 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
 from pipeline.checkpoint.store import FORMAT, Counters, State
+from pipeline.cluster.status_files import RESUME, RUN_FOLDER, refuse_checkpoint_of_another, write_settings
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out
 from pipeline.experiment import grid
 from pipeline.experiment.grid import data_names
 from pipeline.experiment.spec import RunSpec, make_spec, run_spec, state_of
-from pipeline.lifecycle.run_folder import RESUME, RUN_FOLDER, refuse_checkpoint_of_another, write_settings
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.process.outputs import holding_outputs
@@ -61,7 +61,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 sys.path[:] = {path!r}
-from pipeline.lifecycle.run_folder import RunFolder
+from pipeline.cluster.status_files import RunFolder
 folder = RunFolder(Path(sys.argv[1]), 0)
 assert folder.lock() is None
 print("locked", flush=True)

@@ -10,10 +10,10 @@ from child_runs import instead_of_commands, leave_behind
 from tiny import make_dataset
 
 from pipeline.base.errors import UserError
+from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import grid
 from pipeline.experiment.page import uri_of_runs
 from pipeline.experiment.spec import RunSpec
-from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.run import TrackConfig

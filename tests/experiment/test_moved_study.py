@@ -10,13 +10,13 @@ import pytest
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.cluster.status_files import write_settings
 from pipeline.evaluate.intervals import of_samples
 from pipeline.experiment import study as studies
 from pipeline.experiment.points import points_of
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import Study
 from pipeline.experiment.table import TO_RUN, StudyResults, read_table
-from pipeline.lifecycle.run_folder import write_settings
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig, StudyModel
 

@@ -13,6 +13,7 @@ from tiny_study import write_run
 
 from pipeline.base import files
 from pipeline.base.errors import UserError
+from pipeline.cluster.status_files import write_settings
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
@@ -21,7 +22,6 @@ from pipeline.experiment.engine import jobs_of, run_one
 from pipeline.experiment.plan import estimate, write_script
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study
-from pipeline.lifecycle.run_folder import write_settings
 from pipeline.model import create, save
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin

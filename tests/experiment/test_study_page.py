@@ -8,9 +8,9 @@ from child_runs import instead_of_commands, leave_behind
 from tiny import make_dataset
 from tiny_study import write_run
 
+from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import study
 from pipeline.experiment.spec import RunSpec
-from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
+from pipeline.cluster.ray_tasks import run_here, tasks
+from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import spec, study
 from pipeline.experiment.study import Study
 from pipeline.experiment.table import StudyResults, read_table
-from pipeline.lifecycle.run_folder import RESUME
-from pipeline.ray_tasks import run_here, tasks
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import RunConfig

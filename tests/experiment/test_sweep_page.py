@@ -12,12 +12,12 @@ import pytest
 from tiny_vtab import prepare, run_here
 
 from pipeline.base.errors import UserError
+from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.experiment import vtab
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.vtab import tracking_uri
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.monitor.mlflow.state import run_of_weights
-from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig

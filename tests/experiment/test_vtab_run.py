@@ -17,12 +17,12 @@ from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.trained_on import TrainedSet
+from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.experiment import identity, vtab
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.vtab import Sweep, protocol_title, settings_of
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.experiment.vtab_tasks import TASKS
-from pipeline.ray_tasks import RunJobs
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig

@@ -41,10 +41,10 @@ from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, open_dataset
 from pipeline.experiment.vtab_tasks import TASKS
-from pipeline.lifecycle import samples
 from pipeline.model.files import write_safetensors
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
+from pipeline.review import samples
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.train import setup
 

@@ -14,8 +14,8 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import read_state
-from pipeline.lifecycle import samples
-from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.cluster.status_files import RESUME, read_status
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 

@@ -23,8 +23,8 @@ from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.base.errors import Stopped
-from pipeline.lifecycle import stop
-from pipeline.lifecycle.run_folder import RESUME, Status, holder, read_failures, read_status, stop_file
+from pipeline.cluster import stop
+from pipeline.cluster.status_files import RESUME, Status, holder, read_failures, read_status, stop_file
 from pipeline.process import distributed
 from pipeline.process.launcher import free_port
 from pipeline.settings import schema

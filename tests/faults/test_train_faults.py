@@ -26,22 +26,22 @@ from saving import save_all
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints, read_state
+from pipeline.cluster.status_files import RESUME, Status, read_failures, read_settings, read_status
+from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment.spec import RunSpec, state_of
-from pipeline.lifecycle import samples
-from pipeline.lifecycle.run_folder import RESUME, Status, read_failures, read_settings, read_status
-from pipeline.lifecycle.stop import Stop
 from pipeline.monitor import tracking
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import metric_name
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup
-from pipeline.train.training_run import TrainingRun
+from pipeline.train.bookkeeping import TrainingRun
 from pipeline.train.zero import engine
 
 

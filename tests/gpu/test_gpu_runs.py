@@ -27,9 +27,9 @@ from tiny import make_dataset
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.checkpoint.store import read_state
+from pipeline.cluster.status_files import RESUME
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import make_plan
-from pipeline.lifecycle.run_folder import RESUME
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 

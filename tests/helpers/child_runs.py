@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.ray_tasks import tasks
+from pipeline.cluster.status_files import write_settings
 from pipeline.experiment import spec
 from pipeline.experiment.spec import RunSpec, make_spec
-from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
-from pipeline.ray_tasks import tasks
 
 
 def instead_of_commands(monkeypatch: pytest.MonkeyPatch, start: Callable[[RunSpec], int]) -> None:

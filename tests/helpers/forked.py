@@ -111,7 +111,7 @@ def train_within_a_limit(argument: tuple[list[int], list[str]]) -> None:
 
 def told_to_stop() -> threading.Event:
     """In a rank, before its run: an event that is set when the run has heard that it is to stop."""
-    from pipeline.lifecycle.stop import Stop
+    from pipeline.cluster.stop import Stop
 
     want, heard = Stop._want, threading.Event()
 

@@ -16,7 +16,7 @@ from polling import until
 from servers import MlflowServer, Postgres, Recorder
 from tracked_steps import log_step, warnings_in
 
-from pipeline.lifecycle.run_folder import write_settings
+from pipeline.cluster.status_files import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import RunFacts

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from polling import until
 
-from pipeline.lifecycle.run_folder import RunFolder, Status, last_end_in_words, read_failures
+from pipeline.cluster.status_files import RunFolder, Status, last_end_in_words, read_failures
 from pipeline.monitor import watchdog
 from pipeline.monitor.watchdog import diagnosis
 from pipeline.process import waits

@@ -15,8 +15,8 @@ from ranks import ROOT, metrics, settings
 from raw_images import contents, jpeg
 
 from data_tools.sharding import shard
-from pipeline import ray_tasks
-from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.cluster import ray_tasks
+from pipeline.cluster.status_files import RESUME, read_status
 from pipeline.settings import schema
 from pipeline.settings.commands.data import ShardConfig
 

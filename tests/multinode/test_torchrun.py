@@ -15,7 +15,7 @@ from cluster import Site, wait_for
 from polling import until
 from ranks import metrics, settings
 
-from pipeline.lifecycle.run_folder import RESUME, read_status
+from pipeline.cluster.status_files import RESUME, read_status
 
 pytestmark = pytest.mark.hosts
 

@@ -18,8 +18,8 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import read_state
 from pipeline.evaluate import predict, report
-from pipeline.lifecycle import samples
 from pipeline.model import read_weights
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.commands.weights import PredictConfig, ScoreConfig

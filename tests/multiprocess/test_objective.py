@@ -18,7 +18,7 @@ from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.lifecycle.run_folder import RESUME
+from pipeline.cluster.status_files import RESUME
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import TEACHER_TAG
 

@@ -24,9 +24,9 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
-from pipeline.lifecycle import samples
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline import model as models
 from pipeline.base.metric import Metric
+from pipeline.cluster.status_files import write_settings
 from pipeline.evaluate import architecture
-from pipeline.lifecycle.run_folder import write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, source_tags
 from pipeline.monitor.tracking import Tracker

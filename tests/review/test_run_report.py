@@ -9,7 +9,7 @@ import pytest
 from review_runs import MODEL, write_run
 
 from pipeline.checkpoint.store import FORMAT
-from pipeline.lifecycle.run_folder import read_settings
+from pipeline.cluster.status_files import read_settings
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin

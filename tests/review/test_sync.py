@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import RunFolder, Status, write_settings
+from pipeline.cluster.status_files import RunFolder, Status, write_settings
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import DatasetFacts, RunFacts

@@ -44,7 +44,9 @@ def test_what_a_setting_needs_is_a_setting_with_such_a_value() -> None:
                     known += 1
                     (kind,) = typing.get_args(of[name]) if typing.get_origin(of[name]) is list else (of[name],)
                     accepted = set(filter(None, values.split(",")))
-                    assert accepted <= {*typing.get_args(kind), *OBJECTIVES, *study.QUESTIONS}, f"{cls.__name__}.{field.name}"
+                    assert accepted <= {*typing.get_args(kind), *OBJECTIVES, *study.QUESTIONS}, (
+                        f"{cls.__name__}.{field.name}"
+                    )
             assert bool(known) == bool(needs), f"{cls.__name__}.{field.name}"
             checked += known
     assert checked > 40

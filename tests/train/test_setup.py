@@ -13,8 +13,8 @@ from forked import Forge
 from ranks import settings
 
 from pipeline.base.errors import UserError
+from pipeline.cluster.status_files import Status, read_status
 from pipeline.evaluate import report
-from pipeline.lifecycle.run_folder import Status, read_status
 from pipeline.review import report as run_report
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import comparable

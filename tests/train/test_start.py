@@ -20,7 +20,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
-from pipeline.lifecycle.run_folder import Status, read_status
+from pipeline.cluster.status_files import Status, read_status
 from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.settings import schema

@@ -33,7 +33,7 @@ from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import RunConfig
 from pipeline.settings.run_sections import DataConfig
-from pipeline.train.run_facts import run_facts
+from pipeline.train.shown_facts import run_facts
 from pipeline.train.start import prepare
 
 MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")

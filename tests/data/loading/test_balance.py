@@ -15,7 +15,7 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.balance import ClassBalance, describe_balance, first_labels
 from pipeline.data.loading.order import SampleOrder, order_of_split
 from pipeline.data.mixture.run_data import run_splits
-from pipeline.lifecycle import samples
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit

@@ -18,10 +18,10 @@ from data_tools.sharding import shard
 from data_tools.sharding.index import IndexJob, index_tar, run
 from data_tools.sharding.write_shard import read_rows
 from pipeline.base.errors import UserError
+from pipeline.cluster.ray_tasks import LostError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.ray_tasks import LostError
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VerifyConfig
 
 SPLITS = {"train": "", "val": "val-"}

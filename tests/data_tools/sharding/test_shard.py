@@ -25,8 +25,8 @@ from data_tools import progress
 from data_tools.sharding import shard
 from data_tools.sharding.write_shard import ShardingJob, write_shard
 from data_tools.sources import list_source
-from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files

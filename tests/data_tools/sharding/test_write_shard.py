@@ -14,7 +14,7 @@ from data_tools.sharding.copies import HashJob, hash_samples
 from data_tools.sharding.write_shard import ShardingJob, _Tar, read_rows, write_shard
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
-from pipeline.ray_tasks import LostError
+from pipeline.cluster.ray_tasks import LostError
 from pipeline.settings.commands.data import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]

@@ -21,8 +21,8 @@ import pytest
 from vtab_originals import Truth
 
 from pipeline import model as models
-from pipeline import ray_tasks
 from pipeline.base.errors import UserError
+from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import file_sha256, open_dataset
 from pipeline.experiment import engine, vtab
 from pipeline.experiment.vtab import protocol_sha256

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.lifecycle.run_folder import RESUME
+from pipeline.cluster.status_files import RESUME
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 

@@ -42,7 +42,7 @@ from pipeline.settings import changes, schema
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # It calls `result`.
-    from pipeline.train.training_run import TrainingRun
+    from pipeline.train.bookkeeping import TrainingRun
 
 # Files of the run folder that MLflow shows.
 ARTIFACTS = (

@@ -19,13 +19,13 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import Checkpoints, Counts, State, commit_minutes, read_state, step_name, step_of, verify
 from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.cluster.status_files import RUN_FOLDER, Ending
+from pipeline.cluster.stop import Stop
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
-from pipeline.lifecycle.run_folder import RUN_FOLDER, Ending
-from pipeline.lifecycle.stop import Stop
 from pipeline.model import Model
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
@@ -39,7 +39,7 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.feed import Feed
-from pipeline.train.run_facts import result
+from pipeline.train.shown_facts import result
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is also used without it.

@@ -14,10 +14,10 @@ from typing import Any
 
 from pipeline.base.errors import CrashError, Stopped, UserError
 from pipeline.base.words import counted
+from pipeline.cluster.ray_tasks.cluster import first_line
 from pipeline.process.launcher import free_port
 from pipeline.process.start import dying_with_parent
 from pipeline.process.waits import waiting
-from pipeline.ray_tasks.cluster import first_line
 
 # Seconds between two polls of the ranks, and of a wait for resources for a request to stop.
 _POLL_SECONDS = 0.5

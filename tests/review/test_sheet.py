@@ -12,8 +12,8 @@ from pipeline import objectives
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.views import Views, train_views
-from pipeline.lifecycle import samples
 from pipeline.objectives.classification import Classification
+from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import AugmentConfig, RunConfig

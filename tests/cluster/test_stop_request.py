@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.base.errors import CrashError, DivergedError, UserError
-from pipeline.lifecycle.run_folder import RESUME, Status, is_stop_asked, read_status
-from pipeline.lifecycle.stop import Stop
+from pipeline.cluster.status_files import RESUME, Status, is_stop_asked, read_status
+from pipeline.cluster.stop import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_a_limit_leaves_time_for_the_first_commit_too(
 def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) -> None:
     """Also the end of a terminal, unless the run was told to outlive it."""
     code = (
-        "import os, signal, sys, time; sys.path.insert(0, 'tests/lifecycle')\n"
+        "import os, signal, sys, time; sys.path.insert(0, 'tests/cluster')\n"
         "from test_stop_request import Path, stop_of\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with stop_of(Path(sys.argv[1])):\n"
@@ -88,7 +88,7 @@ def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) 
 def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, when: str) -> None:
     """It waits for rank 0 to say the mistake of all: a SIGTERM heard before, or while nobody listens any more, must end that."""
     code = (
-        "import os, sys, time; sys.path[:0] = ['tests/lifecycle', 'tests/helpers']\n"
+        "import os, sys, time; sys.path[:0] = ['tests/cluster', 'tests/helpers']\n"
         "from pipeline.base.errors import OneRankError, UserError\n"
         "from test_stop_request import Path, stop_of\n"
         "from polling import until\n"
@@ -111,7 +111,7 @@ def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, wh
 def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -> None:
     """Rank 0 waits until all ranks know of the request. Training began meanwhile, and a supervisor took the run for killed."""
     code = (
-        "import os, signal, sys, time; from types import SimpleNamespace; sys.path[:0] = ['tests/lifecycle', 'tests/helpers']\n"
+        "import os, signal, sys, time; from types import SimpleNamespace; sys.path[:0] = ['tests/cluster', 'tests/helpers']\n"
         "from test_stop_request import Path, read_status, stop_of\n"
         "from polling import until\n"
         "with stop_of(Path(sys.argv[1])) as stop:\n"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from polling import until
 
-from pipeline.lifecycle import supervise
-from pipeline.lifecycle.run_folder import RunFolder
-from pipeline.lifecycle.supervise import Supervisor, _settings_of
+from pipeline.cluster import supervise
+from pipeline.cluster.status_files import RunFolder
+from pipeline.cluster.supervise import Supervisor, _settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # The launcher: does what the next line of `plan` says. left: code of a child of its own that lives on without it.

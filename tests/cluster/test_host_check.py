@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.lifecycle import host_check
-from pipeline.lifecycle.host_check import problems, read_hostfile
+from pipeline.cluster import host_check
+from pipeline.cluster.host_check import problems, read_hostfile
 from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}

@@ -34,8 +34,8 @@ from pipeline.base.errors import (
     mistake_in_words,
 )
 from pipeline.base.words import how_to_resume, on_one_line
-from pipeline.lifecycle.rank_store import RankStore
-from pipeline.lifecycle.run_folder import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
+from pipeline.cluster.rank_store import RankStore
+from pipeline.cluster.status_files import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.process import waits
 from pipeline.process.launcher import key_of_start
 from pipeline.process.launcher_process import end_restarts, find_launcher

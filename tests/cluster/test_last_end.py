@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.locks import FileLock
-from pipeline.lifecycle.run_folder import (
+from pipeline.cluster.status_files import (
     RunFolder,
     Status,
     holder,
@@ -58,7 +58,7 @@ def test_a_start_is_not_refused_while_others_ask_who_has_the_folder(tmp_path: Pa
     run = RunFolder(tmp_path, 0)
     assert run.lock() is None
     code = (
-        "import sys; from pathlib import Path; from pipeline.lifecycle.run_folder import holder\n"
+        "import sys; from pathlib import Path; from pipeline.cluster.status_files import holder\n"
         "print(holder(Path(sys.argv[1])), flush=True)\n"
         "while True: holder(Path(sys.argv[1]))\n"
     )

@@ -1,6 +1,6 @@
 """Checks a run's hosts before the start (versions, paths, disk, network) and writes DeepSpeed's environment file.
 
-`python -m pipeline.lifecycle.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
+`python -m pipeline.cluster.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
 
 import fnmatch
@@ -127,7 +127,7 @@ def write_environment(launch: LaunchConfig) -> list[str]:
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of its ranks are."""
     question = json.dumps({"paths": list(paths), "out": out})
-    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.lifecycle.host_check {shlex.quote(question)}"
+    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.cluster.host_check {shlex.quote(question)}"
     # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     limit = ["timeout", f"{_ANSWER_SECONDS:g}"]

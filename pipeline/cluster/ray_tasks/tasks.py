@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
+from pipeline.cluster.ray_tasks.cluster import first_line
 from pipeline.process import waits
-from pipeline.ray_tasks.cluster import first_line
 from pipeline.settings.command import mistake_in_words
 
 A = TypeVar("A")

@@ -12,8 +12,8 @@ import pytest
 from polling import until
 
 from launch import ray_run
-from pipeline import ray_tasks
 from pipeline.base.errors import CrashError, Stopped, UserError
+from pipeline.cluster import ray_tasks
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def test_a_sigterm_while_ray_starts_is_as_ctrl_c(monkeypatch: pytest.MonkeyPatch
 
 LATE = """
 import contextlib, threading, time, psutil
-from pipeline import ray_tasks
+from pipeline.cluster import ray_tasks
 from pipeline.settings.command import mistakes_in_one_line
 
 monotonic, waited = time.monotonic, []

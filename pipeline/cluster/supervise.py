@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
-from pipeline.lifecycle.run_folder import RESUME, holder, is_stop_asked, read_end, stop_file
-from pipeline.lifecycle.stop import BY_FILE, BY_LIMIT
+from pipeline.cluster.status_files import RESUME, holder, is_stop_asked, read_end, stop_file
+from pipeline.cluster.stop import BY_FILE, BY_LIMIT
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.outputs import try_outputs
 from pipeline.process.start import check_program

@@ -3,9 +3,9 @@
 Imports process/, data/storage/ (paths) and settings/. Used by data_tools/, experiment/ and launch/.
 """
 
-from pipeline.ray_tasks.cluster import capacity, connect, disconnect, shared_path
-from pipeline.ray_tasks.ranks import run_ranks
-from pipeline.ray_tasks.tasks import LostError, RunJobs, run_here, run_tasks
+from pipeline.cluster.ray_tasks.cluster import capacity, connect, disconnect, shared_path
+from pipeline.cluster.ray_tasks.ranks import run_ranks
+from pipeline.cluster.ray_tasks.tasks import LostError, RunJobs, run_here, run_tasks
 
 __all__ = [
     "LostError",

@@ -13,6 +13,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.words import aligned, counted
 from pipeline.checkpoint.store import Checkpoints, State, checksum, read_state
+from pipeline.cluster.status_files import SETTINGS_FILE, read_settings
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
@@ -22,7 +23,6 @@ from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
-from pipeline.lifecycle.run_folder import SETTINGS_FILE, read_settings
 from pipeline.process.committed import checkpoints_of, read_checksums
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences, fact_of, facts_of
