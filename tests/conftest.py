@@ -28,6 +28,8 @@ ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks":
 # A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
 # that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Without credentials, AWS's library asks the metadata service of a cloud, and waits 14 s for it where there is none.
+os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
 
 
 @pytest.fixture(scope="session")
