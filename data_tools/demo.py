@@ -21,8 +21,8 @@ _TEST_SHARE = 0.2
 def make_shapes(folder: Path, num_per_class: int, seed: int = 0) -> None:
     """Write `<folder>/<shape>/<number>.png`, num_per_class RGB images of 32 px for each of SHAPES.
 
-    Only the outline depends on the class: colours (light on dark), background, position, size, angle and noise are random.
-    An image is a function of (seed, class, number), so a larger num_per_class does not change the first ones.
+    Only the outline depends on the class: colours (light on dark), background, position, size, angle and noise are
+    random. An image is a function of (seed, class, number), so a larger num_per_class does not change the first ones.
     """
     for label, (name, draw) in enumerate(SHAPES.items()):
         (folder / name).mkdir(parents=True, exist_ok=True)

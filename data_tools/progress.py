@@ -22,10 +22,10 @@ _SECONDS_BEFORE_BAR = 1.0
 class ProgressMeter:
     """Counts finished images and bytes; shows images/s, MB/s and the remaining time on stderr.
 
-    total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle, such as
-    "sharded". folder: where progress.json is written, or None. A thread replaces the file every ten seconds,
-    because a shard may take minutes; it is removed when the block ends, so a file that no longer changes is from a killed job.
-    No file is written to an object store: the job may be ending because the store cannot be reached.
+    total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle,
+    such as "sharded". folder: where progress.json is written, or None. A thread replaces the file every ten seconds,
+    because a shard may take minutes; it is removed when the block ends, so a file that no longer changes is from a
+    killed job. No file is written to an object store: the job may be ending because the store cannot be reached.
     """
 
     def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
@@ -85,7 +85,10 @@ class ProgressMeter:
 
     def _line(self) -> str:
         images_per_second, bytes_per_second = self._rates(time.monotonic())
-        line = f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {images_per_second:,.0f} images/s, {bytes_per_second / 1e6:.1f} MB/s"
+        line = (
+            f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {images_per_second:,.0f} images/s,"
+            f" {bytes_per_second / 1e6:.1f} MB/s"
+        )
         left = self._left(images_per_second)
         return line if left is None else f"{line}, {duration(left)} left"
 
@@ -129,7 +132,9 @@ class ProgressMeter:
 
 @contextlib.contextmanager
 def reading(path: AnyPath, done: str) -> Iterator[BinaryIO]:
-    """A file read once, sequentially, whose progress is shown on stderr. done: the operation as a participle, such as "unpacked"."""
+    """A file read once, sequentially, whose progress is shown on stderr. done: the operation as a participle, such as
+    "unpacked".
+    """
     interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
     with path.open("rb") as file:
         shown = {"total": file_size(path), "desc": f"{done} {path.name}", "unit_scale": True}

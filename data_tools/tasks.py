@@ -22,10 +22,11 @@ def tasks_on_cluster(
     folder: AnyPath,
     done: str,
 ) -> Iterator[tuple[Generator[tuple[int, R]], ProgressMeter]]:
-    """Context with (pairs of an argument's index and function's result, as tasks finish; their progress, which the caller adds to).
+    """Context with (pairs of an argument's index and function's result, as tasks finish; their progress, which the
+    caller adds to).
 
-    num_tasks: most tasks at a time; 0 is one for each CPU. total, shards, folder, done: as `ProgressMeter`. Tasks in flight are
-    cancelled when the block ends early.
+    num_tasks: most tasks at a time; 0 is one for each CPU. total, shards, folder, done: as `ProgressMeter`. Tasks in
+    flight are cancelled when the block ends early.
     """
     num_cpus = ray_tasks.connect(num_tasks)
     with (

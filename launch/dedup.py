@@ -16,9 +16,9 @@ There, dedup/report.json has their number, and dedup/pairs.png shows the pairs, 
   On a Ray cluster whose nodes share a file system (absolute paths):
       ray job submit --working-dir . -- python launch/dedup.py data=/data/imagenet21k against=[/data/imagenet:val]
 
-After an interruption, run the same command again. Shards are read once, also for other test images (dedup/thumbnails keeps
-1 KB per image), and searched once (dedup/search), also for another max_distance, except within a split. The data sets in
-against are only read.
+After an interruption, run the same command again. Shards are read once, also for other test images (dedup/thumbnails
+keeps 1 KB per image), and searched once (dedup/search), also for another max_distance, except within a split. The data
+sets in against are only read.
 """
 
 import sys

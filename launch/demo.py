@@ -120,7 +120,9 @@ def demo(config: DemoConfig) -> None:
 
 
 def command(config: DemoConfig, name: str, overrides: list[str]) -> list[str]:
-    """Returns the command line of launch/NAME.py on `config.ranks` local ranks, by torchrun, which starts them sooner than deepspeed."""
+    """Returns the command line of launch/NAME.py on `config.ranks` local ranks, by torchrun, which starts them sooner
+    than deepspeed.
+    """
     launcher = [str(Path(sys.executable).parent / "torchrun"), "--standalone", f"--nproc_per_node={config.ranks}"]
     settings = ["--config", str(ROOT / "configs" / "demo" / f"{name}.yaml"), f"out={config.out}", *overrides]
     return [*launcher, str(ROOT / "launch" / f"{name}.py"), *settings]
@@ -154,7 +156,9 @@ def run_and_kill(arguments: list[str], pointer: Path) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process and all its descendants: killing a process group would miss ranks, which have own sessions."""
+    """Send SIGKILL to a process and all its descendants: killing a process group would miss ranks, which have own
+    sessions.
+    """
     import psutil
 
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

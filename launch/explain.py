@@ -1,7 +1,9 @@
 """Command: draw figures that explain weights and their predictions. See `pipeline/explain/explain.py`.
 
 Draw figures that explain weights. For a ViT: attention, attention rollout, attention distance of each head,
-similarity of position embeddings, the patches' features as colours; with MAE's decoder its reconstructions. Also for a ResNet: filters of the first layer, and a sheet of predictions with the most confident mistakes first. See docs/explain.md.
+similarity of position embeddings, the patches' features as colours; with MAE's decoder its reconstructions. Also for a
+ResNet: filters of the first layer, and a sheet of predictions with the most confident mistakes first. See
+docs/explain.md.
 
   python launch/explain.py weights=runs/photos images=datasets/photos
   python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all

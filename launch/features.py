@@ -2,17 +2,17 @@
 
 Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
 without. Images are files, folders, tars or a data set, preprocessed exactly as for launch/evaluate.py. With
-like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet beside the table (holiday.similar.png). Runs in one
-process, on a GPU or a CPU.
+like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet beside the table
+(holiday.similar.png). Runs in one process, on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
   python launch/features.py weights=hf://facebook/dinov2-base images=holiday out=holiday.parquet image_size=224
   python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as
-launch/predict.py writes it), vector (float32), problem. The same images, weights and settings give the same bytes on the
-same machine. An unreadable image has no vector, and the reason in problem. More of them than max_bad_share, and than 10,
-are an error; with many, set max_bad_share=1. To read the table:
+launch/predict.py writes it), vector (float32), problem. The same images, weights and settings give the same bytes on
+the same machine. An unreadable image has no vector, and the reason in problem. More of them than max_bad_share, and
+than 10, are an error; with many, set max_bad_share=1. To read the table:
 
   table = pyarrow.parquet.read_table("train.parquet")
   vectors = numpy.stack(table["vector"].drop_null().to_numpy())           # (images, features)

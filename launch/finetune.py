@@ -1,4 +1,5 @@
-"""Command: fine-tune a Vision Transformer, `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value ...]`.
+"""Command: fine-tune a Vision Transformer, `deepspeed launch/finetune.py --config FILE init.weights=RUN [setting=value
+...]`.
 
 Fine-tune pre-trained weights on another data set, usually at a higher resolution: the head is replaced by a
 zero-initialised one, and positions are resampled to the new patch grid. The same command starts, resumes and

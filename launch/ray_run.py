@@ -27,15 +27,16 @@ Run a training command on a Ray cluster: one rank per GPU, or on CPUs if the clu
   ray job submit --working-dir . -- python launch/ray_run.py launch/pretrain.py \\
       --config configs/pretrain/vit_l16_imagenet21k.yaml out=/shared/runs data.path=/shared/imagenet21k
 
-`ray job stop` ends it like a signal under any other launcher: a checkpoint is committed, and the exit code (75) means that
-the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray waits for the commit.
+`ray job stop` ends it like a signal under any other launcher: a checkpoint is committed, and the exit code (75)
+means that the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so that Ray waits for the commit.
 """
 
 
 def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str]) -> int:
     if Path(command[0]).stem not in ("pretrain", "finetune"):
         raise UserError(
-            f"{command[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a launcher before it."
+            f"{command[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a"
+            " launcher before it."
         )
     settings = read_settings(RunConfig, command[1:])
     mixed = [("data.mix", entry.path) for entry in settings.data.mix]

@@ -1,8 +1,8 @@
 """Command: statistics and figures of a data set. See `data_tools/check/stats.py`.
 
-Compute and draw statistics of a data set: images per class, image sizes, aspect ratios, bytes, formats, labels per image,
-how well each shard is shuffled, and a sheet of samples. Reads only the manifest and the bytes of these samples. With values=..., measures the
-range of the values of the training images and records it (docs/images.md).
+Compute and draw statistics of a data set: images per class, image sizes, aspect ratios, bytes, formats, labels per
+image, how well each shard is shuffled, and a sheet of samples. Reads only the manifest and the bytes of these samples.
+With values=..., measures the range of the values of the training images and records it (docs/images.md).
 
       python launch/stats.py data=datasets/photos
       python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000

@@ -2,19 +2,19 @@
 
 Check every byte of a data set against its manifest, and report what is damaged.
 
-Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its checksum,
-key and label, and that it can be decoded (all images, or a share of decode_share).
+Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its
+checksum, key and label, and that it can be decoded (all images, or a share of decode_share).
 
       python launch/verify.py data=datasets/photos
       python launch/verify.py data=datasets/photos decode_share=0.01
       ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
 
 Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that
-training excludes them. Intact images of a damaged tar are still used, unless the tar has another size and lost no image: training
-refuses it until it is copied again.
+training excludes them. Intact images of a damaged tar are still used, unless the tar has another size and lost no
+image: training refuses it until it is copied again.
 
-Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no data
-set, no list of its shards).
+Exit code: 0 when nothing is damaged, 1 when something is, 2 when nothing could be checked (a mistake in the command, no
+data set, no list of its shards).
 """
 
 import sys

@@ -4,8 +4,8 @@ Prepare VTAB-1k's 19 tasks, as many as have their files: one data set per task, 
 train800val200 (both) and test. TensorFlow is not needed.
 
 originals contains one folder per source data set (16 of them), with the original archives as published: caltech101
-cifar100 dtd flowers102 pets sun397 svhn patch_camelyon eurosat resisc45 retinopathy clevr dmlab kitti dsprites smallnorb.
-docs/vtab.md lists the files; missing files are reported with their URL.
+cifar100 dtd flowers102 pets sun397 svhn patch_camelyon eurosat resisc45 retinopathy clevr dmlab kitti dsprites
+smallnorb. docs/vtab.md lists the files; missing files are reported with their URL.
 
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab
   Some tasks only, with copies prepared by tensorflow_datasets for missing originals:

@@ -6,8 +6,8 @@ and of all tasks, beside those of the ViT paper and of other sweeps.
   python launch/vtab_report.py sweeps=runs/vit_b16/vtab/vit_paper-finetune
   python launch/vtab_report.py sweeps=[runs/a/vtab/vit_paper-finetune,runs/b/vtab/vit_paper-finetune] names=[new,old]
 
-Writes report.md, report.html (self-contained), scores.csv, tasks.png and means.png. The mean of a group is left out if a
-task has no score, and the task is named.
+Writes report.md, report.html (self-contained), scores.csv, tasks.png and means.png. The mean of a group is left out if
+a task has no score, and the task is named.
 """
 
 import sys

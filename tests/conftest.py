@@ -25,8 +25,8 @@ from pipeline.process import waits
 # The fixtures that make a test one of a row of its own (the Makefile's), by the name of its marker.
 ROWS = {"hosts": {"can_have_hosts"}, "ray": {"ray_cluster", "own_ray"}, "ranks": {"forge"}}
 
-# A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be all
-# that tests start.
+# A shell without job control (the Makefile's) starts what runs in the background with SIGINT ignored, and so would be
+# all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without credentials, AWS's library asks the metadata service of a cloud, and waits 14 s for it where there is none.
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
@@ -51,7 +51,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notice_after_600(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A function that puts forward the clock of waits, which are said after 600 s of it: never because a machine is slow."""
+    """A function that puts forward the clock of waits, which are said after 600 s of it: never because a machine is
+    slow.
+    """
     ahead = [0.0]
 
     def forward(seconds: float) -> None:
@@ -137,7 +139,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Every collection of garbage would look at a million objects of what the tests' files import, for half a second."""
+    """Every collection of garbage would look at a million objects of what the tests' files import, for half a
+    second.
+    """
     gc.disable()
     try:
         return (yield)
@@ -150,7 +154,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Of two workers, have the second import the files from the end on: in a fresh copy, each finds half of them compiled by the other."""
+    """Of two workers, have the second import the files from the end on: in a fresh copy, each finds half of them
+    compiled by the other.
+    """
     report = yield
     if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
         report.result.reverse()
@@ -173,7 +179,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether not even to import a file: for one row, those without its tests. All imports together take ten seconds."""
+    """Whether not even to import a file: for one row, those without its tests. All imports together take ten
+    seconds.
+    """
     row = config.option.markexpr
     if row in ROWS and collection_path.name.startswith("test_") and not _may_have(row, collection_path):
         return True

@@ -91,7 +91,9 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written in the README: from sharding to the score, from published weights, from scratch, and without labels."""
+    """As written in the README: from sharding to the score, from published weights, from scratch, and without
+    labels.
+    """
     monkeypatch.chdir(ROOT)
     classes = {"shard": ShardConfig, "pretrain": RunConfig, "finetune": RunConfig, "evaluate": ScoreConfig}
 

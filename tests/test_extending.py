@@ -78,7 +78,8 @@ def refused(function, *arguments):
     except UserError as error:
         return str(error)
 
-# Weights that were saved without the field are read, and described by the same bytes. (safetensors itself shuffles its metadata.)
+# Weights that were saved without the field are read, and described by the same bytes.
+# (safetensors itself shuffles its metadata.)
 models.save(models.load("before.safetensors"), "after.safetensors")
 before, after = (open_safetensors(Path(f"{name}.safetensors"))[1] for name in ("before", "after"))
 assert before == after and before.keys() == {"format", "vit-weights"}
@@ -93,7 +94,8 @@ assert "cannot hold final_norm = False" in refused(as_plain, without, "timm", ("
 
 # --help
 shown = fields_help(RunConfig)
-assert "model.final_norm  (true|false; default true; another value is another run)\\n      Normalise the tokens after the last block." in shown
+assert "model.final_norm  (true|false; default true; another value is another run)\\n" in shown
+assert "Normalise the tokens after the last block." in shown
 """
 
 
@@ -102,7 +104,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Check -> its traceback, if it fails with a copy of the code that all diffs were applied to."""
     code, work = (tmp_path_factory.mktemp(name) for name in ("code", "work"))
     for name in ("pipeline", "data_tools", "launch"):
-        # With the compiled files, which stay valid; not with those that another test's process is writing: they get another name.
+        # With the compiled files, which stay valid; not with those that another test's process is writing: they get
+        # another name.
         shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for diff, _ in EXAMPLES.values():
         subprocess.run(["git", "apply", "-"], cwd=code, input=diff, text=True, check=True)
@@ -116,7 +119,9 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def failures_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same of the examples' checks with the code as it is: in another process, as other tests register an objective simclr in theirs."""
+    """The same of the examples' checks with the code as it is: in another process, as other tests register an objective
+    simclr in theirs.
+    """
     work = tmp_path_factory.mktemp("without")
     for name in EXAMPLES:
         (work / name).mkdir()

@@ -1,4 +1,5 @@
-"""Whatever documentation, docstrings, comments and config headers mention exists: files, sections, settings, names, commands.
+"""Whatever documentation, docstrings, comments and config headers mention exists: files, sections, settings, names,
+commands.
 
 One rule each, without a list of exceptions: what is written as the name of a thing of this project is looked up.
 """
@@ -67,7 +68,9 @@ def sources() -> Iterator[tuple[str, str]]:
 
 # ---------------------------------------------------------------------- files and sections
 def test_files_exist() -> None:
-    """Paths that begin with a folder of this project, which has no Python in configs/; placeholders have capital letters or dots."""
+    """Paths that begin with a folder of this project, which has no Python in configs/; placeholders have capital
+    letters or dots.
+    """
     pattern = re.compile(rf"(?<![\w/.<{{-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
     missing = {
         (name, mentioned)
@@ -266,7 +269,8 @@ def lines_of_commands() -> list[tuple[str, str]]:
     for name, text in sources():
         for line in text.replace("\\\n", " ").splitlines():
             if re.search(
-                r"^\s*(?:[A-Z_]+=\S+ )*(?:python|\.venv/bin/python|deepspeed|ray job submit|torchrun)\b.* launch/\w+\.py\b",
+                r"^\s*(?:[A-Z_]+=\S+ )*(?:python|\.venv/bin/python|deepspeed|ray job submit|torchrun)\b.*"
+                r" launch/\w+\.py\b",
                 line,
             ):
                 found.append((name, line))

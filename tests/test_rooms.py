@@ -1,4 +1,6 @@
-"""The library has rooms only, and none starts a process of a room above; what a room may import is in pyproject.toml."""
+"""The library has rooms only, and none starts a process of a room above; what a room may import is in
+pyproject.toml.
+"""
 
 import ast
 import re
@@ -18,7 +20,9 @@ def test_only_rooms_stand_in_the_library() -> None:
 
 
 def test_a_room_starts_no_process_of_a_room_above() -> None:
-    """A module named in a string, as for `python -m MODULE`, must be one that could be imported; docstrings may name any."""
+    """A module named in a string, as for `python -m MODULE`, must be one that could be imported; docstrings may name
+    any.
+    """
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(c["layers"] for c in contracts if c["name"] == "Imports between the rooms go down this list")
 

@@ -1,4 +1,6 @@
-"""Runs a piece of a benchmark in a process of its own, which may fail, crash, hang or exhaust the GPU without ending the rest."""
+"""Runs a piece of a benchmark in a process of its own, which may fail, crash, hang or exhaust the GPU without ending
+the rest.
+"""
 
 import contextlib
 import multiprocessing

@@ -1,7 +1,7 @@
 """Benchmark of training on one GPU within a time budget: the order of measurements, and the choice of settings.
 
-Each measurement (`gpu_step.py`) is a process of its own with a time limit: running out of memory, a crash or a compiler that
-takes too long is a row of the result. What is worth most comes first, and every row is written at once.
+Each measurement (`gpu_step.py`) is a process of its own with a time limit: running out of memory, a crash or a compiler
+that takes too long is a row of the result. What is worth most comes first, and every row is written at once.
 """
 
 import math

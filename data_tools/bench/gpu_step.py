@@ -1,6 +1,8 @@
-"""One training step in many configurations, each checked and timed on one device: what `gpu_bench.py` runs in processes of their own.
+"""One training step in many configurations, each checked and timed on one device: what `gpu_bench.py` runs in processes
+of their own.
 
-Every function that `gpu_bench.py` calls is a generator of rows (dicts for JSON), and may choose the kernels of its process. Models start from the same weights, and see one batch.
+Every function that `gpu_bench.py` calls is a generator of rows (dicts for JSON), and may choose the kernels of its
+process. Models start from the same weights, and see one batch.
 """
 
 import copy
@@ -70,8 +72,8 @@ class Case:
 class Setup:
     """One way to compute the step; the default is plain PyTorch, with torch's choice of kernels.
 
-    engine: DeepSpeed's engine at ZeRO stage 1, and the batch copied from host memory, as in training. compile, fused: as the engine's
-    settings, of the engine alone. deterministic: as `engine.deterministic`, of both.
+    engine: DeepSpeed's engine at ZeRO stage 1, and the batch copied from host memory, as in training. compile, fused:
+    as the engine's settings, of the engine alone. deterministic: as `engine.deterministic`, of both.
     """
 
     engine: bool = False
@@ -146,7 +148,9 @@ def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def objective(case: Case, loss: str) -> Iterator[Row]:
-    """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to fit a GPU."""
+    """One row of the engine's step of an objective, `train.loss`, with as many of the case's images as are predicted to
+    fit a GPU.
+    """
     # For each objective the defaults are those of its recipe for ImageNet-1k.
     run = settings(case, f"train.loss={loss}", "model.representation=false", "augment.crop=random_resized")
     config = objectives.new_backbone(run, NUM_CLASSES)
@@ -165,7 +169,8 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
 
 
 def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int) -> Iterator[Row]:
-    """One row: medians over the two rounds of a run on a data set, each of `steps` steps with a checkpoint, after one round more.
+    """One row: medians over the two rounds of a run on a data set, each of `steps` steps with a checkpoint, after one
+    round more.
 
     log_every: steps between log lines. decoders: threads.
     The last log line precedes the evaluation at the end of the run.

@@ -1,4 +1,6 @@
-"""What `bench.py gpu` found: rows in a JSON file, which configurations are exact, which is the fastest, and the tables."""
+"""What `bench.py gpu` found: rows in a JSON file, which configurations are exact, which is the fastest, and the
+tables.
+"""
 
 import json
 import os
@@ -21,9 +23,11 @@ _PLAIN = asdict(Setup())
 
 
 class BenchResults:
-    """Rows of measurements. `add` replaces the JSON file, so that what was measured survives a kill. file: empty is none.
+    """Rows of measurements. `add` replaces the JSON file, so that what was measured survives a kill. file: empty is
+    none.
 
-    A step is exact if each of its first losses is within `tolerance` of the plain step's (relative), and its kernels are deterministic.
+    A step is exact if each of its first losses is within `tolerance` of the plain step's (relative), and its kernels
+    are deterministic.
     """
 
     def __init__(self, file: str, tolerance: float) -> None:
@@ -84,8 +88,14 @@ class BenchResults:
         gpu = find_gpu(device)
         sheet = gpu.tflops if gpu else 0.0
         parts = [
-            f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}: `{self.facts['command']}`",
-            f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet {sheet:,.0f} (0: unknown).",
+            (
+                f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}:"
+                f" `{self.facts['command']}`"
+            ),
+            (
+                f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet"
+                f" {sheet:,.0f} (0: unknown)."
+            ),
             *(self._table(part) for part in ("step", "shards", "objectives", "fit")),
         ]
         for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:

@@ -20,8 +20,8 @@ _GREY = np.full((_SIDE, _SIDE, 3), 225, np.uint8)
 def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> bytes:
     """A PNG of num_images samples, from the largest class to the smallest, with class names and sizes.
 
-    class_counts: (K,) int64, images of each class; without any, the samples are chosen from all. An unreadable image is a
-    grey tile with that word.
+    class_counts: (K,) int64, images of each class; without any, the samples are chosen from all. An unreadable image is
+    a grey tile with that word.
     """
     there = np.flatnonzero(class_counts)
     by_size = there[np.argsort(-class_counts[there], kind="stable")]
@@ -51,7 +51,9 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:
-    """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number; without classes, of all."""
+    """Up to per_class rows of samples.parquet for each class, chosen by a hash of the row number; without classes, of
+    all.
+    """
     columns = ["offset", "size", "labels", "shard", "width", "height", "key"]
     table = open_parquet(dataset.path / SAMPLES_FILE).read(columns=columns)
     labels = table["labels"].combine_chunks()

@@ -28,7 +28,8 @@ SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * STEPS + 1) / STEPS)
 class SplitCounts:
     """Histograms of one split, int64. classes: (K,) labels of each class. labels: samples by number of labels.
 
-    width, height, short: samples by side length (bins SIDES). aspect: by width / height (ASPECTS). size: by bytes (SIZES).
+    width, height, short: samples by side length (bins SIDES). aspect: by width / height (ASPECTS). size: by bytes
+    (SIZES).
     formats: by file extension.
     """
 
@@ -65,9 +66,10 @@ def _count_split(rows: pa.Table, num_classes: int) -> SplitCounts:
 class ShardMix:
     """How the class distribution of a shard differs from that of its split.
 
-    largest: class with the most labels; largest_share: its share. distance: total variation distance, from 0 (equal) to 1
-    (disjoint). excess: chi-squared divided by its degrees of freedom; its expectation for a random sample is 1, for any number
-    of classes; a value far above 1 is a badly mixed shard. Of two classes, chance alone exceeds 3.8 in one shard of twenty, of ten 1.9.
+    largest: class with the most labels; largest_share: its share. distance: total variation distance, from 0 (equal) to
+    1 (disjoint). excess: chi-squared divided by its degrees of freedom; its expectation for a random sample is 1, for
+    any number of classes; a value far above 1 is a badly mixed shard. Of two classes, chance alone exceeds 3.8 in one
+    shard of twenty, of ten 1.9.
     """
 
     classes: int
@@ -97,8 +99,8 @@ def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
     values = pc.list_flatten(rows.column("labels")).to_numpy()
     if len(values) and not 0 <= values.min() <= values.max() < num_classes:
         raise UserError(
-            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are {counted(num_classes, 'class')} (0 to "
-            f"{num_classes - 1}). To see which: python launch/verify.py data=..."
+            f"{SAMPLES_FILE} has labels from {values.min()} to {values.max()}, but there are"
+            f" {counted(num_classes, 'class')} (0 to {num_classes - 1}). To see which: python launch/verify.py data=..."
         )
     return np.bincount(values, minlength=num_classes)
 

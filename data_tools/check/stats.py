@@ -37,7 +37,9 @@ _QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 
 
 def run(config: StatsConfig) -> dict[str, Any]:
-    """Write the report and figures into the folder, print a table, and send both to MLflow if it is set. Returns the content of stats.json."""
+    """Write the report and figures into the folder, print a table, and send both to MLflow if it is set. Returns the
+    content of stats.json.
+    """
     begin = time.monotonic()
     data = ray_tasks.shared_path("data", config.data)
     out = ray_tasks.shared_path("out", config.out) if config.out else data / "stats"

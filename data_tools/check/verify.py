@@ -54,7 +54,8 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     if isinstance(out, Path):
         try_output("out", out)  # The data set may be read-only.
     with only_writer(out), ExitStack() as stack:
-        # Checks with other folders write the same list: one that decodes a share would drop what another one just listed.
+        # Checks with other folders write the same list: one that decodes a share would drop what another one just
+        # listed.
         with suppress(OSError):  # The list of a read-only data set is not written.
             stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
         return _check(dataset, out, config, begin)
@@ -173,7 +174,9 @@ def _is_chosen(key: str, share: float) -> bool:
 
 
 def _listed(dataset: Dataset) -> set[tuple[str, str]]:
-    """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the list."""
+    """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the
+    list.
+    """
     table = exclusion.earlier_list(dataset, LIST)
     return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True))
 
@@ -207,7 +210,9 @@ def _write_details(found: pa.Table, path: AnyPath) -> None:
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
-    """Write the list of unfit samples. Returns None if there are none and no older list to replace, and if it cannot be written."""
+    """Write the list of unfit samples. Returns None if there are none and no older list to replace, and if it cannot be
+    written.
+    """
     unfit = found.filter(found["is_unfit"])
     path = dataset.path / exclusion.FOLDER / f"{LIST}.parquet"
     if not len(unfit) and not path.exists():
@@ -232,8 +237,8 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
         print(note)
     share = report["decoded"] / max(report["samples"], 1)
     read = (
-        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')}, {data_size(report['bytes'])} in "
-        f"{duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
+        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')},"
+        f" {data_size(report['bytes'])} in {duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
     )
     if report["is_whole"]:
         emptied = f"; {listed} is empty now" if listed else ""
@@ -259,6 +264,6 @@ def _remedy(dataset: Dataset) -> str:
     if dataset.info["source"].get("indexed"):
         return f"Copy the tars again from where they came (to {source}), and verify once more."
     return (
-        f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes damaged "
-        "shards again, and leaves intact ones as they are. Then verify once more."
+        f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes"
+        " damaged shards again, and leaves intact ones as they are. Then verify once more."
     )

@@ -1,7 +1,7 @@
 """The Ray task that checks one shard against its rows of the manifest: the tar, every header, every image.
 
-Findings about a sample (SAMPLE_KINDS: its bytes or its label cannot be trusted) exclude it from training. Findings about the
-tar (TAR_KINDS) do not: its samples may be intact.
+Findings about a sample (SAMPLE_KINDS: its bytes or its label cannot be trusted) exclude it from training. Findings
+about the tar (TAR_KINDS) do not: its samples may be intact.
 """
 
 import hashlib
@@ -65,7 +65,8 @@ FINDINGS = pa.schema(
 class VerifyJob:
     """One shard to check. rows: its columns of samples.parquet, None if that table cannot be read.
 
-    first_row: of the shard in its split. decode: keys of the images to decode; None is all. pixels: what images must be.
+    first_row: of the shard in its split. decode: keys of the images to decode; None is all. pixels: what images must
+    be.
     """
 
     folder: str
@@ -79,7 +80,9 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a job. decoded: number of decoded images. left_out: of these, by `decode.left_out`. findings: schema FINDINGS."""
+    """The result of a job. decoded: number of decoded images. left_out: of these, by `decode.left_out`. findings:
+    schema FINDINGS.
+    """
 
     bytes: int
     decoded: int

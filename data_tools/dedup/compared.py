@@ -1,4 +1,6 @@
-"""The splits that a search for copies compares: their images, what is known of each, and the Ray tasks that read them."""
+"""The splits that a search for copies compares: their images, what is known of each, and the Ray tasks that read
+them.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -73,7 +75,8 @@ def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.
     states = {out: load(job, "states")["states"] for out, job in every.items() if out in there}
     missing = [job for out, job in every.items() if out not in states]
     print(
-        f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; read earlier: {len(every) - len(missing):,}",
+        f"{counted(sum(map(len, parts)), 'image')} in {counted(len(every), 'shard')}; read earlier:"
+        f" {len(every) - len(missing):,}",
         flush=True,
     )
     amounts = [(len(job.offsets), int(job.sizes.sum())) for job in missing]
@@ -93,7 +96,9 @@ def run_tasks(
     searched: ComparedSplit,
     config: DedupConfig,
 ) -> None:
-    """Run Ray tasks. amounts: images and bytes of each. done: the verb in the past tense for progress, such as "read"."""
+    """Run Ray tasks. amounts: images and bytes of each. done: the verb in the past tense for progress, such as
+    "read".
+    """
     if not tasks:
         return
     total, folder = sum(images for images, _ in amounts), searched.dataset.path / FOLDER
@@ -132,6 +137,7 @@ def _check_readable(part: ComparedSplit, states: np.ndarray, max_bad_share: floa
     if len(bad) > BadBudget(max_bad_share).allowed(len(part)):
         keys = ", ".join(part.keys(bad[:3]))
         raise UserError(
-            f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than "
-            f"max_bad_share = {max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise max_bad_share."
+            f"{len(bad):,} of the {counted(len(part), 'image')} of {part.name} cannot be decoded, more than"
+            f" max_bad_share = {max_bad_share} allows: {keys}. Repair or remove them and shard again, or raise"
+            " max_bad_share."
         )

@@ -1,10 +1,11 @@
-"""Finds the images of a data set that are copies of test images: thumbnails of all images, then a search, one Ray task per shard.
+"""Finds the images of a data set that are copies of test images: thumbnails of all images, then a search, one Ray task
+per shard.
 
 Copies within a split are found by within_split.py.
 
-All output is in the data set's folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png, dedup/thumbnails/
-(one file per shard, named by the shard's sha256) and dedup/search/ (one folder per choice of test images, with one file per
-searched shard). Shards whose file exists are not read or searched again.
+All output is in the data set's folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png,
+dedup/thumbnails/ (one file per shard, named by the shard's sha256) and dedup/search/ (one folder per choice of test
+images, with one file per searched shard). Shards whose file exists are not read or searched again.
 """
 
 import hashlib
@@ -46,7 +47,9 @@ LIST, REPORT, SHEET, TESTS = "test_copies", "report.json", "pairs.png", "tests.n
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
-    """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is written."""
+    """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is
+    written.
+    """
     if config.within_split:
         return within_split.run(config)
     searched, tests = _open(config)
@@ -81,9 +84,9 @@ def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
         splits = [split] if split else dataset.splits
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
             raise UserError(
-                f"against = {entry} is the searched split itself: every image would be its own copy. Name another "
-                f"split of this data set (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')}) or "
-                "another data set. within_split=true finds near copies within the split."
+                f"against = {entry} is the searched split itself: every image would be its own copy. Name another split"
+                f" of this data set (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')})"
+                " or another data set. within_split=true finds near copies within the split."
             )
         for name in splits:
             tests[dataset.path, name] = compared_split(dataset, name, folder)
@@ -178,7 +181,7 @@ def _print(report: dict[str, Any]) -> None:
     for line in aligned(rows, 1):
         print(line)
     print(
-        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of test images; they are "
-        "counted by distance to the nearest test image"
+        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of test images;"
+        " they are counted by distance to the nearest test image"
     )
     print_not_compared([data, *report["against"]], report["seconds"])

@@ -47,7 +47,8 @@ def finish(
     report_file: str,
     sheet: tuple[str, bytes | None],
 ) -> str:
-    """Write the list, unless report["marked"] is False, then the report and the sheet of pairs; returns what was done, to be printed.
+    """Write the list, unless report["marked"] is False, then the report and the sheet of pairs; returns what was done,
+    to be printed.
 
     marks: EXCLUDED. sheet: its file's name and content; None removes an older one.
     """

@@ -1,12 +1,13 @@
-"""Finds pairs of images that may be copies: recompressed, resized, slightly cropped, mirrored, with other brightness or colours.
+"""Finds pairs of images that may be copies: recompressed, resized, slightly cropped, mirrored, with other brightness or
+colours.
 
-Each image is reduced to a grey thumbnail (32 x 32). Its DCT coefficients are used twice: the signs of the 64 lowest form a
-hash, by which a faiss index finds candidates; 255 of them are correlated, to reject most candidates and to estimate the
-crop. They are weighted by frequency, so that fine detail counts as much as the coarse layout that unrelated photographs
-share. The remaining pairs are verified on the images themselves (verify_pair.py).
+Each image is reduced to a grey thumbnail (32 x 32). Its DCT coefficients are used twice: the signs of the 64 lowest
+form a hash, by which a faiss index finds candidates; 255 of them are correlated, to reject most candidates and to
+estimate the crop. They are weighted by frequency, so that fine detail counts as much as the coarse layout that
+unrelated photographs share. The remaining pairs are verified on the images themselves (verify_pair.py).
 
-A cropped copy has another hash. Therefore each indexed image has the hashes of 36 crops and of their mirror images, and each
-image that is searched for, of which there are many more, has one hash.
+A cropped copy has another hash. Therefore each indexed image has the hashes of 36 crops and of their mirror images, and
+each image that is searched for, of which there are many more, has one hash.
 """
 
 from dataclasses import dataclass
@@ -17,20 +18,22 @@ import numpy as np
 
 SIDE = 32
 _FREQUENCIES = 16
-# The hashes (64 bits) of most copies differ in at most 7 bits, so that at least one of four tables of 16 bits has at most
-# one wrong bit. Many copies with 8 or 9 wrong bits are found as well.
+# The hashes (64 bits) of most copies differ in at most 7 bits, so that at least one of four tables of 16 bits has at
+# most one wrong bit. Many copies with 8 or 9 wrong bits are found as well.
 _MAX_BITS = 9
 _TABLES, _TABLE_BITS, _TABLE_FLIPS = 4, 16, 1
-# Crops remove up to 10 % of each side, in coarse steps for hashing and in fine steps for correlation (shares of a side).
+# Crops remove up to 10 % of each side, in coarse steps for hashing and in fine steps for correlation (shares of a
+# side).
 _HASH_STEP, _FINE_STEP = 0.05, 0.02
 _MAX_CROP = 0.1
 # Limits of 1 - correlation for the crop of the hash and for the best fine crop; 99 % of copies are below 0.4 and 0.2.
 _MAX_COARSE_DISTANCE = 0.7
 _MAX_FINE_DISTANCE = 0.3
-# Effective number of coefficients (participation ratio of their energy): 1.5 for a gradient, 65 for photographs (median).
+# Effective number of coefficients (participation ratio of their energy): 1.5 for a gradient, 65 for photographs
+# (median).
 _MIN_DETAIL = 10
-# Effective number of a thumbnail's 64 blocks whose variance (grey levels squared) is well above compression noise: 1 to 8
-# for an object's corner on a uniform background, up to 14 for one straight edge, 50 for photographs (median).
+# Effective number of a thumbnail's 64 blocks whose variance (grey levels squared) is well above compression noise: 1 to
+# 8 for an object's corner on a uniform background, up to 14 for one straight edge, 50 for photographs (median).
 _BLOCK, _BLOCK_NOISE, _MIN_BLOCKS = 4, 25.0, 16.0
 _MIN_SIDE_PIXELS = 16
 _BATCH = 1024
@@ -50,7 +53,9 @@ def _dct() -> np.ndarray:
 
 
 def _dct_of_interval(begin: float, end: float) -> np.ndarray:
-    """Returns (frequencies, SIDE): the DCT of the interval [begin, end] of a side, resized to the whole side by area."""
+    """Returns (frequencies, SIDE): the DCT of the interval [begin, end] of a side, resized to the whole side by
+    area.
+    """
     edges = np.linspace(begin, end, SIDE + 1) * SIDE
     pixel = np.arange(SIDE)
     overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
@@ -79,7 +84,9 @@ NUM_CROPS = 2 * len(_COARSE) ** 2
 
 
 def thumbnail(pixels: np.ndarray) -> np.ndarray:
-    """Resize (H, W, 3) uint8 RGB to (SIDE, SIDE) uint8 grey: by area, or bilinearly where a side is shorter than SIDE."""
+    """Resize (H, W, 3) uint8 RGB to (SIDE, SIDE) uint8 grey: by area, or bilinearly where a side is shorter than
+    SIDE.
+    """
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     height, width = grey.shape
     grey = cv2.resize(grey, (min(width, SIDE), min(height, SIDE)), interpolation=cv2.INTER_AREA)
@@ -113,7 +120,9 @@ class Likely:
 
 
 class ImageIndex:
-    """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found; None is all."""
+    """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found;
+    None is all.
+    """
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:
         self._thumbs = thumbs
@@ -133,7 +142,9 @@ class ImageIndex:
         self._num_added += len(rows)
 
     def find(self, thumbs: np.ndarray) -> Likely:
-        """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of thumbs."""
+        """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of
+        thumbs.
+        """
         coefficients = _coefficients(thumbs)
         queries, tests, places = self.candidates(_hashes(coefficients))
         mirrored = places >= NUM_CROPS // 2
@@ -149,7 +160,8 @@ class ImageIndex:
         return Likely(queries[rows], tests[rows], np.array(crops, np.float32).reshape(-1, 4), mirrored[rows])
 
     def candidates(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns every pair whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair once.
+        """Returns every pair whose hashes ((queries,) uint64) differ in at most 7 bits, and some of up to 9; each pair
+        once.
 
         (3, pairs) int64: row of the query, row of the test image, index of its nearest crop hash.
         """
@@ -213,7 +225,9 @@ def _crop_hashes(thumbs: np.ndarray) -> np.ndarray:
 
 
 def _rotated(hashes: np.ndarray, table: int) -> np.ndarray:
-    """Hashes as (n, 8) uint8 with the bits of one table first: faiss's IndexBinaryHash builds its only table from them."""
+    """Hashes as (n, 8) uint8 with the bits of one table first: faiss's IndexBinaryHash builds its only table from
+    them.
+    """
     return np.roll(hashes.view(np.uint8).reshape(-1, 8), -2 * table, axis=1)
 
 

@@ -17,7 +17,9 @@ _GREY = np.full((_SIDE, _SIDE, 3), 128, np.uint8)
 
 
 def read_tile(tar: str, offset: int, size: int, caption: str, pixels: Pixels = RGB8) -> Tile:
-    """An image of a shard with its caption; a grey one in place of an unreadable one: equal files are copies, also damaged ones."""
+    """An image of a shard with its caption; a grey one in place of an unreadable one: equal files are copies, also
+    damaged ones.
+    """
     image = read_thumbnail(tar, offset, size, _SIDE, pixels)
     return captioned(_GREY if image is None else image, caption)
 

@@ -1,4 +1,6 @@
-"""Ray tasks that search for copies and write the pairs: in one shard of others' images, and in a block of images of each other."""
+"""Ray tasks that search for copies and write the pairs: in one shard of others' images, and in a block of images of
+each other.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -77,7 +79,8 @@ class Pairs:
 def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray | None = None) -> None:
     """Write everything the search needs about images to one file: 1.1 KB per image.
 
-    jobs: their shards; the images are counted in this order. chosen: (k,) int64, which of them, in the order of the file; None is all.
+    jobs: their shards; the images are counted in this order. chosen: (k,) int64, which of them, in the order of the
+    file; None is all.
     """
     starts = np.cumsum([0] + [len(job.offsets) for job in jobs])
     chosen = np.arange(starts[-1]) if chosen is None else chosen
@@ -127,7 +130,8 @@ def search_shard(job: SearchJob) -> None:
 
 
 def compare_block(job: BlockJob) -> None:
-    """Compare the images of a block in their order, each with those before it that are copies of none: write the nearest of these.
+    """Compare the images of a block in their order, each with those before it that are copies of none: write the
+    nearest of these.
 
     All of them must have thumbnails to compare (FINE). Raises UserError for a damaged shard or file.
     """
@@ -179,7 +183,9 @@ class _SearchedFor:
 
 
 def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray]) -> np.ndarray:
-    """Distances of likely pairs, float32. images: that of each pair, from `reduced`, which shows a part of the test image."""
+    """Distances of likely pairs, float32. images: that of each pair, from `reduced`, which shows a part of the test
+    image.
+    """
     pairs = zip(likely.test.tolist(), images, likely.crop, likely.mirrored.tolist(), strict=True)
     return np.array([distance(tests.read_reduced(test), *others) for test, *others in pairs], np.float32)
 

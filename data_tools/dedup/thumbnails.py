@@ -37,7 +37,8 @@ _NO_HASH = bytes(HASH_BYTES)
 class ThumbnailJob:
     """A shard to read. tar: its path. out: path of the thumbnails. offsets, sizes: (n,) int64.
 
-    first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros where it has none.
+    first_row: row of the shard's first sample in its split. hashes: (n,) V16, of the images by the manifest, zeros
+    where it has none.
     pixels: what the values of the images mean.
     """
 
@@ -80,8 +81,8 @@ def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob
 def make_thumbnails(job: ThumbnailJob) -> None:
     """Read one shard and write its thumbnails.
 
-    Raises UserError for a missing or changed shard, StorageError when the object store cannot be reached, and LostError when reading
-    fails because of the node or its storage.
+    Raises UserError for a missing or changed shard, StorageError when the object store cannot be reached, and LostError
+    when reading fails because of the node or its storage.
     """
     cv2.setNumThreads(1)
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
@@ -95,8 +96,8 @@ def make_thumbnails(job: ThumbnailJob) -> None:
                 hashes[i] = np.frombuffer(digest, np.uint8)
                 if job.hashes[i].tobytes() not in (digest, _NO_HASH):
                     raise UserError(
-                        f"{job.tar} has other bytes at {offset:,} than in the manifest. Repair it (launch/verify.py says how), and run the same "
-                        "command again."
+                        f"{job.tar} has other bytes at {offset:,} than in the manifest. Repair it (launch/verify.py"
+                        " says how), and run the same command again."
                     )
                 try:
                     pixels = picture(data, job.pixels)
@@ -116,7 +117,9 @@ def load(job: ThumbnailJob, *names: str) -> dict[str, np.ndarray]:
 
 
 def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
-    """The picture of an image that has a thumbnail, uint8 (H, W, 3). Raises UserError for a missing, damaged or changed shard."""
+    """The picture of an image that has a thumbnail, uint8 (H, W, 3). Raises UserError for a missing, damaged or changed
+    shard.
+    """
     try:
         with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
             return picture(_read(file, tar, offset, size), pixels)

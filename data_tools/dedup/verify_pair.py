@@ -29,8 +29,8 @@ def distance(test: np.ndarray, image: np.ndarray, crop: np.ndarray, mirrored: bo
     """Distance of two images, both from `reduced`: 0 for equal images, 1 for images with nothing in common.
 
     crop: (4,) top, bottom, left, right of the part of the test image that the image probably shows, within [0, 1].
-    1 - sum of the windows' covariances / sum of the means of their two variances, each window weighted by 1 / (variance +
-    noise). Returns the smaller of the distances with the given crop and after alignment.
+    1 - sum of the windows' covariances / sum of the means of their two variances, each window weighted by 1 / (variance
+    + noise). Returns the smaller of the distances with the given crop and after alignment.
     """
     top, bottom, left, right = (float(edge) for edge in crop)
     height = min(_SIDE, len(image), max(round(len(test) * (bottom - top)), _MIN_REDUCED))

@@ -1,13 +1,15 @@
-"""Finds the images of a split that are copies of one another, keeps the largest of those that are alike, and marks the others.
+"""Finds the images of a split that are copies of one another, keeps the largest of those that are alike, and marks the
+others.
 
-Images are taken from the largest (by pixels, then by bytes) to the smallest, in blocks: an index finds an image that shows a part
-of an indexed one, and a part has fewer pixels. One Ray task compares the images of a block in this order, each with those before it
-that are kept. Then all smaller images are compared with what is kept of the block, one task per shard; those that are copies are in no
-later block. So every marked image is a copy of one that is kept, and a thousand images of one scene cost about a thousand comparisons,
-not a million.
+Images are taken from the largest (by pixels, then by bytes) to the smallest, in blocks: an index finds an image that
+shows a part of an indexed one, and a part has fewer pixels. One Ray task compares the images of a block in this order,
+each with those before it that are kept. Then all smaller images are compared with what is kept of the block, one task
+per shard; those that are copies are in no later block. So every marked image is a copy of one that is kept, and a
+thousand images of one scene cost about a thousand comparisons, not a million.
 
 All output is in the data set's folder: exclude/near_copies.parquet, dedup/near_copies.json, dedup/near_copies.png, and
-dedup/search/ (one folder per choice of images and of max_distance, with the pairs of each task, so a killed job goes on).
+dedup/search/ (one folder per choice of images and of max_distance, with the pairs of each task, so a killed job goes
+on).
 """
 
 import hashlib
@@ -51,7 +53,9 @@ _BLOCK = 20_000
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
-    """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is written."""
+    """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is
+    written.
+    """
     data = open_dataset(ray_tasks.shared_path("data", config.data))
     own = compared_split(data, config.split, data.path / FOLDER / THUMBNAILS)
     with only_writer(data.path / FOLDER):
@@ -117,7 +121,9 @@ def _largest_first(own: ComparedSplit) -> np.ndarray:
 
 
 def _compare(own: ComparedSplit, left: np.ndarray, config: DedupConfig) -> Iterator[Pairs]:
-    """Yields the copies among the images left (rows, the largest first), each once, with the nearest of the kept ones of one block."""
+    """Yields the copies among the images left (rows, the largest first), each once, with the nearest of the kept ones
+    of one block.
+    """
     names = [f"{job.tar} {to_path(job.out).name}" for job in own.jobs]
     choice = hashlib.sha256(
         "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
@@ -176,7 +182,9 @@ def _compare_block(
 
 
 def _describe(own: ComparedSplit, copies: Pairs) -> tuple[pa.Table, list[tuple[Any, Any]], int]:
-    """Returns the exclusion list (EXCLUDED), pairs to draw, largest distance first, and how many copies have other labels."""
+    """Returns the exclusion list (EXCLUDED), pairs to draw, largest distance first, and how many copies have other
+    labels.
+    """
     table = own.dataset.table(own.split, verify=False)
     there, kept = (table.rows(rows, ["key", "labels"]) for rows in (copies.rows, copies.others))
     of = kept["key"].to_pylist()
@@ -192,9 +200,9 @@ def _print(report: dict[str, Any]) -> None:
     for line in aligned([["distance", *(f"<{edge:.2g}" for edge in edges[1:])], ["copies", *counted_by]], 1):
         print(line)
     print(
-        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of {data['images_with_copies']:,} "
-        f"others, which are kept (at most {data['most_copies_of_one']:,} of one); {data['copies_with_other_labels']:,} of them have other "
-        "labels than the kept image"
+        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of"
+        f" {data['images_with_copies']:,} others, which are kept (at most {data['most_copies_of_one']:,} of one);"
+        f" {data['copies_with_other_labels']:,} of them have other labels than the kept image"
     )
     if data["excluded_otherwise"]:
         print(f"not compared, since other lists exclude them: {counted(data['excluded_otherwise'], 'image')}")

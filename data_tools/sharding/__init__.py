@@ -1,7 +1,7 @@
 """Raw images to a sharded data set. Read shard.py first: `_run` shows the steps of a job in order.
 
-source -> listing (../sources) -> class rules and held-out samples (classes.py, holdout.py), merged exact copies (copies.py)
--> `make_plan`, which samples each shard holds -> `write_shard`, one Ray task for each shard -> manifest. index.py writes a
-manifest for existing WebDataset tars instead, in place. Imports sources/; called by `launch/shard.py`, `launch/index.py`,
-`launch/demo.py`, vtab/ and bench/.
+source -> listing (../sources) -> class rules and held-out samples (classes.py, holdout.py), merged exact copies
+(copies.py) -> `make_plan`, which samples each shard holds -> `write_shard`, one Ray task for each shard -> manifest.
+index.py writes a manifest for existing WebDataset tars instead, in place. Imports sources/; called by
+`launch/shard.py`, `launch/index.py`, `launch/demo.py`, vtab/ and bench/.
 """

@@ -19,13 +19,14 @@ from pipeline.settings.commands.data import ShardConfig
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
     """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
 
-    A sample that loses its last label is excluded, and counted in the notes. Raises UserError for a file that cannot be read
-    or names unknown classes, and when no sample is left.
+    A sample that loses its last label is excluded, and counted in the notes. Raises UserError for a file that cannot be
+    read or names unknown classes, and when no sample is left.
     """
     chosen = ("class_map", "class_list", "min_images", "holdout_per_class", "synset_names", "label_names")
     if not listing.classes and (given := [name for name in chosen if getattr(config, name)]):
         raise UserError(
-            f"{given[0]} = {getattr(config, given[0])} needs classes, but the images of {listing.source} have no labels."
+            f"{given[0]} = {getattr(config, given[0])} needs classes, but the images of {listing.source} have no"
+            " labels."
         )
     if config.class_map:
         listing = _merge(listing, config.class_map)
@@ -38,7 +39,8 @@ def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
         kept = [name for name, count in zip(listing.classes, counts, strict=True) if count > config.min_images]
         if not kept:
             raise UserError(
-                f"min_images = {config.min_images:,} leaves no class: the largest has {counted(counts.max(initial=0), 'image')}."
+                f"min_images = {config.min_images:,} leaves no class: the largest has"
+                f" {counted(counts.max(initial=0), 'image')}."
             )
         listing = _choose(listing, kept, f"of at most min_images = {counted(config.min_images, 'image')}")
     return listing
@@ -57,14 +59,16 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
         unknown = [name for name, is_new in zip(listing.classes, there & ~trained, strict=True) if is_new]
         if unknown:
             raise UserError(
-                f"{listing.source}: 'train' has no image of {len(unknown):,} of the {counted(int(there.sum()), 'class')} of {split!r}, such "
-                f"as {printable(unknown[0])!r}. Are its folders or labels those of the same classes? If they are, name the "
-                f"classes to keep: class_list=FILE.{' '.join(['', *_alike_classes(listing)])}"
+                f"{listing.source}: 'train' has no image of {len(unknown):,} of the"
+                f" {counted(int(there.sum()), 'class')} of {split!r}, such as {printable(unknown[0])!r}. Are its"
+                " folders or labels those of the same classes? If they are, name the classes to keep:"
+                f" class_list=FILE.{' '.join(['', *_alike_classes(listing)])}"
             )
 
 
 def readable_names(classes: list[str], synset_names: str, of_source: dict[str, str]) -> list[str] | None:
-    """The readable name of each class (the class itself where it has none): of the file synset_names, else of the source.
+    """The readable name of each class (the class itself where it has none): of the file synset_names, else of the
+    source.
 
     None without either. Raises UserError for a file that names no class, or one class twice.
     """
@@ -74,8 +78,8 @@ def readable_names(classes: list[str], synset_names: str, of_source: dict[str, s
     names = names_of_synsets(lines, f"synset_names = {synset_names}")
     if not names.keys() & set(classes):
         raise UserError(
-            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}. Its lines "
-            f"are 'wnid name', such as: {lines[0][:60]}"
+            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}."
+            f" Its lines are 'wnid name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
 
@@ -168,13 +172,16 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
 
 
 def _alike_classes(listing: Listing) -> list[str]:
-    """Messages about classes whose names look the same, as of one that was copied from macOS, or typed by two people."""
+    """Messages about classes whose names look the same, as of one that was copied from macOS, or typed by two
+    people.
+    """
     groups = defaultdict(list)
     for name in listing.classes:
         groups[" ".join(unicodedata.normalize("NFKC", name).casefold().replace("_", " ").split())].append(name)
     return [
-        f"{' and '.join(map(ascii, names))}: these names differ in case, spaces or the form of their Unicode characters only, and are different "
-        "classes here. If they are not, merge them: class_map=FILE, with a line 'old,new' for each"
+        f"{' and '.join(map(ascii, names))}: these names differ in case, spaces or the form of their Unicode characters"
+        " only, and are different classes here. If they are not, merge them: class_map=FILE, with a line 'old,new' for"
+        " each"
         for names in groups.values()
         if len(names) > 1
     ]
@@ -186,5 +193,6 @@ def _refuse_unknown(names: list[str], known: list[str], what: str) -> None:
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1) or known[:5]
         raise UserError(
-            f"{what}: {counted(len(unknown), 'name')} of no class, such as {unknown[0]!r}. Did you mean one of these: {', '.join(near)}?"
+            f"{what}: {counted(len(unknown), 'name')} of no class, such as {unknown[0]!r}. Did you mean one of these:"
+            f" {', '.join(near)}?"
         )

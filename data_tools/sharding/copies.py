@@ -1,7 +1,9 @@
-"""Exact copies, samples with equal bytes: merges those of a source into one sample with the labels of all, and counts those of a data set.
+"""Exact copies, samples with equal bytes: merges those of a source into one sample with the labels of all, and counts
+those of a data set.
 
-To merge, Ray tasks hash the samples whose size occurs more than once, in the order of their offsets in the source. The hashes of each
-task are kept in the parts folder until the data set is finished. To count, the hashes of the manifest are compared.
+To merge, Ray tasks hash the samples whose size occurs more than once, in the order of their offsets in the source. The
+hashes of each task are kept in the parts folder until the data set is finished. To count, the hashes of the manifest
+are compared.
 """
 
 import hashlib
@@ -56,8 +58,8 @@ class Copies:
 def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath) -> tuple[Listing, Copies]:
     """Returns the listing without copies, and what was merged.
 
-    Within a split, the first key of equal bytes is kept and gets the labels of all. Samples of 'train' with a copy in another
-    split are removed, so that no test image is trained on. Copies between other splits are kept.
+    Within a split, the first key of equal bytes is kept and gets the labels of all. Samples of 'train' with a copy in
+    another split are removed, so that no test image is trained on. Copies between other splits are kept.
 
     folder: where hashes are saved. num_tasks: concurrent tasks, 0 is one per CPU. out: folder of progress.json.
     """
@@ -82,7 +84,9 @@ class SplitCopies:
 
 
 def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
-    """Split -> its copies, without the samples that the lists `exclude` name (see `Dataset.split`). Raises UserError."""
+    """Split -> its copies, without the samples that the lists `exclude` name (see `Dataset.split`). Raises
+    UserError.
+    """
     found: dict[str, SplitCopies] = {}
     earlier: dict[str, np.ndarray] = {}
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
@@ -114,8 +118,8 @@ def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
         within, between = f"{command} within_split=true", f"{command} against={dataset.path}:"
         if num := copies.other_labels:
             lines.append(
-                f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude all but one of each: "
-                f"{within}"
+                f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude"
+                f" all but one of each: {within}"
             )
         lines += [
             f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {between}{other}"

@@ -39,7 +39,9 @@ def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
-    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples in the listing."""
+    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples
+    in the listing.
+    """
     if not listing.has_groups:
         return table
     chosen = listing.table.select(["key", "group"]).take(pa.array(rows)).to_pydict()
@@ -56,15 +58,17 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
     """
     counts = {split: _sizes(column) for split, column in groups.items()}
     lines = [
-        f"groups of {split}: {len(of):,}, of at most {counted(max(of.values()), 'image')} ({printable(max(of, key=of.__getitem__))!r})"
+        f"groups of {split}: {len(of):,}, of at most {counted(max(of.values()), 'image')}"
+        f" ({printable(max(of, key=of.__getitem__))!r})"
         for split, of in counts.items()
         if of
     ]
     for one, other in itertools.combinations(counts, 2):
         if both := sorted(counts[one].keys() & counts[other].keys()):
             lines.append(
-                f"warning: {counted(len(both), 'group')} with images in both {one!r} and {other!r}, such as {printable(both[0])!r}: a model "
-                f"that learnt from one of these splits is not scored on unseen groups by the other"
+                f"warning: {counted(len(both), 'group')} with images in both {one!r} and {other!r}, such as"
+                f" {printable(both[0])!r}: a model that learnt from one of these splits is not scored on unseen groups"
+                " by the other"
             )
     return lines
 
@@ -110,7 +114,9 @@ def _hash(texts: Sequence[str]) -> np.ndarray:
 
 
 def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
-    """Chosen by a hash of the key or of the group alone, so that more images or another seed do not change the choice."""
+    """Chosen by a hash of the key or of the group alone, so that more images or another seed do not change the
+    choice.
+    """
     if listing.has_groups:
         groups = pc.dictionary_encode(listing.table["group"].combine_chunks())
         hashes = _hash(groups.dictionary.to_pylist())[groups.indices.to_numpy()]
@@ -120,8 +126,8 @@ def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
     num_val, num_train = int(chosen.sum()), int((train & ~chosen).sum())
     if not num_val or not num_train:
         raise UserError(
-            f"val_share = {share} of {counted(num_val + num_train, 'image')}{' in whole groups' * listing.has_groups} leaves {num_train} for 'train' and "
-            f"{num_val} for 'val'. Use another val_share."
+            f"val_share = {share} of {counted(num_val + num_train, 'image')}{' in whole groups' * listing.has_groups}"
+            f" leaves {num_train} for 'train' and {num_val} for 'val'. Use another val_share."
         )
     return chosen
 
@@ -140,9 +146,9 @@ def _per_class(listing: Listing, train: np.ndarray, config: ShardConfig) -> np.n
     small = np.flatnonzero((counts <= config.holdout_per_class) & (counts > 0))
     if len(small):
         raise UserError(
-            f"holdout_per_class = {config.holdout_per_class} leaves nothing to train on of {counted(len(small), 'class')}, such as "
-            f"{listing.classes[small[0]]!r} with {counts[small[0]]}. Set min_images={config.holdout_per_class} to leave "
-            "them out, or hold out fewer."
+            f"holdout_per_class = {config.holdout_per_class} leaves nothing to train on of"
+            f" {counted(len(small), 'class')}, such as {listing.classes[small[0]]!r} with {counts[small[0]]}. Set"
+            f" min_images={config.holdout_per_class} to leave them out, or hold out fewer."
         )
     rank = np.arange(len(labels)) - (np.cumsum(counts) - counts)[labels]
     chosen = np.zeros(len(listing), bool)

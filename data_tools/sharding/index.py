@@ -1,7 +1,7 @@
 """Index existing WebDataset tars in place: nothing is copied or changed.
 
-The manifest refers to the tars at their present location. One Ray task reads each tar and writes its rows to a part file, so
-a killed job can be resumed.
+The manifest refers to the tars at their present location. One Ray task reads each tar and writes its rows to a part
+file, so a killed job can be resumed.
 """
 
 import contextlib
@@ -91,10 +91,11 @@ class IndexJob:
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """The result of a job, and the metadata of its part file, whose rows have null as the labels of a sample without any.
+    """The result of a job, and the metadata of its part file, whose rows have null as the labels of a sample without
+    any.
 
-    seen: the job, and size and version of the tar. skipped: (key, where, reason) of bad samples. has_labels: whether any sample has some,
-    also a bad one. left_out: number of images by `decode.left_out`.
+    seen: the job, and size and version of the tar. skipped: (key, where, reason) of bad samples. has_labels: whether
+    any sample has some, also a bad one. left_out: number of images by `decode.left_out`.
     """
 
     seen: dict[str, Any]
@@ -126,8 +127,8 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         is_other = bool(config.label_names) and names != known_class_names(source, files, config.label_names)
         if is_other or before != config.group_pattern:
             raise UserError(
-                f"{out} was indexed with group_pattern = {quoted(before)} and the classes {shortened(', '.join(names))}. Give these, or remove {INFO} and "
-                "index again."
+                f"{out} was indexed with group_pattern = {quoted(before)} and the classes"
+                f" {shortened(', '.join(names))}. Give these, or remove {INFO} and index again."
             )
     else:
         names = known_class_names(source, files, config.label_names)
@@ -186,7 +187,9 @@ def _probed(tars: list[AnyPath]) -> Iterator[tuple[str, StoredImage]]:
 
 
 def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
-    """The path relative to the data set's folder, so that both can be moved together; a URL for a tar in another bucket."""
+    """The path relative to the data set's folder, so that both can be moved together; a URL for a tar in another
+    bucket.
+    """
     if isinstance(tar, Path) and isinstance(out, Path):
         return os.path.relpath(tar, out)
     if isinstance(tar, Path):
@@ -244,7 +247,8 @@ def index_tar(job: IndexJob) -> IndexedTar:
 
 
 def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[IndexedTar], bool]:
-    """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are bad.
+    """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are
+    bad.
 
     If any has, a sample without labels is a bad one.
     """
@@ -261,8 +265,8 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
     if len(skipped) > BadBudget(config.max_bad_share).allowed(num_samples):
         raise UserError(
-            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share = {config.max_bad_share} "
-            f"allows: {reasons(skipped)}"
+            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share ="
+            f" {config.max_bad_share} allows: {reasons(skipped)}"
         )
     return ordered, is_labelled
 
@@ -300,8 +304,8 @@ def _finish(
         raise UserError(f"{source}: no tar of split {empty[0]!r} has an image that can be used: {reasons(skipped)}.")
     if names and not is_labelled:
         raise UserError(
-            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). Leave "
-            "them out."
+            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the"
+            " tars). Leave them out."
         )
     highest = (pc.max(pc.list_flatten(read_rows(part)["labels"])).as_py() for part, _ in kept)
     classes = names or [str(number) for number in range(1 + max((n for n in highest if n is not None), default=-1))]
@@ -332,8 +336,8 @@ def _refuse_others(finished: Dataset, results: list[IndexedTar]) -> None:
     known = {shard.name: shard for shard in finished.shards(verify=False)}
     if others := sorted(name for name in found.keys() | known.keys() if found.get(name) != known.get(name)):
         raise UserError(
-            f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when {finished.path / INFO} was "
-            f"written. Put back what was there, or remove {INFO} and index again."
+            f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when"
+            f" {finished.path / INFO} was written. Put back what was there, or remove {INFO} and index again."
         )
     if not finished.is_intact():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
@@ -349,6 +353,6 @@ def _print_done(dataset: Dataset, results: list[IndexedTar], seconds: float, ver
     num_skipped = sum(len(done.skipped) for done in results)
     skipped = f"skipped {counted(num_skipped, 'bad sample')} (see {SKIPPED})" if num_skipped else "skipped none"
     print(
-        f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(len(results) - empty, 'tar')}, {skipped}; "
-        f"{duration(seconds)}; fingerprint {dataset.fingerprint}"
+        f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(len(results) - empty, 'tar')},"
+        f" {skipped}; {duration(seconds)}; fingerprint {dataset.fingerprint}"
     )

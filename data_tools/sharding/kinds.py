@@ -1,6 +1,8 @@
-"""Decides what the images of a source are: 8-bit photographs, or arrays of other channels or types; and encodes those that are made of several.
+"""Decides what the images of a source are: 8-bit photographs, or arrays of other channels or types; and encodes those
+that are made of several.
 
-Nothing is guessed: a source whose images differ, or whose files have several pages, is refused with the settings that say what is meant.
+Nothing is guessed: a source whose images differ, or whose files have several pages, is refused with the settings that
+say what is meant.
 """
 
 import io
@@ -28,7 +30,8 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
-# The share of images that must be alike: the others are bad images, or, if only their type differs, those with values that it does not hold.
+# The share of images that must be alike: the others are bad images, or, if only their type differs, those with values
+# that it does not hold.
 _MOST = 0.8
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
@@ -67,9 +70,9 @@ def pixels_of(
 ) -> Pixels:
     """What the values of images mean, by the settings and the headers of some; not measured yet.
 
-    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file. is_split: each page is
-    a sample. Prints what the images are, unless they are photographs of 8 bits. Raises UserError where they differ, or have several pages
-    and no setting says what these are.
+    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file.
+    is_split: each page is a sample. Prints what the images are, unless they are photographs of 8 bits. Raises UserError
+    where they differ, or have several pages and no setting says what these are.
     """
     kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
     named: tuple[str, ...] = ()
@@ -90,8 +93,8 @@ def pixels_of(
     names = tuple(joined) or tuple(channels) or named or _default_names(num_channels)
     if len(names) != num_channels:
         raise UserError(
-            f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have {counted(num_channels, 'channel')}: "
-            f"{next(iter(examples.values()))}."
+            f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have"
+            f" {counted(num_channels, 'channel')}: {next(iter(examples.values()))}."
         )
     types = Counter(kind.type for kind in kinds.elements())
     common, count = types.most_common(1)[0]
@@ -99,13 +102,15 @@ def pixels_of(
         common = np.result_type(*types).name  # It holds the values of all.
     if len(types) > 1:
         print(
-            f"note: images have values of {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are "
-            f"read as {common}, and an image with a value that this does not hold is a bad one"
+            "note: images have values of"
+            f" {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are read"
+            f" as {common}, and an image with a value that this does not hold is a bad one"
         )
     found = sorted(value for value in declared if value is not None)
     if nodata is None and len(found) > 1:
         raise UserError(
-            f"images name several values of missing pixels: {', '.join(f'{v:g}' for v in found[:5])}. Say which: nodata=..."
+            f"images name several values of missing pixels: {', '.join(f'{v:g}' for v in found[:5])}. Say which:"
+            " nodata=..."
         )
     value = nodata if nodata is not None else found[0] if found else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
@@ -120,17 +125,17 @@ def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], p
         if not pages:
             kind = several[0]
             raise UserError(
-                f"images have several pages, such as {examples[kind]}. Say what they are: pages=channels (one image of "
-                f"{counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first or pages=middle (one "
-                "of them, the others are not used)."
+                f"images have several pages, such as {examples[kind]}. Say what they are: pages=channels (one image of"
+                f" {counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first"
+                " or pages=middle (one of them, the others are not used)."
             )
     channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
     counts = Counter(channels_of[kind] for kind in kinds.elements())
     num_channels, count = counts.most_common(1)[0]
     if count < _MOST * counts.total():
         raise UserError(
-            f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a folder of their own, "
-            "or reduce all to 8-bit RGB: to_rgb8=true"
+            f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a"
+            " folder of their own, or reduce all to 8-bit RGB: to_rgb8=true"
         )
     others = [kind for kind in kinds if channels_of[kind] != num_channels]
     _note_others(others, kinds, examples, counted(num_channels, "channel"))
@@ -143,8 +148,8 @@ def _note_others(
     """Print which images are bad ones, because most are of another kind."""
     if others:
         print(
-            f"note: of {kinds.total():,} images tried, {sum(kinds[kind] for kind in others):,} differ from most ({most}) and are bad images, such as "
-            f"{examples[others[0]]}"
+            f"note: of {kinds.total():,} images tried, {sum(kinds[kind] for kind in others):,} differ from most"
+            f" ({most}) and are bad images, such as {examples[others[0]]}"
         )
 
 
@@ -168,10 +173,12 @@ def _probed(listing: Listing, npz_array: str) -> Iterator[tuple[str, StoredImage
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
-    """One sample of all files that are its channels, by `channel_pattern` or `channel_columns`; the listing itself without either.
+    """One sample of all files that are its channels, by `channel_pattern` or `channel_columns`; the listing itself
+    without either.
 
-    A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises UserError for keys that
-    the pattern does not match, two files of one channel, and labels that differ within a sample.
+    A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises
+    UserError for keys that the pattern does not match, two files of one channel, and labels that differ within a
+    sample.
     """
     if not (config.channel_pattern or config.channel_columns):
         return listing
@@ -226,7 +233,8 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         others += f"; {counted(num_lacking, 'sample')} without a file for each channel left out"
         others += ", which missing_channels=mean keeps" * (config.missing_channels == "skip" and not config.to_rgb8)
     print(
-        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}: {', '.join(names.values())}{others}"
+        f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}:"
+        f" {', '.join(names.values())}{others}"
     )
     return replace(
         listing,
@@ -243,7 +251,8 @@ def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
     matches = [pattern.fullmatch(key) for key in keys]
     if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
         raise UserError(
-            f"channel_pattern = {text} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as {unmatched[0]!r}."
+            f"channel_pattern = {text} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as"
+            f" {unmatched[0]!r}."
         )
     return [(match["sample"], match["channel"]) for match in matches if match]
 
@@ -256,7 +265,8 @@ def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
 
 
 def split_pages(listing: Listing, config: ShardConfig) -> Listing:
-    """A sample for each page of each file with pages=samples, whose key ends in @0, @1, ...; the listing itself without it.
+    """A sample for each page of each file with pages=samples, whose key ends in @0, @1, ...; the listing itself without
+    it.
 
     Reads the headers of all files. A file that cannot be read stays one sample, which the job finds bad.
     """
@@ -365,7 +375,9 @@ def to_tiff(values: np.ndarray, description: str = "") -> bytes:
 
 
 def _to_rgb8(values: np.ndarray, names: Sequence[str], stored: StoredImage) -> np.ndarray:
-    """uint8 (H, W) or (H, W, 3): the range of the type becomes 0 to 255; of (H, W, C), the channels of `_rgb_places`. Raises DecodeError."""
+    """uint8 (H, W) or (H, W, 3): the range of the type becomes 0 to 255; of (H, W, C), the channels of `_rgb_places`.
+    Raises DecodeError.
+    """
     if values.dtype.name not in FULL_RANGE:
         raise DecodeError(f"{stored.describe()}: floating-point values have no range that could become 0 to 255")
     if values.shape[2] == 2:

@@ -80,7 +80,9 @@ _DECISIVE_IF_SET = (
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's range."""
+    """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's
+    range.
+    """
 
     order: np.ndarray
     names: list[str]
@@ -151,7 +153,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         pixels = source_pixels(listing, config)
         if config.resize_short and not pixels.is_rgb8:
             raise UserError(
-                f"resize_short = {config.resize_short} stores JPEGs, which cannot hold {pixels.describe()}. Leave it out."
+                f"resize_short = {config.resize_short} stores JPEGs, which cannot hold {pixels.describe()}. Leave it"
+                " out."
             )
         check_range(pixels, config.values)
         finished = open_dataset(out) if (out / INFO).exists() else None
@@ -189,7 +192,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     except StorageError:
         raise  # The object store cannot be reached, or refuses access: no clean-up is possible.
     except UserError:
-        # Unpacked data is kept for a restart once there is a plan. For a refused source only cached member lists are kept.
+        # Unpacked data is kept for a restart once there is a plan. For a refused source only cached member lists are
+        # kept.
         if not (out / PARTS / PLAN).exists():
             (remove_tree if existing else remove_unpacked)(out / STAGING)
         raise
@@ -218,7 +222,9 @@ def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
 def make_jobs(
     listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard], pixels: Pixels = RGB8
 ) -> Iterator[ShardingJob]:
-    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its images."""
+    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its
+    images.
+    """
     for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
         yield ShardingJob(
             source=str(listing.source),
@@ -254,15 +260,17 @@ def _run_jobs(
 
 
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
-    """Raises UserError when too many images are bad. num_read: images read so far, without items that could not be listed."""
+    """Raises UserError when too many images are bad. num_read: images read so far, without items that could not be
+    listed.
+    """
     num_items = len(listing) + len(listing.skipped)
     budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
         way_out = "" if listing.needs_all else f" or raise max_bad_share (now {config.max_bad_share})"
         raise UserError(
-            f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more than {budget:,} of {num_items:,}: "
-            f"{reasons(skipped)}. To go on, make them readable{way_out}, and run again; if you remove them, or their sizes change, choose another "
-            "out=... too."
+            f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more"
+            f" than {budget:,} of {num_items:,}: {reasons(skipped)}. To go on, make them readable{way_out}, and run"
+            " again; if you remove them, or their sizes change, choose another out=... too."
         )
 
 
@@ -292,8 +300,9 @@ def _finish(
     write_table(out / FILLED, ("key", "where"), filled)
     if filled:
         print(
-            f"note: {counted(len(filled), 'image')} of the source cannot be read completely, such as {filled[0][1]}; the rest is grey (see "
-            f"{FILLED}). If your copies are damaged, and not the originals: replace them, remove {out}, and run again."
+            f"note: {counted(len(filled), 'image')} of the source cannot be read completely, such as {filled[0][1]};"
+            f" the rest is grey (see {FILLED}). If your copies are damaged, and not the originals: replace them, remove"
+            f" {out}, and run again."
         )
     unread = Counter[str]()
     for done in results:
@@ -318,7 +327,8 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
     """Returns the finished data set. Raises UserError if a rewritten shard differs from the manifest."""
     if changed := _changed(results):
         raise UserError(
-            f"{out} is finished, and {changed} in the source since. Shard into a new folder (out=...), or put back what was there."
+            f"{out} is finished, and {changed} in the source since. Shard into a new folder (out=...), or put back what"
+            " was there."
         )
     for done in results:
         name = done.shard.name
@@ -426,8 +436,9 @@ def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _Data
     old, new = existing.source, identity["source"]
     what = difference(out / SOURCE_TABLE, listing)
     raise UserError(
-        f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']} has "
-        f"{new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the folder."
+        f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']}"
+        f" has {new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the"
+        " folder."
     )
 
 
@@ -450,8 +461,9 @@ def _print_listing(listing: Listing, seconds: float) -> None:
 def _print_copies(copies: Copies) -> None:
     within = len(copies.rows) - copies.of_test
     print(
-        f"merged {counted(within, 'exact copy')} into others of their split; left out {counted(copies.of_test, 'train image')} that are "
-        f"copies of images in other splits{f' (see {COPIES})' if copies.rows else ''}",
+        f"merged {counted(within, 'exact copy')} into others of their split; left out"
+        f" {counted(copies.of_test, 'train image')} that are copies of images in other"
+        f" splits{f' (see {COPIES})' if copies.rows else ''}",
         flush=True,
     )
 

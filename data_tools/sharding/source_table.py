@@ -32,7 +32,8 @@ def save(listing: Listing, path: AnyPath) -> None:
 
 
 def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Listing, str]:
-    """(the listing with the mtime COMPARE where path, which `save` wrote of the same samples, has another; text that counts and names these).
+    """(the listing with the mtime COMPARE where path, which `save` wrote of the same samples, has another; text that
+    counts and names these).
 
     In all rows if compare_all, or if path cannot be read.
     """
@@ -43,7 +44,10 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
             is_same = mtimes == open_parquet(path).read(columns=["mtime"])["mtime"].to_numpy()
     marked = pa.array(np.where(is_same, mtimes, COMPARE))
     rows = np.flatnonzero(~is_same)
-    what = f"{counted(len(rows), 'image')} {'to compare' if compare_all else 'with another time of change than at the last start'}"
+    what = (
+        f"{counted(len(rows), 'image')}"
+        f" {'to compare' if compare_all else 'with another time of change than at the last start'}"
+    )
     text = few(what, len(rows), listing.table["key"].take(pa.array(rows[:_NAMED])).to_pylist())
     return replace(listing, table=listing.table.set_column(column, "mtime", marked)), text
 

@@ -1,8 +1,9 @@
 """Measures the values of the images of a data set: its range, mean and deviation per channel, for `Pixels`.
 
-Each task counts how often each value occurs in the training images of one shard, and writes the counts to a file, so that a killed job can
-be resumed. Percentiles, mean and deviation follow from their sums, which are the same for any number of tasks. They are exact for types of
-up to 16 bits and for integers up to 2^21; larger integers and floats are rounded to `_FRACTION_BITS` first.
+Each task counts how often each value occurs in the training images of one shard, and writes the counts to a file, so
+that a killed job can be resumed. Percentiles, mean and deviation follow from their sums, which are the same for any
+number of tasks. They are exact for types of up to 16 bits and for integers up to 2^21; larger integers and floats are
+rounded to `_FRACTION_BITS` first.
 """
 
 import io
@@ -40,7 +41,9 @@ _MOST_WAITING = 2**20
 
 @dataclass(frozen=True)
 class ValuesJob:
-    """The images of one shard to count. offsets, sizes: of their bytes in the tar. part: path of the file with their counts."""
+    """The images of one shard to count. offsets, sizes: of their bytes in the tar. part: path of the file with their
+    counts.
+    """
 
     path: str
     pixels: Pixels
@@ -75,7 +78,8 @@ class ChannelCounts:
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """The result of a job. counts: of each channel. missing: for each channel, the number of NaN, nodata and padding pixels.
+    """The result of a job. counts: of each channel. missing: for each channel, the number of NaN, nodata and padding
+    pixels.
 
     bad: (offset, reason) of each image that cannot be read. made: False if it was counted by an earlier start.
     """
@@ -89,11 +93,13 @@ class ValueCounts:
 def measure_values(
     dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, max_bad_share: float = 0.001
 ) -> Dataset:
-    """Measure the values of the training split, else of the first one, record them in dataset.json, and print them. Returns the data set with measured pixels.
+    """Measure the values of the training split, else of the first one, record them in dataset.json, and print them.
+    Returns the data set with measured pixels.
 
-    values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits, else percentiles.
-    num_images: at most so many, evenly from all shards; 0 is all. Raises UserError if too many images cannot be read, if there are no
-    values, and as `check_range`.
+    values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits, else
+    percentiles.
+    num_images: at most so many, evenly from all shards; 0 is all. Raises UserError if too many images cannot be read,
+    if there are no values, and as `check_range`.
     """
     split = "train" if "train" in dataset.splits else dataset.splits[0]
     pixels = dataset.pixels
@@ -116,8 +122,8 @@ def measure_values(
             progress.add(len(jobs[number].offsets), sum(jobs[number].sizes), found.made)
     if len(bad) > BadBudget(max_bad_share).allowed(images):
         raise UserError(
-            f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and exclude them: python "
-            f"launch/verify.py data={dataset.path}"
+            f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and"
+            f" exclude them: python launch/verify.py data={dataset.path}"
         )
     totals = [total.total() for total in counts]
     if not all(len(total) for _, total in totals):
@@ -145,12 +151,15 @@ def check_range(pixels: Pixels, values: Sequence[str]) -> None:
         Pixels.full_range(pixels.channels, pixels.type)
     elif len(values) > 2 and len(values) != 2 * pixels.num_channels:
         raise UserError(
-            f"values = [{','.join(values)}] must be [low,high] for all, or for each of {counted(pixels.num_channels, 'channel')}."
+            f"values = [{','.join(values)}] must be [low,high] for all, or for each of"
+            f" {counted(pixels.num_channels, 'channel')}."
         )
 
 
 def value_jobs(dataset: Dataset, split: str, num_images: int, parts: AnyPath) -> list[ValuesJob]:
-    """One for each shard with images to count, without those that lists exclude. parts: folder of the files with the counts."""
+    """One for each shard with images to count, without those that lists exclude. parts: folder of the files with the
+    counts.
+    """
     pixels, shards = dataset.pixels, [shard for shard in dataset.shards() if shard.split == split]
     rows = pa.concat_tables(dataset.table(split).read(["offset", "size"]))
     chosen = np.delete(np.arange(len(rows)), excluded_rows(dataset, split, "all")[0])
@@ -171,7 +180,9 @@ def value_jobs(dataset: Dataset, split: str, num_images: int, parts: AnyPath) ->
 
 
 def count_values(job: ValuesJob) -> ValueCounts:
-    """The task: count the values of the images of a shard, unless an earlier start has. Raises LostError if the storage fails."""
+    """The task: count the values of the images of a shard, unless an earlier start has. Raises LostError if the storage
+    fails.
+    """
     part = to_path(job.part)
     if part.exists() and (found := _load(part, job.pixels)):
         return found
@@ -222,7 +233,9 @@ def is_value(values: np.ndarray, pixels: Pixels) -> np.ndarray:
 
 
 def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct values, float64; how often each occurs) of (n,), rounded where there are too many to be counted exactly."""
+    """(distinct values, float64; how often each occurs) of (n,), rounded where there are too many to be counted
+    exactly.
+    """
     kind = values.dtype
     if kind.kind in "uib" and kind.itemsize <= 2:
         low = int(FULL_RANGE[kind.name][0])
@@ -240,7 +253,9 @@ def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_values(pixels: Pixels, values: Sequence[str], totals: Sequence[tuple[np.ndarray, np.ndarray]]) -> Pixels:
-    """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: by channel, `ChannelCounts.total`."""
+    """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: by
+    channel, `ChannelCounts.total`.
+    """
     if list(values) == ["full"]:
         full = Pixels.full_range(pixels.channels, pixels.type)
         lows, highs = list(full.low), list(full.high)

@@ -37,8 +37,8 @@ from pipeline.settings.commands.data import ShardConfig
 _WRITEBACK = 2**23
 # Where the bytes of a sample are: columns of `Listing.rows`.
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
-# An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read, and what training does
-# not read of the source file (`decode.left_out`).
+# An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read,
+# and what training does not read of the source file (`decode.left_out`).
 _Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
@@ -47,11 +47,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardingJob:
-    """One shard to write. rows: of `Listing.rows`, in tar order. config: how images are stored and checked. convert: see `Listing`.
+    """One shard to write. rows: of `Listing.rows`, in tar order. config: how images are stored and checked. convert:
+    see `Listing`.
     pixels: what images must be.
 
-    known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is followed by
-    its labels.
+    known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is
+    followed by its labels.
     """
 
     source: str
@@ -70,9 +71,9 @@ class ShardingJob:
 class Done:
     """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
 
-    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key, where) of
-    each image that a conversion could not read completely. changed: keys of images that an existing shard has otherwise than the
-    source. All but `made` and `changed` is the metadata of its part file.
+    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key,
+    where) of each image that a conversion could not read completely. changed: keys of images that an existing shard has
+    otherwise than the source. All but `made` and `changed` is the metadata of its part file.
     """
 
     shard: Shard
@@ -88,9 +89,9 @@ class Done:
 def write_shard(job: ShardingJob) -> Done:
     """Write a shard and its part file (its rows of the manifest), unless both exist and are complete.
 
-    A shard of an unfinished data set is rewritten if one of its skipped images can be read now, or if one whose mtime is COMPARE
-    has other bytes than in the shard. Raises UserError when this node cannot access the folders, LostError when reading fails
-    because of the node or its storage, OSError when it cannot write.
+    A shard of an unfinished data set is rewritten if one of its skipped images can be read now, or if one whose mtime
+    is COMPARE has other bytes than in the shard. Raises UserError when this node cannot access the folders, LostError
+    when reading fails because of the node or its storage, OSError when it cannot write.
     """
     out, source = to_path(job.out), to_path(job.source)
     for folder in (out, source):
@@ -133,7 +134,9 @@ def part_path(out: AnyPath, shard_name: str) -> AnyPath:
 
 
 def write_part(path: AnyPath, table: pa.Table, about: str) -> None:
-    """Write a part file: a checksum, and Parquet of rows (schema ROWS) with metadata (JSON). A restarted job reads it."""
+    """Write a part file: a checksum, and Parquet of rows (schema ROWS) with metadata (JSON). A restarted job reads
+    it.
+    """
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata({b"part": about.encode()}), content)
     with replacing(path) as file:
@@ -224,7 +227,9 @@ def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
-    """Those of the keys whose image the existing shard has otherwise than the source: with other bytes, or only one of them has it."""
+    """Those of the keys whose image the existing shard has otherwise than the source: with other bytes, or only one of
+    them has it.
+    """
     if not keys:
         return []
     path = to_path(job.out) / job.name
@@ -292,7 +297,9 @@ def _decoded(image: Encoded, job: ShardingJob, is_filled: bool = False) -> _Imag
 
 
 def _is_spoilt_jpeg(data: bytes) -> bool:
-    """Whether pixels of a JPEG are missing. OpenCV, which converts some, only prints a warning and leaves grey there."""
+    """Whether pixels of a JPEG are missing. OpenCV, which converts some, only prints a warning and leaves grey
+    there.
+    """
     try:
         if data.startswith(b"\xff\xd8"):
             decode(data)

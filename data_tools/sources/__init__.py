@@ -30,8 +30,8 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
 
     staging: a folder for unpacked data (compressed tars, images in Parquet) and for cached member lists of tars in a
     bucket; its parent folder holds progress.json meanwhile.
-    Raises UserError for a missing source, a source without images, an empty class folder, a repeated key, a damaged archive,
-    and a source that does not have the given layout.
+    Raises UserError for a missing source, a source without images, an empty class folder, a repeated key, a damaged
+    archive, and a source that does not have the given layout.
     """
     if not source.exists():
         raise UserError(f"source = {source}: no such file or folder.")
@@ -48,8 +48,8 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
                 raise UserError(f"layout = {name} reads {layout.form}, but source = {source} is {form}.")
             if config.label_names and layout.by_folders:
                 raise UserError(
-                    f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders name "
-                    "the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
+                    f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders"
+                    " name the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
                 )
             splits = config.splits
             if splits == _ONE_SPLIT:

@@ -12,18 +12,23 @@ _MOST_CLASSES = 2**20
 
 
 class ClassNumbers:
-    """Maps labels (from 0) to class names. names: all class names in order; if empty, a class is named by its number."""
+    """Maps labels (from 0) to class names. names: all class names in order; if empty, a class is named by its
+    number.
+    """
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
         self._highest = -1
 
     def name(self, label: int, where: str) -> str:
-        """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of range."""
+        """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of
+        range.
+        """
         limit = len(self._names) or _MOST_CLASSES
         if not 0 <= label < limit:
             raise UserError(
-                f"{where}: label {quoted(label)} is out of range: labels begin at 0, and there are at most {limit:,} classes (label_names)."
+                f"{where}: label {quoted(label)} is out of range: labels begin at 0, and there are at most {limit:,}"
+                " classes (label_names)."
             )
         self._highest = max(self._highest, label)
         return self._names[label] if self._names else str(label)
@@ -40,8 +45,9 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
     """
     if names != of_first:
         raise UserError(
-            f"{where}: its classes are {shortened(', '.join(names)) or 'not named'}, but {shortened(', '.join(of_first)) or 'not named'} in {first}. If "
-            "both number the same classes, name these: label_names=FILE; else make each a data set of its own."
+            f"{where}: its classes are {shortened(', '.join(names)) or 'not named'}, but"
+            f" {shortened(', '.join(of_first)) or 'not named'} in {first}. If both number the same classes, name these:"
+            " label_names=FILE; else make each a data set of its own."
         )
 
 
@@ -59,7 +65,8 @@ def read_lines(path: str, setting: str) -> list[str]:
     lines = [line.strip() for line in text.rstrip().splitlines()]
     if setting == "label_names" and "" in lines:
         raise UserError(
-            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label {lines.index('')}. Name it, or remove the line."
+            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label"
+            f" {lines.index('')}. Name it, or remove the line."
         )
     if not any(lines):
         raise UserError(f"{setting} = {path} is empty.")
@@ -67,7 +74,9 @@ def read_lines(path: str, setting: str) -> list[str]:
 
 
 def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:
-    """WordNet's ID -> name, from lines 'wnid name'. where: their file, for errors. Raises UserError for an ID with two names."""
+    """WordNet's ID -> name, from lines 'wnid name'. where: their file, for errors. Raises UserError for an ID with two
+    names.
+    """
     names: dict[str, str] = {}
     for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
         if names.setdefault(wnid, name) != name:
@@ -80,7 +89,7 @@ def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:
 def read_names(path: str, setting: str) -> list[str]:
     """Class names, one per line. Raises UserError for a repeated name."""
     names = read_lines(path, setting)
-    (name, count) = Counter(names).most_common(1)[0]
+    name, count = Counter(names).most_common(1)[0]
     if count > 1:
         raise UserError(f"{setting} = {path} names {name!r} {count} times.")
     return names

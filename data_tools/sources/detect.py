@@ -81,8 +81,8 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
                 return "webdataset"
             if webdataset.is_numbered(tar):
                 raise UserError(
-                    f"{source}: is {tar.name} a shard of images without labels (layout=webdataset), or does each tar hold the "
-                    "images of a class (layout=imagenet21k)? Say which."
+                    f"{source}: is {tar.name} a shard of images without labels (layout=webdataset), or does each tar"
+                    " hold the images of a class (layout=imagenet21k)? Say which."
                 )
             return "imagenet21k"
     if first != source:

@@ -29,5 +29,7 @@ class Few:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds (SYSTEM_FOLDERS)."""
+    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds
+    (SYSTEM_FOLDERS).
+    """
     return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))

@@ -16,15 +16,17 @@ from pipeline.settings.commands.data import ShardConfig
 
 # A label in text, such as 7 or 7.0.
 WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
-# What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in addition.
+# What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in
+# addition.
 MISSING = frozenset([*pacsv.ConvertOptions().null_values, "None", "<NA>"])
 
 
 class LabelColumn:
-    """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as numbers.
+    """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as
+    numbers.
 
-    separator: between several labels in one text; if empty, a text is one label. missing: counts the texts that were read as a
-    missing label, without empty ones. Raises UserError for a column type that cannot hold labels.
+    separator: between several labels in one text; if empty, a text is one label. missing: counts the texts that were
+    read as a missing label, without empty ones. Raises UserError for a column type that cannot hold labels.
     """
 
     def __init__(self, field: pa.Field, where: str, names: list[str], separator: str = "") -> None:
@@ -34,10 +36,13 @@ class LabelColumn:
         self.missing = Counter[Any]()
 
     def check(self, field: pa.Field, where: str) -> None:
-        """Raise UserError if the column of another file holds numbers where that of the first holds text, or the reverse."""
+        """Raise UserError if the column of another file holds numbers where that of the first holds text, or the
+        reverse.
+        """
         if _are_numbers(field, where) != self._are_numbers:
             raise UserError(
-                f"{where}: column {field.name!r} holds text in one of this file and {self._first}, and numbers in the other. Give all files the same type."
+                f"{where}: column {field.name!r} holds text in one of this file and {self._first}, and numbers in the"
+                " other. Give all files the same type."
             )
 
     def names(self, value: Any, where: str) -> list[str]:
@@ -73,21 +78,21 @@ class LabelColumn:
 def label_column(there: list[str], config: ShardConfig, where: str, collector: Collector, before: str | None) -> str:
     """The label column of a table with these columns; "" if its images have no labels.
 
-    That is so if label_column is empty, and, with a note, if there is no column of its default name. before: what this returned for
-    the source's first table, None for that one. Raises UserError where only one of the two has labels.
+    That is so if label_column is empty, and, with a note, if there is no column of its default name. before: what this
+    returned for the source's first table, None for that one. Raises UserError where only one of the two has labels.
     """
     column = config.label_column
     if column not in there and column == ShardConfig.label_column and not config.label_names:
         column = ""
         if before is None:
             collector.notes.append(
-                f"{where} has no column {config.label_column!r}: its images have no labels. If another column holds labels, name it: "
-                f"label_column=NAME (there: {shortened(', '.join(there))})"
+                f"{where} has no column {config.label_column!r}: its images have no labels. If another column holds"
+                f" labels, name it: label_column=NAME (there: {shortened(', '.join(there))})"
             )
     if before is not None and bool(before) != bool(column):
         raise UserError(
-            f"{where} has {'labels' if column else 'no labels'}, but a table before it has {'none' if column else 'some'}. Shard them "
-            "into two data sets, or all without labels: label_column= ."
+            f"{where} has {'labels' if column else 'no labels'}, but a table before it has"
+            f" {'none' if column else 'some'}. Shard them into two data sets, or all without labels: label_column= ."
         )
     collector.is_labelled = bool(column)
     return column
@@ -108,7 +113,8 @@ def check_names(field: pa.Field, where: str, setting: str) -> None:
     """Raises UserError for a column type that cannot hold names of groups or splits."""
     if not (types.is_integer(value_type(field.type)) or is_text(field.type)):
         raise UserError(
-            f"{where}: column {field.name!r} ({setting}) holds {shortened(str(field.type))}, but it has to hold text or whole numbers."
+            f"{where}: column {field.name!r} ({setting}) holds {shortened(str(field.type))}, but it has to hold text or"
+            " whole numbers."
         )
 
 
@@ -123,12 +129,14 @@ def group_name(value: Any, where: str) -> str:
 
 
 def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -> None:
-    """Raises UserError for a column that is missing or there twice. wanted: (setting, name of the column, or "" for none)."""
+    """Raises UserError for a column that is missing or there twice. wanted: (setting, name of the column, or "" for
+    none).
+    """
     for setting, column in wanted:
         if column and column not in there:
             raise UserError(
-                f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}. The first line of a CSV names its columns, with commas "
-                "between, in a .tsv tabs."
+                f"{where} has no column {column!r} ({setting}). It has: {shortened(', '.join(there))}. The first line"
+                " of a CSV names its columns, with commas between, in a .tsv tabs."
             )
         if (count := there.count(column)) > 1:
             raise UserError(f"{where} has {count} columns {column!r} ({setting}). Rename all but one.")
@@ -142,7 +150,7 @@ def _are_numbers(field: pa.Field, where: str) -> bool:
     kind = value_type(kind)
     if not (types.is_integer(kind) or is_text(kind)):
         raise UserError(
-            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers (of pandas, as type Int64) or "
-            "lists of them. For images without labels: label_column= ."
+            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers (of"
+            " pandas, as type Int64) or lists of them. For images without labels: label_column= ."
         )
     return types.is_integer(kind)

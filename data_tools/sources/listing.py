@@ -18,9 +18,11 @@ from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate
 
-# split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside the
-# source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the container.
-# packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header). group: "" without.
+# split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside
+# the source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the
+# container.
+# packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header). group:
+# "" without.
 # mtime: time of the last change of the file, or of its container, in ns; 0 if unknown.
 # Large strings, because 14 million keys exceed 2 GiB.
 TABLE = pa.schema(
@@ -46,8 +48,8 @@ Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
 _ADVICE = (
-    "For images without labels: layout=images. For labels in a table: layout=list source=labels.csv, with a first line path,label and a line "
-    "for each image."
+    "For images without labels: layout=images. For labels in a table: layout=list source=labels.csv, with a first line"
+    " path,label and a line for each image."
 )
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
@@ -59,11 +61,13 @@ class Listing:
     table: schema TABLE, sorted by split and key, in one chunk. notes: messages for the user about what was ignored.
     skipped: items that belong to the data set but cannot be used; they count as bad images.
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
-    written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries for
-    `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names: readable names of
-    classes, if the source has them. is_labelled: whether its shards have labels; False for a source of images alone.
-    needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel, their names;
-    then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page, of a file that is several samples.
+    written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries
+    for `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names:
+    readable names of classes, if the source has them. is_labelled: whether its shards have labels; False for a source
+    of images alone.
+    needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel,
+    their names; then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page,
+    of a file that is several samples.
     """
 
     source: AnyPath
@@ -101,7 +105,9 @@ class Listing:
         return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
 
     def digest(self) -> str:
-        """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source is."""
+        """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source
+        is.
+        """
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
         counts = pc.list_value_length(self.table["labels"]).to_numpy()
         for start in range(0, len(self), _BATCH):
@@ -117,10 +123,11 @@ class Listing:
         return digest.hexdigest()
 
     def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs of the given rows: columns key, labels, name, offset, size, packed, mtime of TABLE, path, page, and parts.
+        """What a task needs of the given rows: columns key, labels, name, offset, size, packed, mtime of TABLE, path,
+        page, and parts.
 
-        path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts: (path, offset, size,
-        packed) of the files of its channels, None for one that it lacks; [] if it is one file.
+        path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts:
+        (path, offset, size, packed) of the files of its channels, None for one that it lacks; [] if it is one file.
         """
         table = self.table.take(pa.array(numbers))
         rows = table.to_pydict()
@@ -157,19 +164,19 @@ def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListA
 class Collector:
     """Receives the items of a source from a layout's `walk`, and builds the Listing.
 
-    A layout of class folders reports every folder and file by `folder` and `file` (names relative to the source, with slashes;
-    the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each image by `sample`, or
-    by `file` with is_labelled=False.
+    A layout of class folders reports every folder and file by `folder` and `file` (names relative to the source, with
+    slashes; the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each
+    image by `sample`, or by `file` with is_labelled=False.
 
     classes: all class names in order, if the layout defines an order; else they are sorted.
     root: the folder that the names of separate files are relative to, if it is not the source.
-    rename: maps the name of a file to `<split's folder>/<class>/<name>`, for class-folder layouts with other names; raises
-    ValueError for a file without a class.
-    prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets its
-    container's prefix.
+    rename: maps the name of a file to `<split's folder>/<class>/<name>`, for class-folder layouts with other names;
+    raises ValueError for a file without a class.
+    prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets
+    its container's prefix.
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
-    is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes. inside: put before
-    each name of a file.
+    is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
+    inside: put before each name of a file.
     progress: closed by `finish`.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
@@ -283,7 +290,8 @@ class Collector:
         group: str = "",
         mtime: int = 0,
     ) -> None:
-        """Report a sample; see TABLE. key: may have dots. classes: names of all its classes. mtime: without a container.
+        """Report a sample; see TABLE. key: may have dots. classes: names of all its classes. mtime: without a
+        container.
 
         A sample whose name is not allowed in a tar is skipped; a leading slash of the key is removed, as by tar.
         """
@@ -321,7 +329,8 @@ class Collector:
         for split, number in self._numbers.items():
             if not pc.any(pc.equal(table["split"], number)).as_py():
                 raise UserError(
-                    f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no images{self._but_skipped()}."
+                    f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no"
+                    f" images{self._but_skipped()}."
                     + f" {self._no_images.counted('file')} without an image extension: {self._no_images}."
                     * bool(self._no_images.count)
                 )
@@ -349,7 +358,8 @@ class Collector:
         if self.prefixes and len(repeated(table)):
             table = sorted_by_key(with_prefixes(table, self.prefixes))
             notes.append(
-                f"keys repeat between tars: each gets the name of its tar as a prefix, such as {table['key'][0].as_py()}"
+                "keys repeat between tars: each gets the name of its tar as a prefix, such as"
+                f" {table['key'][0].as_py()}"
             )
         if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
             table = sorted_by_key(with_extensions(table, twice))
@@ -360,13 +370,15 @@ class Collector:
         notes += self._ignored()
         if self._outside.count:
             notes.append(
-                f"ignored {self._outside.counted('image')} outside the folders of splits = {self.splits}: {self._outside}"
+                f"ignored {self._outside.counted('image')} outside the folders of splits = {self.splits}:"
+                f" {self._outside}"
             )
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         if self.by_folders and self.is_labelled and len(classes) == 1:
             notes.append(
-                f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels: layout=images)"
+                f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels:"
+                " layout=images)"
             )
         num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
         if num_bare and self.is_labelled:
@@ -398,22 +410,26 @@ class Collector:
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
             if not any(counts.values()):
                 raise UserError(
-                    f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in "
-                    f"<class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE} "
-                    f"{'; '.join(self._ignored())}"
+                    f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in"
+                    f" <class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE}"
+                    f" {'; '.join(self._ignored())}"
                 )
             like = sorted(name for name in counts if name.lower() in LIKE_SPLITS)
-            # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but folders.
+            # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but
+            # folders.
             if len(like) == len(counts) or len({(split, name) for name in like} - self._flat) > 1:
                 say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in like)
                 raise UserError(
-                    f"{where}: class folders are called {', '.join(like)}, like splits. If they are, say so: {' '.join(say)}"
+                    f"{where}: class folders are called {', '.join(like)}, like splits. If they are, say so:"
+                    f" {' '.join(say)}"
                 )
-            # Left out, it would shift the numbers of the classes after it once it is filled; as a class, it would have no image.
+            # Left out, it would shift the numbers of the classes after it once it is filled; as a class, it would have
+            # no image.
             if empty := [printable(name) for name, count in sorted(counts.items()) if not count]:
                 some = ", ".join(empty[:5]) + ", ..." * (len(empty) > 5)
                 raise UserError(
-                    f"{where}: {counted(len(empty), 'class folder')} without images: {some}. Fill or remove what is empty."
+                    f"{where}: {counted(len(empty), 'class folder')} without images: {some}. Fill or remove what is"
+                    " empty."
                 )
             if len(counts) == 1 and not any(of == split for of, _ in self._flat):
                 only = next(iter(counts))
@@ -435,8 +451,9 @@ class Collector:
         if len(twice):
             first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
             raise UserError(
-                f"{self.source}: {first} and {second} have the same key, {keys[int(twice[0])].as_py()!r} ({counted(len(twice), 'such key')}). A key "
-                "is the name without the extension, in tars of samples up to its first dot, and dots become _. Rename or remove one."
+                f"{self.source}: {first} and {second} have the same key, {keys[int(twice[0])].as_py()!r}"
+                f" ({counted(len(twice), 'such key')}). A key is the name without the extension, in tars of samples up"
+                " to its first dot, and dots become _. Rename or remove one."
             )
 
 

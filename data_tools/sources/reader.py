@@ -23,7 +23,8 @@ from pipeline.data.storage.retry import StorageError
 PIXELS = -1
 # Limit of an image file, so that a wrong size cannot fill the memory of a worker.
 _MAX_BYTES = 2**30
-# Flag of a zip member whose CRC-32 is in a descriptor after its data, and the bytes of the latter up to the end of the CRC-32.
+# Flag of a zip member whose CRC-32 is in a descriptor after its data, and the bytes of the latter up to the end of the
+# CRC-32.
 _HAS_DESCRIPTOR, _DESCRIPTOR_BYTES = 0x8, 8
 # Errors caused by the file itself. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of machine or storage.
 _OF_THE_FILE = {
@@ -102,7 +103,9 @@ def raise_if_lost(error: Exception, path: str) -> None:
 
 @contextlib.contextmanager
 def lost_if_unreadable(path: str) -> Iterator[None]:
-    """Raises LostError in place of an error of the machine or its storage while a tar is read. (A full disk is one of writing.)"""
+    """Raises LostError in place of an error of the machine or its storage while a tar is read. (A full disk is one of
+    writing.)
+    """
     try:
         yield
     except OSError as error:

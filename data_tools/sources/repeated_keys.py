@@ -21,7 +21,9 @@ def repeated(table: pa.Table) -> np.ndarray:
 
 
 def with_extensions(table: pa.Table, twice: np.ndarray) -> pa.Table:
-    """The table with the extension of the file added to the keys of these rows and of those after them: a/1 to a/1_jpg."""
+    """The table with the extension of the file added to the keys of these rows and of those after them: a/1 to
+    a/1_jpg.
+    """
     rows = np.union1d(twice, twice + 1)
     names = table["name"].take(pa.array(rows)).to_pylist()
     keys = np.array(table["key"].to_pylist(), object)

@@ -27,9 +27,9 @@ def split_files(
 ) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about compressed tars of these
-    splits, which are left out. Raises UserError for a split without files, when one split would take files that look like several splits, and
-    for an unfinished data set.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about
+    compressed tars of these splits, which are left out. Raises UserError for a split without files, when one split
+    would take files that look like several splits, and for an unfinished data set.
     """
     if source.is_file():
         found = {source.name: source}
@@ -52,17 +52,18 @@ def split_files(
         of_packed = [name for name in packed if name.startswith(splits[split])]
         if of_packed and of_split:
             notes.append(
-                f"warning: {counted(len(of_packed), 'compressed tar')} of {source} left out, such as {printable(of_packed[0])}. To use them, unpack each "
-                "to a .tar (gzip -d, ...)"
+                f"warning: {counted(len(of_packed), 'compressed tar')} of {source} left out, such as"
+                f" {printable(of_packed[0])}. To use them, unpack each to a .tar (gzip -d, ...)"
             )
         elif of_packed:
             raise UserError(
-                f"{source}: {of_packed[0]} is compressed, and only plain tars have places from which one image can be read. Unpack it "
-                "(gzip -d, ...) to a .tar."
+                f"{source}: {of_packed[0]} is compressed, and only plain tars have places from which one image can be"
+                " read. Unpack it (gzip -d, ...) to a .tar."
             )
         elif not of_split:
             raise UserError(
-                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There: {', '.join(sorted(paths)[:5])}."
+                f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There:"
+                f" {', '.join(sorted(paths)[:5])}."
             )
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
@@ -70,7 +71,9 @@ def split_files(
 
 
 def refuse_unfinished(folder: AnyPath) -> None:
-    """Raise UserError for the folder of a data set that launch/shard.py has not finished: its tars are a part of them."""
+    """Raise UserError for the folder of a data set that launch/shard.py has not finished: its tars are a part of
+    them.
+    """
     if (folder / PARTS / PLAN).exists() and not (folder / INFO).exists():
         raise UserError(f"{folder} is a data set that launch/shard.py has not finished. Run its command again first.")
 

@@ -1,4 +1,6 @@
-"""The 16 source data sets of VTAB-1k: files and their URLs, numbers of images, and boundaries of the splits (datasets.yaml)."""
+"""The 16 source data sets of VTAB-1k: files and their URLs, numbers of images, and boundaries of the splits
+(datasets.yaml).
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +12,9 @@ UNREADABLE = "/t/track/outdoor/sun_aophkoiosslinihb.jpg"
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A published file. size: in bytes, 0 if not published. sha256: hex, "" if not published. url: may require a login."""
+    """A published file. size: in bytes, 0 if not published. sha256: hex, "" if not published. url: may require a
+    login.
+    """
 
     name: str
     url: str
@@ -42,11 +46,11 @@ class LaterVersion:
 class DataSet:
     """A source data set. name: name of its folder. counts: number of samples of each pool.
 
-    tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses. tfds_later: is
-    read if that is missing. val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always
-    the beginning of `train`.)
-    alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get or use
-    the files.
+    tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses.
+    tfds_later: is read if that is missing. val: val200 is the first 200 samples of this part. test: all samples of this
+    part. (train800 is always the beginning of `train`.)
+    alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get
+    or use the files.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Finds the origin of a task's images (published files, a prepared copy of tensorflow_datasets, or lists), and reads it."""
+"""Finds the origin of a task's images (published files, a prepared copy of tensorflow_datasets, or lists), and reads
+it.
+"""
 
 import csv
 from collections.abc import Callable
@@ -62,7 +64,9 @@ def given(config: VtabPrepareConfig) -> dict[str, str]:
 
 
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
-    """Returns the first of originals, tfds and lists that has a folder for the task. Raises MissingError if none has."""
+    """Returns the first of originals, tfds and lists that has a folder for the task. Raises MissingError if none
+    has.
+    """
     dataset = DATASETS[task.dataset]
     looked: list[AnyPath] = []
     if config.originals:
@@ -116,8 +120,8 @@ def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:
         keys = original.pools[pool].keys
         if len(keys) - (UNREADABLE in keys) != expected:
             raise UserError(
-                f"{folder} has {counted(len(keys), 'image')} of {pool!r}, but {expected:,} were published. Is a file missing? "
-                "(published=false uses the files as they are; the scores are then not those of VTAB.)"
+                f"{folder} has {counted(len(keys), 'image')} of {pool!r}, but {expected:,} were published. Is a file"
+                " missing? (published=false uses the files as they are; the scores are then not those of VTAB.)"
             )
     if len(original.classes) != task.num_classes:
         raise UserError(

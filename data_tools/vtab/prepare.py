@@ -1,4 +1,5 @@
-"""Makes a data set of each task of VTAB-1k: a task is a source of the sharding job, with a key, a label and a split per sample.
+"""Makes a data set of each task of VTAB-1k: a task is a source of the sharding job, with a key, a label and a split per
+sample.
 
 keys.parquet, beside the manifest, has pool, key and label of every sample from which the splits were chosen, so that
 `prove.py` can compute them again from the data set alone.
@@ -32,7 +33,8 @@ from pipeline.settings.commands.data import ShardConfig, VtabPrepareConfig
 
 
 def run(config: VtabPrepareConfig) -> None:
-    """Make, complete or verify the data set of every task whose files exist, and list the missing ones; or prove the splits.
+    """Make, complete or verify the data set of every task whose files exist, and list the missing ones; or prove the
+    splits.
 
     A failed task does not stop the others. A task whose data set exists counts as ready without its files. Raises
     UserError for a setting that is not a folder; and, after all tasks, if one failed or a requested one is missing.

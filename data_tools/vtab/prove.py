@@ -1,4 +1,5 @@
-"""Proves that the splits of prepared tasks are those of VTAB-1k: computes them again from the keys, and compares the manifest.
+"""Proves that the splits of prepared tasks are those of VTAB-1k: computes them again from the keys, and compares the
+manifest.
 
 Images are not read; `launch/verify.py` compares the shards with the manifest.
 """
@@ -67,7 +68,9 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
     if about["from"] == "lists":
-        yield "it was made from lists, which have no keys; a data set made from the published files or tfds can be proved"
+        yield (
+            "it was made from lists, which have no keys; a data set made from the published files or tfds can be proved"
+        )
         return
     if not dataset.is_intact():
         yield "the manifest's tables are not those that dataset.json was written with"

@@ -14,7 +14,9 @@ _NAMED = 3
 
 
 def read_about(dataset: Dataset) -> dict[str, Any] | None:
-    """Returns the entry of `prepare.py` in dataset.json, None for other data sets. Raises UserError for an invalid entry."""
+    """Returns the entry of `prepare.py` in dataset.json, None for other data sets. Raises UserError for an invalid
+    entry.
+    """
     where = str(dataset.path / INFO)
     source = json_record.convert(dataset.info.get("source"), dict[str, Any], where, "source")
     if source.get("vtab") is None:
@@ -29,7 +31,8 @@ def read_about(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def as_recorded(listing: Listing, out: AnyPath) -> Listing:
-    """Returns the listing without its table of keys if the finished data set in out has another: dataset.json has the digest of that one.
+    """Returns the listing without its table of keys if the finished data set in out has another: dataset.json has the
+    digest of that one.
 
     Another origin of the same samples lists the keys in another order. (The sharding job refuses other samples.)
     """

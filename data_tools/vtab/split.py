@@ -1,7 +1,8 @@
-"""Chooses the samples of VTAB-1k's train800, val200 and test from their keys alone, so that anyone can check the splits.
+"""Chooses the samples of VTAB-1k's train800, val200 and test from their keys alone, so that anyone can check the
+splits.
 
-tensorflow_datasets stores the samples of each of its splits (here: pools) in the order of md5(name of the pool + key), and
-VTAB takes ranges of that order as its splits.
+tensorflow_datasets stores the samples of each of its splits (here: pools) in the order of md5(name of the pool + key),
+and VTAB takes ranges of that order as its splits.
 """
 
 import hashlib
@@ -54,11 +55,14 @@ def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mappin
         fit = all(start < end <= limit for (start, end), limit in zip(inside, limits, strict=False))
         if len(set(keys)) != len(keys) or not fit:
             raise UserError(
-                f"{name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of their own, are too few for its splits."
+                f"{name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of their"
+                " own, are too few for its splits."
             )
 
 
 def shard_key(pool: str, key: str) -> str:
-    """Returns the key in shards, such as train/banded/banded_0002, without dots and leading slashes, which have a meaning there."""
+    """Returns the key in shards, such as train/banded/banded_0002, without dots and leading slashes, which have a
+    meaning there.
+    """
     stem, ext = os.path.splitext(key)
     return f"{pool}/{(stem if ext.lower() in EXTENSIONS else key).lstrip('/')}".replace(".", "_")

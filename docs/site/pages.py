@@ -1,7 +1,8 @@
-"""Adds pages to the documentation's site that are written elsewhere: the README, CONTRIBUTING.md and every command's settings.
+"""Adds pages to the documentation's site that are written elsewhere: the README, CONTRIBUTING.md and every command's
+settings.
 
-MkDocs calls the functions `on_...` while it builds (`make docs`). No command does its work: its script runs up to the call of
-`main`, which is asked for the settings' class and the text of `--help`.
+MkDocs calls the functions `on_...` while it builds (`make docs`). No command does its work: its script runs up to the
+call of `main`, which is asked for the settings' class and the text of `--help`.
 """
 
 import html
@@ -66,7 +67,10 @@ def _command_page(name: str) -> Iterator[str]:
     cls, about = _asked(name)
     yield from _as_markdown(about)
     yield "\n## Settings\n"
-    yield "Required ones first. In a file as nested YAML (`--config FILE`), on the command line as `section.field=value`.\n"
+    yield (
+        "Required ones first. In a file as nested YAML (`--config FILE`), on the command line as"
+        " `section.field=value`.\n"
+    )
     yield from _table(cls)
     if cls is RunConfig:
         for loss in OBJECTIVES:

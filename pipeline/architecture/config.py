@@ -1,7 +1,8 @@
 """The configurations of the models: `ViTConfig` and `ResNetConfig`.
 
-A field is saved with weights and checkpoints, and read as its default from files that were made without it. What a run may set has the
-same name in `ModelConfig` (settings/run_sections.py), with its documentation and its range. What uses the field is in `pipeline/model/`.
+A field is saved with weights and checkpoints, and read as its default from files that were made without it. What a run
+may set has the same name in `ModelConfig` (settings/run_sections.py), with its documentation and its range. What uses
+the field is in `pipeline/model/`.
 """
 
 from dataclasses import dataclass
@@ -23,14 +24,16 @@ Gelu = Literal["tanh", "erf", "quick"]
 Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
 Positions = Literal["learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none"]
 QkvBias = Literal["qkv", "qv", "none"]
-# Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4; pixels.
+# Targets (ViT paper, B.1.2): the mean colour at 3 bits per channel; 16 such colours, of the patch resized to 4 x 4;
+# pixels.
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
 # How weights of 8-bit RGB begin on images of other channels (pipeline/model/channels.py).
 ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
-# Fields that change neither the weights nor what they compute after training, so a run may set them for weights that exist.
+# Fields that change neither the weights nor what they compute after training, so a run may set them for weights that
+# exist.
 ONLY_TRAIN = ("dropout", "drop_path", "rope_shift", "rope_jitter", "rope_rescale")
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17
@@ -101,8 +104,9 @@ class ViTConfig(Fields):
             self.check_covered()
         if self.num_tokens > _MAX_TOKENS:
             raise UserError(
-                f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels} pixels is "
-                f"{counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a smaller image."
+                f"model: image_size = {self.image_size[0]} x {self.image_size[1]} in patches of {self.patch_pixels}"
+                f" pixels is {counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a"
+                " smaller image."
             )
         if self.masked:
             self._check_masked()
@@ -110,55 +114,59 @@ class ViTConfig(Fields):
     def _check_masked(self) -> None:
         if self.masked != "pixels" and not self.pixels.is_rgb8:
             raise UserError(
-                f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have {self.pixels.describe()}. Use masked pixels "
-                "(train.loss=masked_pixels)."
+                f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have"
+                f" {self.pixels.describe()}. Use masked pixels (train.loss=masked_pixels)."
             )
         if self.num_classes or self.representation or self.pools_by_attention or self.axial:
             raise UserError(
-                "model: masked patch prediction reads patch tokens, so it has no classes, representation layer, attention "
-                "pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
+                "model: masked patch prediction reads patch tokens, so it has no classes, representation layer,"
+                " attention pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
             )
         if self.masked == "small_patch" and self.patch_pixels % 4:
             raise UserError(
-                f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels. Use "
-                "a patch side divisible by 4, or mean_color."
+                f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels."
+                " Use a patch side divisible by 4, or mean_color."
             )
 
     def _check_registers(self) -> None:
         needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
         if self.registers and (needs_positions or self.pool == "map" or self.masked):
             raise UserError(
-                "model: registers have no position, and the head does not read them. Use them with a pool other than map, "
-                "positions at the stem that are not relative, and neither axial blocks nor masked patch prediction."
+                "model: registers have no position, and the head does not read them. Use them with a pool other than"
+                " map, positions at the stem that are not relative, and neither axial blocks nor masked patch"
+                " prediction."
             )
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
             if self.changes_rope or self.rope_side is not None:
                 raise UserError(
-                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not have. Set "
-                    "model.rope_base=100, or leave them out."
+                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not"
+                    " have. Set model.rope_base=100, or leave them out."
                 )
             return
         if self.axial or self.positions == "relative":
             raise UserError(
-                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and relative "
-                "positions do in their way. Use it with another model and other positions, such as positions=none."
+                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and"
+                " relative positions do in their way. Use it with another model and other positions, such as"
+                " positions=none."
             )
         if self.head_dim % 4:
             raise UserError(
-                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} = {self.head_dim}."
+                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} ="
+                f" {self.head_dim}."
             )
 
     def _check_norms(self) -> None:
         if self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked):
             raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither class_norm nor "
-                "masked patch prediction."
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither"
+                " class_norm nor masked patch prediction."
             )
         if self.class_norm and not self.has_class_token:
             raise UserError(
-                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean, both or attentive."
+                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean,"
+                " both or attentive."
             )
 
     def _check_positions(self) -> None:
@@ -180,16 +188,19 @@ class ViTConfig(Fields):
                 nearest = " or ".join(str(size) for size in (side - unseen, side - unseen + patch) if size)
                 why = f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
                 raise UserError(
-                    f"model: image_size = {side} is not divisible by patch_size = {patch}{why}. Nearest sizes: {nearest}."
+                    f"model: image_size = {side} is not divisible by patch_size = {patch}{why}. Nearest sizes:"
+                    f" {nearest}."
                 )
 
     def check_any_grid(self) -> None:
-        """Raise UserError if the model reads images of one size only, because its attention or positions depend on the grid."""
+        """Raise UserError if the model reads images of one size only, because its attention or positions depend on the
+        grid.
+        """
         if self.axial or self.positions == "relative":
             why = "axial attention" if self.axial else "relative positions"
             raise UserError(
-                f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use a model "
-                "without it, or views of one size."
+                f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use"
+                " a model without it, or views of one size."
             )
 
     @property
@@ -225,8 +236,8 @@ class ViTConfig(Fields):
         if not any(self.unseen):
             return ""
         return (
-            f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the last "
-            f"{counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
+            f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the"
+            f" last {counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
         )
 
     @property

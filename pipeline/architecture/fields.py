@@ -7,8 +7,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 
 _MAX_SIDE = 2**16  # Far above every published model: a damaged file must not allocate more.
-# The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are not at
-# their defaults.
+# The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are
+# not at their defaults.
 _FIRST_SAVED = (
     "units",
     "width",

@@ -5,8 +5,8 @@ All else is in their classes, in `pipeline/objectives/`.
 
 from typing import Literal, NamedTuple
 
-# What an objective does with labels. "partly": it learns those that there are, and some sets may have none. "scored": only held-out images
-# need some.
+# What an objective does with labels. "partly": it learns those that there are, and some sets may have none. "scored":
+# only held-out images need some.
 Labels = Literal["learned", "partly", "scored", "unread"]
 
 

@@ -1,4 +1,5 @@
-"""What the values of an image mean: `Pixels`. A data set and the models trained on it have one; the default is 8-bit RGB.
+"""What the values of an image mean: `Pixels`. A data set and the models trained on it have one; the default is 8-bit
+RGB.
 
 An image is an array (H, W, C) of `type`. A model reads, for each channel,
 
@@ -31,16 +32,17 @@ PixelType = Literal[
     "float64",
     "any",
 ]
-# Of models alone, trained on sets of several types or channels: each set is scaled to [0, 1] by its own range (`Pixels.of_all`).
+# Of models alone, trained on sets of several types or channels: each set is scaled to [0, 1] by its own range
+# (`Pixels.of_all`).
 ANY_TYPE: PixelType = "any"
 # The values of types that have limits.
 FULL_RANGE: dict[str, tuple[float, float]] = {"bool": (0, 1)} | {
-    f"{sign}int{bits}": ((0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1))
+    f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     for sign in ("u", "")
     for bits in (8, 16, 32, 64)
 }
-# Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize (bool as 0 and 255, so that
-# edges have levels); all others are scaled to [0, 1] as float32 before that.
+# Types that are cropped, resized and sent to the device as they are, or in one that OpenCV can resize (bool as 0 and
+# 255, so that edges have levels); all others are scaled to [0, 1] as float32 before that.
 _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
     "bool": "uint8",
     "uint8": "uint8",
@@ -56,10 +58,11 @@ _SHOWN_MEAN = 0.4
 class Pixels:
     """Channels, type and range of images. Raises UserError for fields that do not fit together.
 
-    channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the values
-    that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These four are empty
-    until they are measured; weights of other projects may say mean and std alone (`of_unknown`). nodata: the value of missing
-    pixels, which are read as `low`, as NaN is; None if there is none. A channel that an image lacks is read as `mean`.
+    channels: names, in the order of the array's last axis. type: of the decoded values. low, high: per channel, the
+    values that become 0 and 1; values beyond are clipped. mean, std: per channel, of the scaled values in [0, 1]. These
+    four are empty until they are measured; weights of other projects may say mean and std alone (`of_unknown`). nodata:
+    the value of missing pixels, which are read as `low`, as NaN is; None if there is none. A channel that an image
+    lacks is read as `mean`.
     """
 
     channels: tuple[str, ...] = RGB_CHANNELS
@@ -75,7 +78,8 @@ class Pixels:
             is_given = self.low or (name in ("mean", "std") and self.mean)
             if len(getattr(self, name)) != self.num_channels * bool(is_given):
                 raise UserError(
-                    f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for {counted(self.num_channels, 'channel')}."
+                    f"pixels: {name} has {counted(len(getattr(self, name)), 'value')} for"
+                    f" {counted(self.num_channels, 'channel')}."
                 )
         if not self.channels or len(set(self.channels)) < self.num_channels:
             raise UserError(f"pixels: channels = {json_record.quoted(self.channels)} must be distinct names.")
@@ -96,7 +100,9 @@ class Pixels:
 
     @property
     def is_rgb8(self) -> bool:
-        """Whether images are 8-bit RGB: decoded from any 8-bit photograph, gray ones too, with augmentation of colours."""
+        """Whether images are 8-bit RGB: decoded from any 8-bit photograph, gray ones too, with augmentation of
+        colours.
+        """
         return self.channels == RGB_CHANNELS and self.type == "uint8"
 
     @property
@@ -130,14 +136,18 @@ class Pixels:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The places of the three channels that a picture shows: red, green and blue, else the first three; of one or two, the first one."""
+        """The places of the three channels that a picture shows: red, green and blue, else the first three; of one or
+        two, the first one.
+        """
         if set(RGB_CHANNELS) <= set(self.channels):
             return tuple(map(self.channels.index, RGB_CHANNELS))
         return (0, 1, 2) if self.num_channels > 2 else (0, 0, 0)
 
     @property
     def shown_power(self) -> float:
-        """The exponent with which a picture shows shares of the range: if the recorded mean is dark, it is as bright as in photographs."""
+        """The exponent with which a picture shows shares of the range: if the recorded mean is dark, it is as bright as
+        in photographs.
+        """
         mean = 1.0 if self.is_rgb8 else sum(self.mean[place] for place in self.shown) / 3
         return math.log(_SHOWN_MEAN) / math.log(min(max(mean, 0.001), _SHOWN_MEAN))
 
@@ -154,8 +164,8 @@ class Pixels:
     def reading(self, data: "Pixels", weights: str, where: str) -> "Pixels":
         """How a model of these pixels reads images of a data set: by its own range, with the data set's nodata.
 
-        A model of `ANY_TYPE` reads them by the data set's range. weights, where: names of both in an error. Raises UserError for another
-        type or other channels; for `ANY_TYPE`, only for channels that the model does not have.
+        A model of `ANY_TYPE` reads them by the data set's range. weights, where: names of both in an error. Raises
+        UserError for another type or other channels; for `ANY_TYPE`, only for channels that the model does not have.
         """
         if self.type == ANY_TYPE and {*data.channels} <= {*self.channels}:
             places = [self.channels.index(channel) for channel in data.channels]
@@ -165,7 +175,9 @@ class Pixels:
         return replace(self, nodata=data.nodata)
 
     def filled_notes(self, data: "Pixels", where: str) -> list[str]:
-        """A line if a model of `ANY_TYPE` reads channels as their mean that `data` does not have. where: name of the data."""
+        """A line if a model of `ANY_TYPE` reads channels as their mean that `data` does not have. where: name of the
+        data.
+        """
         lacking = [channel for channel in self.channels if self.type == ANY_TYPE and channel not in data.channels]
         return [f"{where} has no {', '.join(lacking)}: read as the mean"] if lacking else []
 
@@ -173,12 +185,14 @@ class Pixels:
         """Raise UserError for pixels of other channels or another type. weights, where: names of both in the error."""
         if (self.channels, self.type) != (data.channels, data.type):
             raise UserError(
-                f"{weights} reads images of {self.describe()}, and {where} has {data.describe()}: use weights and data of the same "
-                "channels and type."
+                f"{weights} reads images of {self.describe()}, and {where} has {data.describe()}: use weights and data"
+                " of the same channels and type."
             )
 
     def fill(self, place: int) -> float:
-        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it beside `nodata`."""
+        """The value of a channel that an image lacks: its mean, which is 0 for a model, as nearly as the type has it
+        beside `nodata`.
+        """
         low, high = self.low[place], self.high[place]
         value = low + self.mean[place] * (high - low)
         if self.type not in FULL_RANGE:
@@ -193,10 +207,11 @@ class Pixels:
 
     @classmethod
     def of_all(cls, sets: Sequence["Pixels"]) -> "Pixels":
-        """Pixels of a model that reads several data sets: those of the first one, or `ANY_TYPE` if they differ in type or channels.
+        """Pixels of a model that reads several data sets: those of the first one, or `ANY_TYPE` if they differ in type
+        or channels.
 
-        Then its channels are those of the first set and the new ones of each other set, each with the mean and deviation of the first set
-        that has it.
+        Then its channels are those of the first set and the new ones of each other set, each with the mean and
+        deviation of the first set that has it.
         """
         first = sets[0]
         if all((other.channels, other.type) == (first.channels, first.type) for other in sets):
@@ -223,7 +238,9 @@ class Pixels:
 
     @classmethod
     def of_unknown(cls, num_channels: int) -> "Pixels":
-        """Of weights that say no more: three channels are 8-bit RGB; others have neither a range nor names, and any type."""
+        """Of weights that say no more: three channels are 8-bit RGB; others have neither a range nor names, and any
+        type.
+        """
         names = tuple(f"channel {number}" for number in range(1, num_channels + 1))
         return RGB8 if num_channels == 3 else cls(names, low=(), high=(), mean=(), std=())
 

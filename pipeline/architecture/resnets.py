@@ -45,7 +45,9 @@ def stem_reduction(stem: tuple[int, ...] | None) -> int:
 
 
 def small_stem_reduction(channels: tuple[int, ...]) -> int:
-    """The factor by which a stem for small images downsamples: 2 for each unit that has more channels than the one before."""
+    """The factor by which a stem for small images downsamples: 2 for each unit that has more channels than the one
+    before.
+    """
     return 2 ** sum(before < after for before, after in pairwise(channels))
 
 
@@ -53,12 +55,15 @@ def check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
     """Raise UserError for wrong units of the stages of a ResNet."""
     if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
         raise UserError(
-            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS} units."
+            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS}"
+            " units."
         )
 
 
 def check_small_stem(channels: tuple[int, ...], stem: tuple[int, ...] | None) -> None:
-    """Raise UserError for wrong channels of a small stem, or for a model with a ResNet stem, whose units `stem` has, too."""
+    """Raise UserError for wrong channels of a small stem, or for a model with a ResNet stem, whose units `stem` has,
+    too.
+    """
     if stem is not None:
         raise UserError(
             "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."

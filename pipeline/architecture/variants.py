@@ -36,9 +36,9 @@ VARIANTS = {
     "e": Variant(1792, 56, 15360, 16),
 }
 
-# Name -> size of the ViT, units of each stage of the ResNet stem, patch side in cells of the stem's output. The number in a
-# name is the side of a token in pixels (ViT paper, section 4.1; vit_jax/configs/models.py). R+Ti/16 is an exception: its root
-# downsamples 4 times, not 2 as a comment there says, so the side of its tokens is 32.
+# Name -> size of the ViT, units of each stage of the ResNet stem, patch side in cells of the stem's output. The number
+# in a name is the side of a token in pixels (ViT paper, section 4.1; vit_jax/configs/models.py). R+Ti/16 is an
+# exception: its root downsamples 4 times, not 2 as a comment there says, so the side of its tokens is 32.
 HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R50+ViT-B/16": ("B", (3, 4, 9), 1),
     "R50+ViT-B/32": ("B", (3, 4, 6, 3), 1),
@@ -49,7 +49,8 @@ HYBRIDS: dict[str, tuple[str, tuple[int, ...], int]] = {
     "R8+Ti/8": ("Ti", (1, 1), 1),  # ours, for images of 32 px
 }
 
-# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py). 26 is the smallest hybrid's, for small studies.
+# Units in each stage of a BiT ResNet (google-research/big_vision, models/bit.py). 26 is the smallest hybrid's, for
+# small studies.
 RESNET_UNITS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
 
@@ -75,7 +76,8 @@ def configure(
         "BiT-R101x3": layers and width factor.
     image_size: side or (height, width) in pixels.
     covered: refuse an image size with pixels that no patch covers (`ViTConfig.unseen`).
-    changes: fields of the configuration by name; None keeps the value that the name implies. Fields of the other kind of
+    changes: fields of the configuration by name; None keeps the value that the name implies. Fields of the other kind
+    of
         model are accepted with their defaults.
     Raises UserError for an unknown name or field, and for values that do not fit together.
     """

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TypeGuard
 
-# What system calls report while a disk or a file server fails: an NFS server that restarts, a client that Lustre has evicted.
+# What system calls report while a disk or a file server fails: an NFS server that restarts, a client that Lustre has
+# evicted.
 OUTAGES = frozenset(
     {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT}
 )
@@ -62,12 +63,16 @@ class OneRankCrashError(CrashError):
 
 
 def is_outage(error: BaseException | None) -> "TypeGuard[OSError]":
-    """Whether an error is that of a disk or a file server, which may be over: it is reported as a CrashError, not as a mistake."""
+    """Whether an error is that of a disk or a file server, which may be over: it is reported as a CrashError, not as a
+    mistake.
+    """
     return isinstance(error, OSError) and error.errno in OUTAGES
 
 
 def raise_outage(error: BaseException, path: object) -> None:
-    """Raise this error again if it is an outage, with the path if it names none: first of all, where others mean damage."""
+    """Raise this error again if it is an outage, with the path if it names none: first of all, where others mean
+    damage.
+    """
     if is_outage(error):
         error.filename = error.filename or str(path)
         raise error
@@ -75,7 +80,9 @@ def raise_outage(error: BaseException, path: object) -> None:
 
 @contextmanager
 def naming(path: object) -> "Iterator[None]":
-    """Give an OSError of the block this path if it names none, as that of a write: "no space left" is of little use without."""
+    """Give an OSError of the block this path if it names none, as that of a write: "no space left" is of little use
+    without.
+    """
     try:
         yield
     except OSError as error:
@@ -94,7 +101,9 @@ def is_of_one_rank(error: UserError | CrashError | OSError) -> bool:
 
 
 def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
-    """What is said of an error in place of its traceback, in one line; None for an error of the system that has no such line."""
+    """What is said of an error in place of its traceback, in one line; None for an error of the system that has no such
+    line.
+    """
     if not isinstance(error, OSError):
         return " ".join(str(error).split("\n"))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -103,15 +112,15 @@ def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
         return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
     if isinstance(error, FileNotFoundError) and _is_lost(error):
         return (
-            f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?). Run the same command "
-            "again when the folder is there."
+            f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?)."
+            " Run the same command again when the folder is there."
         )
     if error.errno in _WRONG_PATH and error.filename:
         return f"{error.filename}: {error.strerror}. Choose another path, or change its rights."
     if is_outage(error) and error.filename:
         return (
-            f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log, or choose another "
-            "folder."
+            f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log,"
+            " or choose another folder."
         )
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open. Raise the limit: ulimit -n."

@@ -1,8 +1,8 @@
 """Creates or replaces files atomically. Standard library only.
 
-A reader of a replaced file sees the old content or the new, never a part: the new content is written to a hidden file in the same
-folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else; `remove_unfinished`
-removes it. It is locked while it is written, so that those of other processes stay.
+A reader of a replaced file sees the old content or the new, never a part: the new content is written to a hidden file
+in the same folder, which is then renamed or linked. A killed process leaves that hidden file behind, and nothing else;
+`remove_unfinished` removes it. It is locked while it is written, so that those of other processes stay.
 """
 
 import csv
@@ -25,7 +25,8 @@ _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def as_bytes(text: str) -> bytes:
-    """UTF-8, whatever the locale. A byte of a file name that is no UTF-8 (a lone surrogate in Python) is written as `\\udcXX`.
+    """UTF-8, whatever the locale. A byte of a file name that is no UTF-8 (a lone surrogate in Python) is written as
+    `\\udcXX`.
 
     In JSON that is the escape from which the same name is read back.
     """
@@ -68,7 +69,9 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def create(path: Path, content: bytes) -> bool:
-    """Create a file unless it exists; returns whether this call did. Of several processes that create it, the first wins."""
+    """Create a file unless it exists; returns whether this call did. Of several processes that create it, the first
+    wins.
+    """
     try:
         with _replacing(path, _hidden(path), os.O_EXCL, appear=_link) as file:
             file.write(content)
@@ -80,7 +83,9 @@ def create(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
-    """A new hidden folder beside `path`, in which a program may write what will be renamed to `path`. The block's end removes it."""
+    """A new hidden folder beside `path`, in which a program may write what will be renamed to `path`. The block's end
+    removes it.
+    """
     hidden = _hidden(path)
     folder = hidden.with_suffix("")
     # The hidden file is there for its lock, and never appears.
@@ -94,9 +99,11 @@ def hidden_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_output(out: Path, is_folder: bool) -> Iterator[Path]:
-    """A path in a hidden folder beside `out`, which is renamed to `out` when the block succeeds. Missing parents of `out` are made.
+    """A path in a hidden folder beside `out`, which is renamed to `out` when the block succeeds. Missing parents of
+    `out` are made.
 
-    is_folder: whether `out` will be a folder; then nothing may be there. A file is replaced. Raises UserError for what is there.
+    is_folder: whether `out` will be a folder; then nothing may be there. A file is replaced. Raises UserError for what
+    is there.
     """
     if out.is_dir() or (is_folder and out.exists()):
         raise UserError(
@@ -179,7 +186,8 @@ def _replacing(
     except BaseException as error:
         with suppress(OSError):  # On a disk that became read-only this fails for a missing file, too.
             hidden.unlink()
-        # The error of a failed write() has no file name, and "no space left" is of little use without one, or with a hidden one.
+        # The error of a failed write() has no file name, and "no space left" is of little use without one, or with a
+        # hidden one.
         if isinstance(error, OSError) and error.errno is not None and str(error.filename) in ("None", str(hidden)):
             error.filename = str(path)
         raise

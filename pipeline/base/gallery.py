@@ -28,7 +28,9 @@ LINE_CHARACTERS, _MAX_LINES = 17, 2  # of a line over a tile, and into how many 
 
 @dataclass(frozen=True)
 class Tile:
-    """An image with lines of text over it; long ones are wrapped. pixels: (height, width, 3). colour: of text and frame."""
+    """An image with lines of text over it; long ones are wrapped. pixels: (height, width, 3). colour: of text and
+    frame.
+    """
 
     pixels: np.ndarray
     lines: Sequence[str] = ()
@@ -62,7 +64,8 @@ def gallery(
     if height * DPI >= _MAX_PIXELS:
         fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
         raise UserError(
-            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images (num_drawn)."
+            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images"
+            " (num_drawn)."
         )
     figure = Figure(figsize=(width, height))
     # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
@@ -108,7 +111,9 @@ def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Lines that are as wide as a tile, after spaces where they can; the middle of a text that is too long for them is cut."""
+    """Lines that are as wide as a tile, after spaces where they can; the middle of a text that is too long for them is
+    cut.
+    """
     for most in range(_MAX_LINES * LINE_CHARACTERS, 0, -1):
         parts = textwrap.wrap(shorten(line, most), LINE_CHARACTERS) or [""]
         if len(parts) <= _MAX_LINES:

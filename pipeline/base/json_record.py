@@ -1,8 +1,8 @@
 """Reads JSON that may be damaged, or comes from another program, into typed dataclasses.
 
 All such files (of checkpoints, data sets, Hugging Face models) are read by `read` or `parse`, so that a wrong type is a
-one-line error with the file and the field, not a KeyError later. Standard library only, because `pipeline.model` uses it; settings, which have
-ranges and come from users, are read by pydantic (settings/schema.py).
+one-line error with the file and the field, not a KeyError later. Standard library only, because `pipeline.model` uses
+it; settings, which have ranges and come from users, are read by pydantic (settings/schema.py).
 
     @dataclass(frozen=True)
     class Head:
@@ -35,7 +35,8 @@ type_hints = functools.cache(typing.get_type_hints)
 def read(path: Path, kind: type[T]) -> T:
     """Returns the content of a JSON file as `kind`: a dataclass, or any type that `convert` accepts.
 
-    Raises FileNotFoundError if the file is missing, and UserError for a folder, invalid JSON, and a field that is missing or of the wrong type.
+    Raises FileNotFoundError if the file is missing, and UserError for a folder, invalid JSON, and a field that is
+    missing or of the wrong type.
     """
     try:
         content = path.read_bytes()
@@ -134,7 +135,9 @@ def finite(value: Any) -> float | None:
 
 
 def without_nan(value: Any) -> Any:
-    """A value for `json.dumps` in which None replaces each NaN and infinity: JSON has neither, and `read` refuses them."""
+    """A value for `json.dumps` in which None replaces each NaN and infinity: JSON has neither, and `read` refuses
+    them.
+    """
     if isinstance(value, dict):
         return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

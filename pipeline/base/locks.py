@@ -18,7 +18,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileLock:
-    """An exclusive lock on a file. The kernel releases it when the process ends, so a killed process leaves none behind.
+    """An exclusive lock on a file. The kernel releases it when the process ends, so a killed process leaves none
+    behind.
 
     The file stays when the lock is released; its text may say who holds it.
     """
@@ -26,14 +27,16 @@ class FileLock:
     def __init__(self, path: Path, create: bool = True, by_record: bool = False) -> None:
         """Open the file, without locking it. Raises OSError.
 
-        by_record: use a POSIX record lock (`lockf`), which more network file systems share between hosts than `flock`. It
-        is released when the process closes any descriptor of the file.
+        by_record: use a POSIX record lock (`lockf`), which more network file systems share between hosts than `flock`.
+        It is released when the process closes any descriptor of the file.
         """
         self.path, self._by_record = path, by_record
         self.file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
 
     def acquire(self, wait: bool = True) -> bool:
-        """Take the lock; returns False when another process has it and `wait` is False. Raises OSError without lock support."""
+        """Take the lock; returns False when another process has it and `wait` is False. Raises OSError without lock
+        support.
+        """
         lock = fcntl.lockf if self._by_record else fcntl.flock
         try:
             lock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -42,7 +45,9 @@ class FileLock:
         return True
 
     def is_held(self) -> bool:
-        """Whether another process has this record lock, which is not taken: one who wants it at this moment gets it. Raises OSError."""
+        """Whether another process has this record lock, which is not taken: one who wants it at this moment gets it.
+        Raises OSError.
+        """
         assert self._by_record
         try:
             os.lockf(self.file, os.F_TEST, 0)
@@ -82,12 +87,14 @@ def locked(path: Path) -> Iterator[FileLock]:
 
 @contextmanager
 def only_writer(output: object, is_file: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on an output until the block ends: a second command would mix its files with those of the first.
+    """Hold an exclusive lock on an output until the block ends: a second command would mix its files with those of the
+    first.
 
-    output: a folder, which is created, and removed if it stays empty; a file (is_file), whose folder exists; or the URL of a bucket.
-    The lock is a flock on a hidden file in that folder: it ends with its process, and applies to all machines that share the
-    folder if the file system supports locks. Object stores do not: there the lock file is in the local temporary folder, and excludes
-    commands on this machine only. Raises UserError, with the process that holds the lock.
+    output: a folder, which is created, and removed if it stays empty; a file (is_file), whose folder exists; or the URL
+    of a bucket. The lock is a flock on a hidden file in that folder: it ends with its process, and applies to all
+    machines that share the folder if the file system supports locks. Object stores do not: there the lock file is in
+    the local temporary folder, and excludes commands on this machine only. Raises UserError, with the process that
+    holds the lock.
     """
     folder, name = Path(str(output)), ".lock"
     if "://" in str(output):

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# Sections of MLflow's page, and the beginning of a metric's name there. "eval": on held-out images; "train": of the training steps.
+# Sections of MLflow's page, and the beginning of a metric's name there. "eval": on held-out images; "train": of the
+# training steps.
 GROUPS = ("train", "eval", "probe", "speed", "health")
-# proportion: number of images with a property, such as a right prediction, over all; it has an interval. share: another value in
-# [0, 1]. loss: compares only with those of the same objective. "": any number; the others are not negative.
+# proportion: number of images with a property, such as a right prediction, over all; it has an interval. share: another
+# value in [0, 1]. loss: compares only with those of the same objective. "": any number; the others are not negative.
 UNITS = ("proportion", "share", "loss", "count", "ratio", "seconds", "GiB", "images/s", "")
 # Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
 MAX_NUMBER = 1e18
@@ -77,17 +78,20 @@ _KNOWN = {
 
 
 def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric:
-    """The metric of a name in metrics.jsonl. declared: by the run. A name that nobody declared is a number without a group."""
+    """The metric of a name in metrics.jsonl. declared: by the run. A name that nobody declared is a number without a
+    group.
+    """
     if declared and name in declared:
         return declared[name]
     return next((metric for pattern, metric in _KNOWN.items() if fnmatchcase(name, pattern)), Metric())
 
 
 def score_of(metrics: Mapping[str, Metric]) -> str:
-    """The metric that is a run's score: of the held-out split but its losses, else a probe's accuracy, kNN before few-shot, else a loss.
+    """The metric that is a run's score: of the held-out split but its losses, else a probe's accuracy, kNN before
+    few-shot, else a loss.
 
-    metrics: what the run measures, the most telling first; few-shot before kNN. "" if none says how good a run is. Losses of different
-    objectives do not compare, and an objective without labels has no accuracy of its own.
+    metrics: what the run measures, the most telling first; few-shot before kNN. "" if none says how good a run is.
+    Losses of different objectives do not compare, and an objective without labels has no accuracy of its own.
     """
     held_out = [name for name, metric in metrics.items() if metric.group == "eval" and metric.better]
     probes = [name for name, metric in metrics.items() if metric.group == "probe" and metric.better and metric.is_share]

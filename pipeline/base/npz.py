@@ -18,9 +18,11 @@ def read_arrays(
     names: Iterable[str] | None = None,
     optional: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
-    """The arrays of a file, or of its content, by name. names: of those to read, which must be there; None reads all. optional: read, too, if it is there.
+    """The arrays of a file, or of its content, by name. names: of those to read, which must be there; None reads all.
+    optional: read, too, if it is there.
 
-    where: name of the file in errors. Nothing is unpickled. Raises FileNotFoundError, and UserError for all that is no such file.
+    where: name of the file in errors. Nothing is unpickled. Raises FileNotFoundError, and UserError for all that is no
+    such file.
     """
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as raw:
@@ -32,8 +34,8 @@ def read_arrays(
                 return {name: np.asarray(file[name]) for name in wanted}
     except (UserError, FileNotFoundError):
         raise
-    # A damaged zip or header can raise nearly anything: zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error,
-    # SyntaxError, MemoryError, ... An array of objects raises ValueError.
+    # A damaged zip or header can raise nearly anything: zlib.error, EOFError, NotImplementedError, RuntimeError,
+    # struct.error, SyntaxError, MemoryError, ... An array of objects raises ValueError.
     except Exception as error:
         raise_outage(error, where)
         reason = on_one_line(error)[:_MAX_REASON] or type(error).__name__

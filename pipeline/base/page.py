@@ -28,7 +28,9 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: each has as many cells as header; columns of numbers are right-aligned, but not the first. bold: indices of bold rows."""
+    """rows: each has as many cells as header; columns of numbers are right-aligned, but not the first. bold: indices of
+    bold rows.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -71,7 +73,8 @@ class Code:
 Block = Heading | Paragraph | Table | PngImage | Code
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on screens.
+# Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on
+# screens.
 _LONG_CELL = 40
 _SHORT_CELL = 14
 # The beginning of a number, with or without a sign.
@@ -90,7 +93,9 @@ _FILTERS = {
 
 
 def png(figure: Any, dpi: int | str = "figure", caption: str = "") -> bytes:
-    """A Matplotlib figure as a PNG. dpi: pixels an inch; "figure" is what the figure was made with. caption: below all of it."""
+    """A Matplotlib figure as a PNG. dpi: pixels an inch; "figure" is what the figure was made with. caption: below all
+    of it.
+    """
     if caption:
         _add_caption(figure, caption)
     # File names may be in a script that the font lacks; its characters are drawn as boxes.
@@ -130,7 +135,9 @@ def add_legend(to: Any, *lines: Any, **look: Any) -> None:
 def render(
     template: Path, title: str, pictures: Sequence[PngImage] = (), **values: Any
 ) -> dict[str, bytes | str | None]:
-    """The files of a report by name: the pictures, and the template as Markdown and as HTML, for desktops, phones and paper."""
+    """The files of a report by name: the pictures, and the template as Markdown and as HTML, for desktops, phones and
+    paper.
+    """
     values |= {"title": title, "pictures": pictures}
     return {
         **{picture.name: picture.png for picture in pictures},

@@ -1,8 +1,8 @@
 """Stateless random numbers: a pure function of integers, the same on every machine and library version.
 
-`bits(seed, purpose, epoch, sample, draw)` hashes its integers with SplitMix64's finalizer (Steele et al. 2014). The order of
-samples and every augmentation can therefore be computed for any position, in any process, without replaying earlier draws.
-All functions take the seed first and a `Purpose` second: mypy finds the two exchanged.
+`bits(seed, purpose, epoch, sample, draw)` hashes its integers with SplitMix64's finalizer (Steele et al. 2014). The
+order of samples and every augmentation can therefore be computed for any position, in any process, without replaying
+earlier draws. All functions take the seed first and a `Purpose` second: mypy finds the two exchanged.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ Integer = int | np.integer | np.ndarray
 class Purpose(IntEnum):
     """The use of a random number. It is one of the hashed integers, so that no two uses share their numbers.
 
-    The values determine every order, augmentation and mask of a seed: never change or reuse one. A new use is `Purpose.named("...")`.
+    The values determine every order, augmentation and mask of a seed: never change or reuse one. A new use is
+    `Purpose.named("...")`.
     """
 
     SHARD_ORDER = 1
@@ -51,7 +52,9 @@ class Purpose(IntEnum):
     @classmethod
     @cache
     def named(cls, name: str) -> "Purpose":
-        """The use of this name, which is a hash of 56 bits: it needs no line here, and is as permanent as the numbers."""
+        """The use of this name, which is a hash of 56 bits: it needs no line here, and is as permanent as the
+        numbers.
+        """
         purpose = int.__new__(cls, int.from_bytes(blake2b(name.encode(), digest_size=7).digest()))
         purpose._name_, purpose._value_ = name, int(purpose)
         return purpose
@@ -63,7 +66,9 @@ def bits(seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:
 
 
 def splitmix(*parts: Integer) -> np.ndarray:
-    """The hash of integers: uint64 of the broadcast shape of the parts. `splitmix(x)` is SplitMix64's first number of seed x."""
+    """The hash of integers: uint64 of the broadcast shape of the parts. `splitmix(x)` is SplitMix64's first number of
+    seed x.
+    """
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:

@@ -18,7 +18,9 @@ def sqlite_uri(database: Path) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """File of an SQLite database; None for another store. Raises UserError for one in memory, which ends with this process."""
+    """File of an SQLite database; None for another store. Raises UserError for one in memory, which ends with this
+    process.
+    """
     found = _SQLITE.fullmatch(uri)
     if found is None:
         return None

@@ -1,4 +1,6 @@
-"""Counts, errors and names in sentences: "1 rank", "2 ranks". Standard library only; every message that counts something uses it."""
+"""Counts, errors and names in sentences: "1 rank", "2 ranks". Standard library only; every message that counts
+something uses it.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A rank's side of asynchronous saving: copy to host memory, hand over to the writer process, collect its replies.
 
-Training waits for the copy only. The buffer is an anonymous file (memfd) mapped by both processes: it uses no /dev/shm and
-is freed when both have exited. It is reused, so host memory is bounded and at most one save is in flight.
+Training waits for the copy only. The buffer is an anonymous file (memfd) mapped by both processes: it uses no /dev/shm
+and is freed when both have exited. It is reused, so host memory is bounded and at most one save is in flight.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ _LAST_WAIT_SECONDS = 10.0
 class Saver:
     """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
 
-    A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second death
-    during the same save raises CrashError.
+    A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second
+    death during the same save raises CrashError.
 
     folder: of all checkpoints, local or a URL. retry: seconds for which object store requests are retried.
     committed_step: step of the checkpoint that the run starts from. say: receives a line on rank 0 when a writer died.
@@ -70,8 +70,8 @@ class Saver:
         self.folder, self.ranks, self.retry, self.say, self.wait_seconds = folder, ranks, retry, say, wait_seconds
         # Seconds since the last `read`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
-        # Step of the last committed checkpoint, as rank 0 knows it (the others, since the last collective call), and the longest
-        # time that writing one took (0 before the first).
+        # Step of the last committed checkpoint, as rank 0 knows it (the others, since the last collective call), and
+        # the longest time that writing one took (0 before the first).
         self.committed_step, self.longest = committed_step, 0.0
         # Requests without a reply yet, oldest first.
         self._in_flight: deque[Request] = deque()
@@ -127,7 +127,9 @@ class Saver:
             self._send(Request(best=best))
 
     def read(self) -> dict[str, float]:
-        """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers worked."""
+        """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers
+        worked.
+        """
         reading = {
             "checkpoint_blocked_seconds": self.ranks.max(self.blocked),
             "checkpoint_write_seconds": self.ranks.max(self.written),
@@ -186,13 +188,16 @@ class Saver:
             failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 4 * count, 0))
             if failure:  # Unsaid, it would be raised by the next operation of the GPU.
                 raise OneRankCrashError(
-                    f"{socket.gethostname()}: {4 * count / 2**30:.1f} GiB of memory for checkpoints could not be page-locked (CUDA error "
-                    f"{failure}). Free memory of the host, or allow more to be locked (ulimit -l unlimited)."
+                    f"{socket.gethostname()}: {4 * count / 2**30:.1f} GiB of memory for checkpoints could not be"
+                    f" page-locked (CUDA error {failure}). Free memory of the host, or allow more to be locked (ulimit"
+                    " -l unlimited)."
                 )
         self._host = host
 
     def _unlock(self) -> None:
-        """Undo the locking of pages: CUDA remembers their addresses, where the next run of this process may map its memory."""
+        """Undo the locking of pages: CUDA remembers their addresses, where the next run of this process may map its
+        memory.
+        """
         if self.ranks.device.type == "cuda" and len(self._host):
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
         self._host = torch.empty(0)

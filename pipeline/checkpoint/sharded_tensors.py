@@ -7,8 +7,8 @@ ranges of constants, which no optimizer updates (frozen parameters, buffers) and
     {"shapes": {name: [int, ...]}, "states": ["weights", ...], "files": {file: [[name, start, length], ...]},
      "constants": {file: [[name, start, length], ...]}}
 
-"constants" is left out if there are none. start and length count elements of the flattened tensor. On any number of ranks,
-each reads only the ranges it owns.
+"constants" is left out if there are none. start and length count elements of the flattened tensor. On any number of
+ranks, each reads only the ranges it owns.
 """
 
 from bisect import bisect_right
@@ -48,7 +48,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a checkpoint. ranges: (name, start, length). tensors: by state, one flat fp32 tensor per range.
+    """One rank's part of a checkpoint. ranges: (name, start, length). tensors: by state, one flat fp32 tensor per
+    range.
 
     constant_ranges, constants: the same of tensors that no optimizer updates, of any floating-point type.
     """
@@ -88,8 +89,8 @@ class ShardedTensors:
     index: CheckpointIndex
 
     def __post_init__(self) -> None:
-        # name -> (start, length, file, offset in the block of a state, elements of such a block), by start. A constant is
-        # in no block of a state, and its offset is that in the file.
+        # name -> (start, length, file, offset in the block of a state, elements of such a block), by start. A constant
+        # is in no block of a state, and its offset is that in the file.
         self._ranges: dict[str, list[tuple[int, int, str, int, int]]] = defaultdict(list)
         for file, ranges in self.index.files.items():
             block, offset = sum(length for _, _, length in ranges), 0
@@ -123,7 +124,8 @@ class ShardedTensors:
             here, there = shapes.get(name), self.index.shapes.get(name)
             if here != there:
                 raise UserError(
-                    f"{self.folder} is of another model: {name} has shape {there or 'none'} there, {here or 'none'} here."
+                    f"{self.folder} is of another model: {name} has shape {there or 'none'} there, {here or 'none'}"
+                    " here."
                 )
 
     def read(self, wanted: Iterable[Range]) -> None:
@@ -171,7 +173,9 @@ def stored_layer(name: str) -> str:
 
 
 def with_factors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors without LoRA's factors, whose products are added to the weights of their layers (`objectives/parameters/lora.py`)."""
+    """The tensors without LoRA's factors, whose products are added to the weights of their layers
+    (`objectives/parameters/lora.py`).
+    """
     found = {name: array for name, array in tensors.items() if not name.startswith(_FACTORS)}
     for up in tensors.keys() - found.keys():
         if up.endswith(".up"):

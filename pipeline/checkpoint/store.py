@@ -8,9 +8,9 @@
     checkpoints/latest                                 the name of the newest, replaced atomically
     checkpoints/kept.json                              checkpoints exempt from retention, and why
 
-On a file system, files are written to a hidden folder and flushed; then the folder is renamed, and `latest` is replaced. An
-object store has no rename: there, a checkpoint exists once its checksums.json does. File names contain a token of their save,
-so that a writer that outlives its run cannot change the files of another save.
+On a file system, files are written to a hidden folder and flushed; then the folder is renamed, and `latest` is
+replaced. An object store has no rename: there, a checkpoint exists once its checksums.json does. File names contain a
+token of their save, so that a writer that outlives its run cannot change the files of another save.
 """
 
 import contextlib
@@ -51,7 +51,9 @@ _KEPT = "kept.json"
 
 @dataclass(frozen=True)
 class Kept:
-    """Content of kept.json. always: names of checkpoints never removed. best: name of the best one by `metric`, and its value."""
+    """Content of kept.json. always: names of checkpoints never removed. best: name of the best one by `metric`, and its
+    value.
+    """
 
     always: list[str]
     best: str | None
@@ -71,7 +73,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a run has counted since its first start, over all ranks. unreadable: (row of the training split, reason), by row."""
+    """What a run has counted since its first start, over all ranks. unreadable: (row of the training split, reason), by
+    row.
+    """
 
     loss_spikes: int = 0
     storage_retries: int = 0
@@ -82,8 +86,8 @@ class Counts:
 class State:
     """Content of state.json that a resumed run needs.
 
-    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. trained_on: what the weights were trained
-    on, as in their metadata.
+    losses: recent ones. left_out: (step, number of batches skipped before it) of each rollback. trained_on: what the
+    weights were trained on, as in their metadata.
     """
 
     step: int
@@ -109,7 +113,9 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line. crash: it is no user's mistake."""
+    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line. crash: it is no
+    user's mistake.
+    """
 
     beat: int | None = None
     part: WrittenPart | None = None
@@ -118,10 +124,11 @@ class WriterStatus:
 
 
 class Reach:
-    """Whether this process reaches the storage: what another process writes there cannot be seen, nor written, during an outage.
+    """Whether this process reaches the storage: what another process writes there cannot be seen, nor written, during
+    an outage.
 
-    A request that takes longer than SILENCE_SECONDS counts as an outage, of a bucket whose requests are retried as of a file
-    system that blocks.
+    A request that takes longer than SILENCE_SECONDS counts as an outage, of a bucket whose requests are retried as of a
+    file system that blocks.
     """
 
     def __init__(self) -> None:
@@ -273,7 +280,9 @@ class Checkpoints:
         return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
 
     def clean_up(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
-        """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without progress."""
+        """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without
+        progress.
+        """
         reach = Reach()
         seen, since = self._progress(), time.monotonic()
         said = False
@@ -324,7 +333,9 @@ def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> 
 
 
 def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
-    """Read a writer's progress; an empty status if the file is missing, unreadable, or stale, as its writer replaces it."""
+    """Read a writer's progress; an empty status if the file is missing, unreadable, or stale, as its writer replaces
+    it.
+    """
     file = path / _status_name(rank, token)
     try:
         return json_record.parse(read_bytes(file), WriterStatus, str(file))
@@ -341,7 +352,8 @@ def _status_name(rank: int, token: str) -> str:
 def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     """Compare a committed checkpoint with its checksums. Returns the first problem, or None.
 
-    share, shares: check only every n-th file, so that the ranks together check all. A file on a disk that goes on failing is a problem.
+    share, shares: check only every n-th file, so that the ranks together check all. A file on a disk that goes on
+    failing is a problem.
     """
     name = CHECKSUMS
     try:
@@ -368,7 +380,9 @@ def _listed_files(path: AnyPath) -> set[str]:
 
 
 def read_state(path: AnyPath) -> State:
-    """Read state.json. Raises UserError if it is missing, damaged, of another step than its folder, or has another format."""
+    """Read state.json. Raises UserError if it is missing, damaged, of another step than its folder, or has another
+    format.
+    """
     file = path / "state.json"
     try:
         content = read_bytes(file)
@@ -377,8 +391,8 @@ def read_state(path: AnyPath) -> State:
     found = json_record.parse(content, _CheckpointFormat, str(file)).format
     if found != FORMAT:
         raise UserError(
-            f"{path} has format {found}, and this version continues format {FORMAT}. Use the version of the pipeline that wrote it, or "
-            f"start a run with init.weights={path}."
+            f"{path} has format {found}, and this version continues format {FORMAT}. Use the version of the pipeline"
+            f" that wrote it, or start a run with init.weights={path}."
         )
     state = json_record.parse(content, State, str(file))
     if NAME.fullmatch(path.name) and state.step != step_of(path):

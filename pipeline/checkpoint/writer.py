@@ -1,11 +1,12 @@
 """The process that writes and commits checkpoints while training continues; one per rank.
 
-It is detached from its rank (own session, reparented) and ignores all signals but SIGKILL, so a save in progress is committed
-even when the ranks are stopped or killed. It exits when its rank has exited and no work is left.
+It is detached from its rank (own session, reparented) and ignores all signals but SIGKILL, so a save in progress is
+committed even when the ranks are stopped or killed. It exits when its rank has exited and no work is left.
 
-A request is one line of JSON on standard input, the data is in memory shared with the rank, and the reply is one line on
-standard output. Each writer writes its rank's file and reports progress in a status file beside it. Rank 0's writer waits for
-all of them, assembles model.safetensors, and commits. No writer imports torch, which would take seconds at each start.
+A request is one line of JSON on standard input, the data is in memory shared with the rank, and the reply is one line
+on standard output. Each writer writes its rank's file and reports progress in a status file beside it. Rank 0's writer
+waits for all of them, assembles model.safetensors, and commits. No writer imports torch, which would take seconds at
+each start.
 """
 
 import contextlib
@@ -79,7 +80,9 @@ class Retention:
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0's writer also needs. state: for state.json. shapes: of parameters and buffers. metadata: for model.safetensors."""
+    """What rank 0's writer also needs. state: for state.json. shapes: of parameters and buffers. metadata: for
+    model.safetensors.
+    """
 
     state: dict[str, Any]
     shapes: dict[str, list[int]]
@@ -89,7 +92,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in order.
+    """One rank's part of one save. folder: of all checkpoints. ranges: (name, start, length) within each state, in
+    order.
 
     constants: ranges of tensors without states, which follow.
     retry: seconds for which object store requests are retried. commit: rank 0 only.
@@ -258,8 +262,9 @@ def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> N
 def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Checksum:
     """Write model.safetensors from the parts; returns its checksum.
 
-    By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an object
-    store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in JSON, data.
+    By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an
+    object store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in
+    JSON, data.
     """
     weights = with_factors(sharded.full_tensors(EMA if EMA in sharded.states else WEIGHTS))
     header: dict[str, Any] = {"__metadata__": commit.metadata}

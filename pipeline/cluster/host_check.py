@@ -43,7 +43,9 @@ _ANSWER = b"host_check: "
 
 @dataclass(frozen=True)
 class Answer:
-    """Properties of a host. missing: requested paths that do not exist. port: where it accepts a connection, as ranks do."""
+    """Properties of a host. missing: requested paths that do not exist. port: where it accepts a connection, as ranks
+    do.
+    """
 
     versions: dict[str, str]
     missing: list[str]
@@ -56,7 +58,9 @@ class Answer:
 
 
 def run(config: HostsConfig) -> list[dict[str, Any]]:
-    """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check fails."""
+    """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check
+    fails.
+    """
     slots = read_hostfile(Path(config.hostfile))
     of_run = schema.load(RunConfig, config.run, config.settings)
     carried = write_environment(of_run.launch)
@@ -74,7 +78,8 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
         print(f"unfit: {line}", file=sys.stderr)
     if found:
         raise UserError(
-            f"{counted(len(found), 'problem')} on {counted(len(slots), 'host')}, above: fix them before starting the run."
+            f"{counted(len(found), 'problem')} on {counted(len(slots), 'host')}, above: fix them before starting the"
+            " run."
         )
     print(f"{counted(len(slots), 'host')}, {counted(sum(slots.values()), 'slot')}: alike and fit")
     return answers
@@ -94,7 +99,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d{0,5})", text, re.ASCII)
         if not match or match[1] in hosts:
             raise UserError(
-                f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'; to leave one out, begin its line with #."
+                f"{path}: {line!r} is not a hostfile line: write each host once, as 'name slots=8'; to leave one out,"
+                " begin its line with #."
             )
         hosts[match[1]] = int(match[2])
     if not hosts:
@@ -103,10 +109,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def write_environment(launch: LaunchConfig) -> list[str]:
-    """Write the variables that DeepSpeed's launcher exports on every host: NAME=value, or local variables matching a pattern.
+    """Write the variables that DeepSpeed's launcher exports on every host: NAME=value, or local variables matching a
+    pattern.
 
-    Returns their names. Only the owner can read the file, because it may contain credentials. Values are escaped for the
-    shell and for pdsh (%), because DeepSpeed escapes nothing.
+    Returns their names. Only the owner can read the file, because it may contain credentials. Values are escaped for
+    the shell and for pdsh (%), because DeepSpeed escapes nothing.
     """
     chosen: dict[str, str] = {}
     for pattern in shlex.split(launch.env):
@@ -125,9 +132,14 @@ def write_environment(launch: LaunchConfig) -> list[str]:
 
 
 def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-    """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of its ranks are."""
+    """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of
+    its ranks are.
+    """
     question = json.dumps({"paths": list(paths), "out": out})
-    there = f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.cluster.host_check {shlex.quote(question)}"
+    there = (
+        f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.cluster.host_check"
+        f" {shlex.quote(question)}"
+    )
     # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
     limit = ["timeout", f"{_ANSWER_SECONDS:g}"]

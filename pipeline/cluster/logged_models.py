@@ -1,4 +1,6 @@
-"""The checkpoints of a run that MLflow shows as logged models: kept ones, the best one, and the last one of a run that has ended."""
+"""The checkpoints of a run that MLflow shows as logged models: kept ones, the best one, and the last one of a run that
+has ended.
+"""
 
 from pipeline.checkpoint.store import MODEL, Checkpoints, step_of
 from pipeline.monitor.run_page import ModelFacts
@@ -6,7 +8,9 @@ from pipeline.process.committed import read_checksums
 
 
 def logged_models(checkpoints: Checkpoints, ended: bool) -> list[ModelFacts]:
-    """The logged models of a run, oldest first. Checkpoints that other steps will remove are none while the run goes on."""
+    """The logged models of a run, oldest first. Checkpoints that other steps will remove are none while the run goes
+    on.
+    """
     kept = checkpoints.kept()
     found = checkpoints.candidates()
     newest = found[0].name if found and ended else None

@@ -10,8 +10,9 @@ from typing import Any
 class RankStore:
     """torch's TCPStore with a limit on every request; of torch's own, `check` and `add` wait for an answer for ever.
 
-    A thread makes the requests, one after another. After one that was not answered in time, all raise at once until it is
-    answered; only what `set` was given is kept, and stored then. All raise RuntimeError if the store is lost or does not answer.
+    A thread makes the requests, one after another. After one that was not answered in time, all raise at once until it
+    is answered; only what `set` was given is kept, and stored then. All raise RuntimeError if the store is lost or does
+    not answer.
     store: a connection of its own, which nobody else uses. seconds: the limit.
     """
 

@@ -187,7 +187,8 @@ def write_settings(config: RunConfig, path: Path) -> None:
 
 
 def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError if a checkpoint was made by another run that has the same place in checkpoint.folder, as its name is the same.
+    """Raise UserError if a checkpoint was made by another run that has the same place in checkpoint.folder, as its name
+    is the same.
 
     path: of the checkpoint. then, now: settings by dotted name, of the run that made it and of this one.
     """
@@ -204,8 +205,8 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
         return
     if Path(settings.checkpoint.folder, settings.name).resolve() == Path(folder, own_name).resolve():
         raise UserError(
-            f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or remove that run and "
-            "its checkpoints."
+            f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or"
+            " remove that run and its checkpoints."
         )
 
 

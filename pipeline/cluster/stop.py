@@ -2,10 +2,10 @@
 
 A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
 `train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/process/launcher_process.py).
-A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it through the
-process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an asynchronous all-reduce
-accompanies each item (a training step, an evaluation batch), and all stop before the same item. Before training begins there
-is nothing to commit, and a rank exits at once.
+A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it
+through the process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an
+asynchronous all-reduce accompanies each item (a training step, an evaluation batch), and all stop before the same item.
+Before training begins there is nothing to commit, and a rank exits at once.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ _ONE_INTERRUPT_SECONDS = 1.0
 _LAST_WORD_SECONDS = 27.0
 # Timeout for the other ranks when leaving with everything committed.
 _FAREWELL_SECONDS = 10.0
-# Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit. Before the first one
-# of a start, its time is that of its bytes on a slow disk.
+# Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit. Before
+# the first one of a start, its time is that of its bytes on a slow disk.
 _RESERVE_SECONDS, _SLOW_DISK = 30.0, 100e6
 _NAMED = 8  # of several ranks that failed
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
@@ -101,7 +101,8 @@ class Stop:
                 self._before[number] = signal.signal(number, _ignore)
                 signal.siginterrupt(number, False)
         self._closed = False
-        # Shows how the run ended to those who follow it: called with the ending and its reason. Rank 0 of a run sets it.
+        # Shows how the run ended to those who follow it: called with the ending and its reason. Rank 0 of a run sets
+        # it.
         self.show_end: Callable[[Ending, str], None] = lambda how, reason: None
         self._launcher = find_launcher()
         self._thread = threading.Thread(target=self._listen, name="stop", daemon=True)
@@ -171,7 +172,9 @@ class Stop:
         self._record(how, line + (asked if how == "failed" else ""))
 
     def _record(self, how: Ending, reason: str) -> None:
-        """Write how this start ended wherever it is shown. The first call counts. A disk that fails does not hide the reason."""
+        """Write how this start ended wherever it is shown. The first call counts. A disk that fails does not hide the
+        reason.
+        """
         with self._lock:
             if self._is_recorded:
                 return
@@ -182,7 +185,9 @@ class Stop:
                 self.show_end(how, reason)
 
     def meet(self, hosts_store: bool) -> None:
-        """Open the store through which the ranks hear of each other's stop requests and errors. hosts_store: on this rank."""
+        """Open the store through which the ranks hear of each other's stop requests and errors. hosts_store: on this
+        rank.
+        """
         from torch.distributed import TCPStore
 
         # A rank that hosts it and is asked to stop has told the others, or they have not found it yet.
@@ -205,7 +210,9 @@ class Stop:
         self._ranks, self.folder.ours = ranks, True
 
     def expect_checkpoint(self, num_bytes: int) -> None:
-        """Until a commit was measured, keep time for one of so many bytes, of all ranks together, before stop_after_minutes."""
+        """Until a commit was measured, keep time for one of so many bytes, of all ranks together, before
+        stop_after_minutes.
+        """
         # At most half of the limit: a run that stops before its first step each time would never end.
         most = max(0.0, self.limit_seconds / 2 - _RESERVE_SECONDS) / 3
         self._expected_seconds = min(num_bytes / _SLOW_DISK, most)
@@ -214,7 +221,8 @@ class Stop:
         """From now on the ranks stop together, with a checkpoint. Collective."""
         assert self._ranks is not None
         self.committed(step)
-        self._ranks.barrier()  # First: a rank that is asked while it prepares leaves, and so must those that wait for it.
+        # First: a rank that is asked while it prepares leaves, and so must those that wait for it.
+        self._ranks.barrier()
         with self._lock:
             self._training = True
 
@@ -226,7 +234,9 @@ class Stop:
             self.folder.say_status(Status("running", step, -1, ""))
 
     def record_failure(self, line: str, lost_others: bool) -> None:
-        """Write why this rank is about to end, because its main thread will not. lost_others: other ranks are the cause."""
+        """Write why this rank is about to end, because its main thread will not. lost_others: other ranks are the
+        cause.
+        """
         self.folder.say_failure(line, lost_others)
         with contextlib.suppress(OSError):
             self.folder.say_status(Status("failed", self.step, 1, line))
@@ -236,10 +246,11 @@ class Stop:
         return self._agreed or bool(self.reason)
 
     def together(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield `items` until the ranks agree to stop; then raise Stopped. Collective; each rank has equally many items.
+        """Yield `items` until the ranks agree to stop; then raise Stopped. Collective; each rank has equally many
+        items.
 
-        The all-reduce starts one item ahead, so that its result is available without waiting. It starts only when this rank
-        has its next item, or will not need one: so no rank begins an item for which another still waits for data.
+        The all-reduce starts one item ahead, so that its result is available without waiting. It starts only when this
+        rank has its next item, or will not need one: so no rank begins an item for which another still waits for data.
         """
         end: Any = object()
 

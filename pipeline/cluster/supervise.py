@@ -1,4 +1,5 @@
-"""Starts a run again after a crash or a preemption, for `deepspeed`, which does not. (torchrun does: docs/running.md.) No slow imports.
+"""Starts a run again after a crash or a preemption, for `deepspeed`, which does not. (torchrun does: docs/running.md.)
+No slow imports.
 
 How a start ended is read from status.json, because the exit code of DeepSpeed's launcher is not that of the ranks.
 """
@@ -92,7 +93,9 @@ class Supervisor:
                 return RESUME
 
     def _start(self) -> tuple[int | None, bool]:
-        """Start the run, and wait for its last process. Returns the launcher's exit code, and whether ranks had to be stopped after it."""
+        """Start the run, and wait for its last process. Returns the launcher's exit code, and whether ranks had to be
+        stopped after it.
+        """
         # A session of its own: Ctrl-C reaches only this process, which asks the run to stop.
         process = subprocess.Popen(self.command, start_new_session=True)
         ended = asked = float("inf")
@@ -134,7 +137,9 @@ class Supervisor:
         return None
 
     def say(self, line: str) -> None:
-        """Print a line, and append it to supervise.log. A closed terminal or a full disk does not end the supervisor."""
+        """Print a line, and append it to supervise.log. A closed terminal or a full disk does not end the
+        supervisor.
+        """
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hide_passwords(line)}\n"  # The command may have one.
         with contextlib.suppress(OSError):
             os.write(1, f"supervise: {line}".encode(errors="backslashreplace"))

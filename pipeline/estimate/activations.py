@@ -23,9 +23,10 @@ _COUNTED = (8, 16, 32)  # images
 class Use(NamedTuple):
     """Bytes around one run through a model's blocks.
 
-    until: saved from the beginning of the forward pass to the end of its last block: what is left when the backward pass arrives there.
-    block: saved by its largest block (or ResNet unit), without recomputation. largest: the largest tensor that its last block saves,
-    without recomputation.
+    until: saved from the beginning of the forward pass to the end of its last block: what is left when the backward
+    pass arrives there.
+    block: saved by its largest block (or ResNet unit), without recomputation. largest: the largest tensor that its last
+    block saves, without recomputation.
     """
 
     until: int
@@ -36,9 +37,10 @@ class Use(NamedTuple):
 class Saved(NamedTuple):
     """Bytes saved for a micro-batch.
 
-    total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective. until_added: from the
-    beginning of the forward pass to the last use of the largest parameter that an objective adds; without one, total. uses: of the
-    blocks, in order: an objective may run the model on one group of views after another.
+    total: by the whole forward pass. outside: the largest tensor that no block saves, only for an objective.
+    until_added: from the beginning of the forward pass to the last use of the largest parameter that an objective adds;
+    without one, total. uses: of the blocks, in order: an objective may run the model on one group of views after
+    another.
     """
 
     total: int
@@ -87,8 +89,8 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool,
 def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     """What `count` gives for a number of images; for more than 32, extrapolated by the quadratic through three counts.
 
-    A count takes a tenth of a second for a large model, and a loss that compares images of a batch is no linear function of
-    their number.
+    A count takes a tenth of a second for a large model, and a loss that compares images of a batch is no linear
+    function of their number.
     """
     if images <= _COUNTED[-1]:
         return count(images)
@@ -105,7 +107,8 @@ def saved_by_loss(
     checkpointing: bool,
     ranks: int,
 ) -> Saved:
-    """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and buffers.
+    """Bytes saved by an objective's loss of `images` images on one of `ranks` ranks, without inputs, parameters and
+    buffers.
 
     model: the backbone's.
     """
@@ -129,7 +132,9 @@ def saved_by_loss(
 
 
 def _with_largest_added(objective: Objective) -> list[nn.Module]:
-    """The modules that hold the largest of the trained parameters that an objective adds outside of its backbone: not LoRA's factors."""
+    """The modules that hold the largest of the trained parameters that an objective adds outside of its backbone: not
+    LoRA's factors.
+    """
     sizes = {
         module: max(counts)
         for name, module in objective.named_modules()
@@ -142,7 +147,9 @@ def _with_largest_added(objective: Objective) -> list[nn.Module]:
 def _saved_by(
     model: Model, forward: Callable[[], Tensor], ignored: Iterable[Tensor], added: Iterable[nn.Module] = ()
 ) -> Saved:
-    """Counts what `forward`, which calls the model, saves beside the tensors that are left out. added: see `Saved.until_added`."""
+    """Counts what `forward`, which calls the model, saves beside the tensors that are left out. added: see
+    `Saved.until_added`.
+    """
     ours = {tensor.untyped_storage()._cdata for tensor in ignored}
     kept: dict[int, torch.UntypedStorage] = {}
     of_blocks: set[int] = set()

@@ -67,7 +67,8 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     """Choose the layout that should train fastest. Raises UserError if none fits.
 
     Preferred are no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
-    `HEADROOM` of the memory with a micro-batch that keeps a GPU busy. If there are none, the largest micro-batch decides.
+    `HEADROOM` of the memory with a micro-batch that keeps a GPU busy. If there are none, the largest micro-batch
+    decides.
     """
     world_size = cluster.num_gpus
     share = config.train.global_batch // world_size
@@ -85,10 +86,10 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     if largest < smallest:
         least = rank_memory(model, layouts[-1], smallest, share // smallest, world_size).total
         raise UserError(
-            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with engine.zero_stage={config.zero_stages[-1]}, "
-            f"engine.activation_checkpointing=true and train.micro_batch={smallest} a rank needs {least / _GIB:.1f} GiB of "
-            f"{limit / _GIB:.1f} ({HEADROOM:.0%} of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a "
-            "smaller model.image_size."
+            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with"
+            f" engine.zero_stage={config.zero_stages[-1]}, engine.activation_checkpointing=true and"
+            f" train.micro_batch={smallest} a rank needs {least / _GIB:.1f} GiB of {limit / _GIB:.1f} ({HEADROOM:.0%}"
+            f" of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a smaller model.image_size."
         )
     memory = rank_memory(model, chosen, largest, share // largest, world_size)
     engine = chosen.engine
@@ -102,5 +103,7 @@ def lay_out(config: _Run, stage: int, checkpointing: bool) -> _Run:
 
 
 def _places(model: Config) -> int:
-    """Positions per image that are computed in parallel: a ViT's tokens, or places of a ResNet's feature map at stride 16."""
+    """Positions per image that are computed in parallel: a ViT's tokens, or places of a ResNet's feature map at stride
+    16.
+    """
     return model.num_tokens if isinstance(model, ViTConfig) else model.image_size[0] * model.image_size[1] // 16**2

@@ -116,7 +116,9 @@ def make_forecast(config: PlanConfig) -> Forecast:
 
 
 def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
-    """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data; names of the classes, if known)."""
+    """Returns (the settings, with an empty data.eval_split if there is no held-out split; the data; names of the
+    classes, if known).
+    """
     if config.samples:
         return config, Data(config.samples, config.samples, config.classes, 0, "given in the settings"), ()
     try:

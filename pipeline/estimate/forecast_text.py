@@ -43,14 +43,22 @@ def describe(forecast: Forecast) -> list[str]:
     notes = [*data.notes, *objectives.without_effect(config)]
     kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
-        f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f} M parameters, "
-        f"{config.engine.precision}",
+        (
+            f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f}"
+            f" M parameters, {config.engine.precision}"
+        ),
         *filter(None, notes),
         "",
         f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
         f"  plan         {plan.describe()}",
-        f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP in total",
-        f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most {forecast.disk_bytes / _GIB:,.1f} GiB on disk",
+        (
+            f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP"
+            " in total"
+        ),
+        (
+            f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most"
+            f" {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
+        ),
         f"  time         {_time(forecast)}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
         *(f"  {line}" for line in readers(forecast)),
@@ -77,8 +85,8 @@ def readers(forecast: Forecast) -> list[str]:
     # In a window that holds a whole stream, samples are shuffled together however few shards there are.
     if 0 < data.shards < streams and data.samples > streams * forecast.config.data.window:
         lines.append(
-            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}, which shuffles less. Shard again with "
-            f"samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
+            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}, which shuffles less. Shard again"
+            f" with samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
         )
     return lines
 

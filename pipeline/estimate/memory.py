@@ -6,7 +6,8 @@ activations, the reduction of gradients over ranks, and the optimizer step.
 
 Not counted: the CUDA context, NCCL's buffers, fragmentation of the allocator, workspaces of kernels.
 
-Letters: P trained parameters (the model's, and those that the objective adds), p = P / ranks, e bytes of a parameter (fp32 4, bf16 2), T tokens of a micro-batch.
+Letters: P trained parameters (the model's, and those that the objective adds), p = P / ranks, e bytes of a parameter
+(fp32 4, bf16 2), T tokens of a micro-batch.
 """
 
 import bisect
@@ -107,7 +108,9 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
 
 
 def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:
-    """Returns the largest divisor of a rank's `share` of the batch that fits `limit` bytes as a micro-batch; 0 if none."""
+    """Returns the largest divisor of a rank's `share` of the batch that fits `limit` bytes as a micro-batch; 0 if
+    none.
+    """
     pairs = 2 if config.augment.mixes_pairs else 1
     for accumulation in range(1, share + 1):
         micro_batch, rest = divmod(share, accumulation)
@@ -174,12 +177,14 @@ def _gradients_and_buffers(
     p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
-    # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's has, briefly.)
-    # Those of torch's foreach optimizers: Adam's root of the second moment, SGD's gradient with weight decay.
+    # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's
+    # has, briefly.) Those of torch's foreach optimizers: Adam's root of the second moment, SGD's gradient with weight
+    # decay.
     has_work = config.engine.fused is False and (config.optimizer.name != "sgd" or config.optimizer.weight_decay)
     work = 4 * group if has_work else 0
     if config.optimizer.name == "muon":
-        # The direction of what a rank updates, the matrices that are cut, and what is computed of those that a GPU makes orthogonal together.
+        # The direction of what a rank updates, the matrices that are cut, and what is computed of those that a GPU
+        # makes orthogonal together.
         own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
         together = max(found.largest_matrix, min(own, BATCH_ELEMENTS["cuda"]))
         # Of the matrices that Muon gathers from several ranks there is one at the end of each rank's range, at most.
@@ -189,11 +194,11 @@ def _gradients_and_buffers(
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
     if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
-        # DeepSpeed's BF16_Optimizer keeps fp32 gradients of the whole model on every rank during the whole run, and 16-bit
-        # gradients until the step. It reduces a flat fp32 copy, which it copies to 16 bits.
+        # DeepSpeed's BF16_Optimizer keeps fp32 gradients of the whole model on every rank during the whole run, and
+        # 16-bit gradients until the step. It reduces a flat fp32 copy, which it copies to 16 bits.
         return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
-    # Otherwise, gradients are copied to a bucket (stages 2, 3: immediately; stage 1: in the last micro-batch), a flat copy of
-    # the bucket is reduced, and a rank keeps its own part of the sum.
+    # Otherwise, gradients are copied to a bucket (stages 2, 3: immediately; stage 1: in the last micro-batch), a flat
+    # copy of the bucket is reduced, and a rank keeps its own part of the sum.
     if stage == 1:
         # 16-bit gradients become fp32 before they are reduced, as 16 bits again, to the fp32 ones of a rank's part.
         bucket = 4 * reduce_bucket(P)
@@ -211,11 +216,11 @@ def _gradients_and_buffers(
 def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
     """Bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass.
 
-    At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels (of those that an objective
-    adds, where it reaches them); and where it reaches the last block of each use of the model: with the gradients of that block's
-    activations and kernel (and of the head, if it is the model's); with checkpointing, also with the recomputed activations of a block.
-    Where the model is used several times, autograd keeps the sum so far of its parameters' gradients until the first use has added its
-    part.
+    At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels (of those
+    that an objective adds, where it reaches them); and where it reaches the last block of each use of the model: with
+    the gradients of that block's activations and kernel (and of the head, if it is the model's); with checkpointing,
+    also with the recomputed activations of a block. Where the model is used several times, autograd keeps the sum so
+    far of its parameters' gradients until the first use has added its part.
     """
     engine, cls = config.engine, kind(config.train.loss)
     dtype = dtype_of(engine.precision)
@@ -262,7 +267,9 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
 
 
 def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision, pixels: Pixels = RGB8) -> int:
-    """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model reads."""
+    """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model
+    reads.
+    """
     height, width = size
     return (
         micro_batch
@@ -274,7 +281,9 @@ def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecisi
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
-    """Bytes of one checkpoint over all ranks: fp32 weights, moments and what is frozen, and model.safetensors of the backbone."""
+    """Bytes of one checkpoint over all ranks: fp32 weights, moments and what is frozen, and model.safetensors of the
+    backbone.
+    """
     found = parameters(config, model)
     state = found.trained * (4 + _moments_bytes(config.optimizer) + found.average_bytes) + 4 * found.frozen
     return state + 4 * num_parameters(model)
@@ -304,7 +313,9 @@ class Parameters:
     published: int  # of a teacher that is in no checkpoint
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
-    head: int  # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy (normalised)
+    # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy
+    # (normalised)
+    head: int
     persistent: int  # of trained tensors below stage 3's threshold
     matrices: int  # of the backbone's blocks, which Muon would update
     largest_matrix: int  # of its kernels

@@ -26,10 +26,13 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class Plan:
-    """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run does not have.
+    """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run
+    does not have.
 
-    best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is none.
-    at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by evaluator and
+    best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is
+    none.
+    at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
+    evaluator and
     CHECKPOINT: what is due then is done after the last step only.
     balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     measures_held_out: whether the objective measures anything on held-out images.
@@ -109,16 +112,19 @@ class Plan:
             return named
         return [
             *named,
-            f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
-            f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used",
+            (
+                f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
+                f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used"
+            ),
         ]
 
     def describe(self) -> str:
         """The plan in one line for the log."""
         return (
-            f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x {self.accumulation} x "
-            f"{counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of {self.num_samples:,}), warm-up {self.warmup:,}, "
-            f"{self.evaluations}, checkpoint every {counted(self.checkpoint_every, 'step')}"
+            f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x"
+            f" {self.accumulation} x {counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of"
+            f" {self.num_samples:,}), warm-up {self.warmup:,}, {self.evaluations}, checkpoint every"
+            f" {counted(self.checkpoint_every, 'step')}"
         )
 
 
@@ -132,15 +138,16 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     steps = train.length.steps(num_samples, train.global_batch)
     if steps < 1:
         raise UserError(
-            f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on "
-            f"{counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
+            f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on"
+            f" {counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
     cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
     if warmup >= steps or warmup + cooldown > steps:
         raise UserError(
-            f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown = {config.schedule.cooldown} "
-            f"({counted(cooldown, 'step')}) do not fit into train.length = {train.length} ({counted(steps, 'step')}). Shorten one, or train longer."
+            f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown ="
+            f" {config.schedule.cooldown} ({counted(cooldown, 'step')}) do not fit into train.length = {train.length}"
+            f" ({counted(steps, 'step')}). Shorten one, or train longer."
         )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
@@ -166,7 +173,8 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
 
 
 def _interval_that_ends(every: Length, interval: int, steps: int) -> int:
-    """The last step before the end that is due by an interval in %, if it is a share that rounds to the whole run; else 0.
+    """The last step before the end that is due by an interval in %, if it is a share that rounds to the whole run; else
+    0.
 
     interval: `every` in steps, rounded. More than half an interval before the end is kept.
     """
@@ -184,15 +192,16 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
     if count > 1 and OBJECTIVES[train.loss].of_whole_batch:
         share = train.global_batch // world_size
         raise UserError(
-            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {count} micro-batches: "
-            f"train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and train.micro_batch = "
-            f"{train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or more ranks."
+            f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {count} micro-batches:"
+            f" train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and"
+            f" train.micro_batch = {train.micro_batch}. Use train.micro_batch={share}, a smaller train.global_batch, or"
+            " more ranks."
         )
     if paired and micro_batch % 2:
         raise UserError(
-            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch "
-            f"{train.global_batch} / ({counted(world_size, 'rank')} x {count}) is odd. Use an even train.micro_batch, and a "
-            "train.global_batch that gives each rank an even number of samples."
+            f"augment.mixup and augment.cutmix mix a micro-batch in pairs, and {micro_batch} = train.global_batch"
+            f" {train.global_batch} / ({counted(world_size, 'rank')} x {count}) is odd. Use an even train.micro_batch,"
+            " and a train.global_batch that gives each rank an even number of samples."
         )
     return count, micro_batch
 

@@ -61,11 +61,12 @@ def open_adhoc_split(
 ) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
-    places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select samples.
-    Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image, to each file.
-    names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`. In a
-    tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs to, else
-    into `names`.
+    places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select
+    samples. Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image,
+    to each file.
+    names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`.
+    In a tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs
+    to, else into `names`.
     setting: that names the places, for errors. pixels: how files are read; a data set says it itself.
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
@@ -78,8 +79,8 @@ def open_adhoc_split(
         return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint)
     if pixels.type == ANY_TYPE:
         raise UserError(
-            f"{setting} = {', '.join(places)}: these weights read images by the range that their data set records, and files have none. Make a "
-            "data set of them: launch/shard.py."
+            f"{setting} = {', '.join(places)}: these weights read images by the range that their data set records, and"
+            " files have none. Make a data set of them: launch/shard.py."
         )
     links: list[str] = []
     files = [path for place in places for path in _expand(place, links, setting)]
@@ -87,7 +88,8 @@ def open_adhoc_split(
     label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
     if len(label_names) > 1:
         raise UserError(
-            f"{setting} = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one data set."
+            f"{setting} = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one"
+            " data set."
         )
     (of_labels,) = label_names
     numbers = {name: number for number, name in enumerate(of_labels)}
@@ -119,7 +121,9 @@ class _Image(NamedTuple):
 
 
 def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
-    """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to `links`. Raises UserError."""
+    """Yield the files of one place. Links of a folder that are named as images and lead nowhere are appended to
+    `links`. Raises UserError.
+    """
     if "://" in place:
         raise UserError(f"{setting} = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
@@ -147,16 +151,20 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
 
 
 def _is_image(name: str) -> bool:
-    """Whether a file below a folder or in a tar is an image, by its name; one that cannot be decoded is counted as such."""
+    """Whether a file below a folder or in a tar is an image, by its name; one that cannot be decoded is counted as
+    such.
+    """
     parts = [part for part in name.split("/") if part not in (".", "..")]
     is_hidden = any(part.startswith(".") or part in SYSTEM_FOLDERS for part in parts)
     return Path(name).suffix.lower() in EXTENSIONS and not is_hidden
 
 
 def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> list[_Image]:
-    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key, if it is that of a class. Raises UserError.
+    """List the images of a tar, each with the number in its .cls file, or in that of its webdataset key, if it is that
+    of a class. Raises UserError.
 
-    As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to `links`.
+    As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to
+    `links`.
     """
     images, labels = {}, dict[str, bytes]()
     files: dict[str, tarfile.TarInfo] = {}

@@ -1,6 +1,7 @@
 """The architecture of a model as settings by dotted name, whether it comes from `model.name` or from `init.weights`.
 
-A run that starts from weights does not set `model.name` or `model.width`, so reports show the architecture as built instead.
+A run that starts from weights does not set `model.name` or `model.width`, so reports show the architecture as built
+instead.
 """
 
 from typing import Any
@@ -22,8 +23,8 @@ def as_settings(config: models.Config) -> dict[str, Any]:
 def name_of(config: models.Config) -> str:
     """The name for `pipeline.model.configure`, or the sizes in its place: "ViT-192x12/8" has width 192 and depth 12.
 
-    What differs from the usual follows: "h6" heads where they are not 64 wide, "m768" an MLP that is not four times as wide. So
-    a narrow column of a list tells models apart.
+    What differs from the usual follows: "h6" heads where they are not 64 wide, "m768" an MLP that is not four times as
+    wide. So a narrow column of a list tells models apart.
     """
     if isinstance(config, models.ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == tuple(config.units)), None)

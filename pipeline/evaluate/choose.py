@@ -62,8 +62,8 @@ def run(config: ChooseConfig) -> list[str]:
     chosen = coverage.choose(found, config.num, covered, groups, seen)
     if len(chosen) < config.num:
         raise UserError(
-            f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are no copies of each other or of labelled ones, fewer "
-            f"than num = {config.num:,}. Raise candidates, or lower num."
+            f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are no copies of each other or"
+            f" of labelled ones, fewer than num = {config.num:,}. Raise candidates, or lower num."
         )
     with new_output(Path(config.out), is_folder=True) as folder:
         stands_for = _stands_for(found, chosen, len(images.split))
@@ -75,11 +75,13 @@ def run(config: ChooseConfig) -> list[str]:
         np.maximum(coverage.nearest(found, found[places])[0], covered).mean() for places in (chosen, at_random)
     )
     print(
-        f"mean cosine similarity of an image to the nearest chosen or labelled one: {similarity:.3f}; of as many random ones {of_random:.3f}"
+        f"mean cosine similarity of an image to the nearest chosen or labelled one: {similarity:.3f}; of as many random"
+        f" ones {of_random:.3f}"
     )
     table_file, has_groups = f"{config.out}/choice.csv", " group_column=group" * (groups is not None)
     print(
-        f"fill in the column label of {table_file}, then: python launch/shard.py source={table_file}{has_groups} out=..."
+        f"fill in the column label of {table_file}, then: python launch/shard.py source={table_file}{has_groups}"
+        " out=..."
     )
     return [line["key"] for line in table]
 
@@ -148,6 +150,9 @@ def _draw(
         stands_for = f"stands for {int(line['stands_for']):,}"
         tiles.append(Tile(image, [Path(line["path"]).stem, stands_for, *filter(None, [label])]))
     about = counted(len(images.split), "image")
-    note = f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen one to."
+    note = (
+        f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen"
+        " one to."
+    )
     figure = sheet(tiles, "Images to label first", note, loaded.image_size)
     return png(figure, DPI, loaded.pixels.describe_shown())

@@ -1,6 +1,7 @@
 """Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
 
-A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do logits that are no numbers.
+A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do logits that
+are no numbers.
 """
 
 from collections import Counter
@@ -37,13 +38,16 @@ class Predictions:
 
     @property
     def computed(self) -> np.ndarray:
-        """bool (n,), False for an unreadable image and logits that are no numbers, of which the most likely class is any."""
+        """bool (n,), False for an unreadable image and logits that are no numbers, of which the most likely class is
+        any.
+        """
         return self.readable & np.isfinite(self.loss)
 
 
 @dataclass(frozen=True)
 class ClassificationScores:
-    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over those with a label.
+    """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over
+    those with a label.
 
     top5: None for so few classes that it says nothing (`classification.has_top5`). top1_effective_images, top5_...: of
     `effective_number`; None for data without groups.
@@ -93,8 +97,9 @@ def each_sample(
 ) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
     """Compute `columns`, tensors (B, ...) of a batch, for all samples of the split.
 
-    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Raises UserError
-    when more images are unreadable than the reader's budget allows, and Stopped on all ranks when they agree to stop.
+    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Raises
+    UserError when more images are unreadable than the reader's budget allows, and Stopped on all ranks when they agree
+    to stop.
     """
     parts, ranks, num_samples = [], reader.ranks, len(reader.split)
     requests = eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)
@@ -139,7 +144,9 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sums of the values, number of samples) of each group, float64 and int64 (G,). values: (n,). groups: int64 (n,), of `Split.groups`."""
+    """(sums of the values, number of samples) of each group, float64 and int64 (G,). values: (n,). groups: int64 (n,),
+    of `Split.groups`.
+    """
     return np.bincount(groups, weights=values), np.bincount(groups)
 
 
@@ -152,19 +159,22 @@ def label_table(split: Split) -> np.ndarray:
 
 
 def label_map(classes: Sequence[str], names: Sequence[str]) -> np.ndarray:
-    """int32, the number of each of `classes` among `names`, which has them all. Raises UserError if it has one of them twice."""
+    """int32, the number of each of `classes` among `names`, which has them all. Raises UserError if it has one of them
+    twice.
+    """
     count = Counter(names)
     if shared := next((name for name in classes if count[name] > 1), None):
         raise UserError(
-            f"several classes of the weights have the name {shared!r}, so classes cannot be matched by name. If those of the data have "
-            "the same order: match_classes=false."
+            f"several classes of the weights have the name {shared!r}, so classes cannot be matched by name. If those"
+            " of the data have the same order: match_classes=false."
         )
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in classes], np.int32)
 
 
 def names_in_mixture(classes: Sequence[str], fingerprint: str, extra: Mapping[str, Any]) -> list[str]:
-    """Names of a data set's classes as the weights know them: of a set of their mixture with a `class_map`, those that it gives.
+    """Names of a data set's classes as the weights know them: of a set of their mixture with a `class_map`, those that
+    it gives.
 
     fingerprint: of the data set. extra: of the weights.
     """
@@ -185,8 +195,8 @@ def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.ndarray]:
     """(true, predicted) class of each sample, int64 (n,) each; predicted is -1 where none is computed.
 
-    For a sample with several labels, the true class is the predicted one if that is correct, else its first label; -1 for a
-    sample without labels.
+    For a sample with several labels, the true class is the predicted one if that is correct, else its first label; -1
+    for a sample without labels.
     """
     labels = label_table(split)
     best = predictions.top[:, :1]
@@ -211,8 +221,8 @@ def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> n
 class ClassReport:
     """float64 (K,) each; support: int64 (K,), samples per class.
 
-    As in scikit-learn, a class without predictions has precision 0, one without samples recall 0. Unreadable images count in
-    the support and lower the recall, so the recall weighted by support is the top-1 accuracy.
+    As in scikit-learn, a class without predictions has precision 0, one without samples recall 0. Unreadable images
+    count in the support and lower the recall, so the recall weighted by support is the top-1 accuracy.
     """
 
     precision: np.ndarray

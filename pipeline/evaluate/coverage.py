@@ -1,9 +1,10 @@
-"""Which images stand for all: greedy maximisation of how similar each image is to the nearest chosen one (facility location).
+"""Which images stand for all: greedy maximisation of how similar each image is to the nearest chosen one (facility
+location).
 
-With s(r, a) the cosine of two images, a choice A covers sum_r max_{a in A} s(r, a). The sum grows by ever less as images are added
-to A, so the greedy choice covers at least 1 - 1/e of what the best one of its size does above s = -1 (Nemhauser et al. 1978), and an
-image's gain need only be computed anew when it is the largest (Minoux 1978). For choosing images to label: Wei, Iyer and Bilmes,
-"Submodularity in Data Subset Selection and Active Learning", ICML 2015.
+With s(r, a) the cosine of two images, a choice A covers sum_r max_{a in A} s(r, a). The sum grows by ever less as
+images are added to A, so the greedy choice covers at least 1 - 1/e of what the best one of its size does above s = -1
+(Nemhauser et al. 1978), and an image's gain need only be computed anew when it is the largest (Minoux 1978). For
+choosing images to label: Wei, Iyer and Bilmes, "Submodularity in Data Subset Selection and Active Learning", ICML 2015.
 
 Shapes: n images, D features, k chosen images.
 """
@@ -12,18 +13,23 @@ import numpy as np
 
 # Similarities that are computed at a time.
 _BLOCK = 2**24
-# An image that is as similar to a chosen one as this is a copy of it. Features of one image differ by some 1e-6 between batches.
+# An image that is as similar to a chosen one as this is a copy of it. Features of one image differ by some 1e-6 between
+# batches.
 _COPY = np.float32(1 - 1e-5)
 
 
 def directions(values: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """float32 (n, D) of length 1: features, float (n, D), relative to their `mean`, (D,). A row that equals it stays 0."""
+    """float32 (n, D) of length 1: features, float (n, D), relative to their `mean`, (D,). A row that equals it stays
+    0.
+    """
     centred = values.astype(np.float32) - mean
     return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), np.float32(1e-30))
 
 
 def nearest(images: np.ndarray, to: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `images`, the largest cosine to one of `to` and its index: float32 (n,) and int64 (n,). Both are directions."""
+    """Of each of `images`, the largest cosine to one of `to` and its index: float32 (n,) and int64 (n,). Both are
+    directions.
+    """
     largest, at = np.empty(len(images), np.float32), np.empty(len(images), np.int64)
     step = max(1, _BLOCK // len(to))
     for start in range(0, len(images), step):
@@ -35,12 +41,14 @@ def nearest(images: np.ndarray, to: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def choose(
     images: np.ndarray, num: int, covered: np.ndarray, groups: np.ndarray | None = None, seen: np.ndarray | None = None
 ) -> np.ndarray:
-    """int64 (k,): the indices of the chosen images, each the one that adds most to those before it; the first of equals.
+    """int64 (k,): the indices of the chosen images, each the one that adds most to those before it; the first of
+    equals.
 
-    images: directions, float32 (n, D). covered: float32 (n,), how similar each already is to one with a label, -1 to none. k is `num`, or
-    less if all others are copies of chosen ones or of ones with a label. groups: int64 (n,), not negative, of images that are alike, such as
-    of a patient: only images of the groups with the fewest chosen ones are considered, so that a large group does not crowd out others. seen:
-    bool (n,), whether an image of its group has a label, which counts as one chosen. Takes 4 n**2 bytes of memory.
+    images: directions, float32 (n, D). covered: float32 (n,), how similar each already is to one with a label, -1 to
+    none. k is `num`, or less if all others are copies of chosen ones or of ones with a label. groups: int64 (n,), not
+    negative, of images that are alike, such as of a patient: only images of the groups with the fewest chosen ones are
+    considered, so that a large group does not crowd out others. seen: bool (n,), whether an image of its group has a
+    label, which counts as one chosen. Takes 4 n**2 bytes of memory.
     """
     of = np.zeros(len(images), np.int64) if groups is None else groups
     num_chosen = np.zeros(of.max() + 1, np.int64)

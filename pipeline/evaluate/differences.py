@@ -1,8 +1,9 @@
-"""Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many pairs.
+"""Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many
+pairs.
 
-Two kinds of noise: which images are in the test set (two proportions; McNemar or bootstrap for the same images), and the seed of
-training (Student's t over seeds, or over the differences of the same seeds). The tests of the one say nothing about the other:
-`tests/measure/measure_intervals.py`.
+Two kinds of noise: which images are in the test set (two proportions; McNemar or bootstrap for the same images), and
+the seed of training (Student's t over seeds, or over the differences of the same seeds). The tests of the one say
+nothing about the other: `tests/measure/measure_intervals.py`.
 """
 
 import math
@@ -23,7 +24,9 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class ScoreDifference:
-    """First score minus second. value, low, high: shares, low to high the 95 % interval. p: of the test named by `method`."""
+    """First score minus second. value, low, high: shares, low to high the 95 % interval. p: of the test named by
+    `method`.
+    """
 
     value: float
     low: float
@@ -41,8 +44,8 @@ class ScoreDifference:
 def of_proportions(first: float, num_first: float, second: float, num_second: float) -> ScoreDifference:
     """Two accuracies, each on its own number of images.
 
-    The interval is Newcombe's, from the two Wilson intervals; p is of the pooled z-test. On the same images both err on the side
-    of "noise", because accuracies on the same images vary together.
+    The interval is Newcombe's, from the two Wilson intervals; p is of the pooled z-test. On the same images both err on
+    the side of "noise", because accuracies on the same images vary together.
     """
     a, b = of_samples(first, num_first), of_samples(second, num_second)
     value = first - second
@@ -57,7 +60,8 @@ def of_proportions(first: float, num_first: float, second: float, num_second: fl
 def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDifference:
     """Two models on the same images. first_right, second_right: bool (n,), whether each was right on each image.
 
-    p is McNemar's: exact binomial on the images where one of the two is right. The interval is Bonett and Price's (adjusted Wald).
+    p is McNemar's: exact binomial on the images where one of the two is right. The interval is Bonett and Price's
+    (adjusted Wald).
     """
     from scipy.stats import binomtest  # Imported here because it takes a second.
 
@@ -72,10 +76,11 @@ def of_same_images(first_right: np.ndarray, second_right: np.ndarray) -> ScoreDi
 
 
 def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np.ndarray) -> ScoreDifference:
-    """Two models on the same images, in groups of images that are alike: Student's t on what the groups add to the difference.
+    """Two models on the same images, in groups of images that are alike: Student's t on what the groups add to the
+    difference.
 
-    first_right, second_right: bool (n,), whether each was right on each image. groups: int64 (n,). Of one group nothing follows. As for
-    seeds, the scatter is at least that of rounding to whole images.
+    first_right, second_right: bool (n,), whether each was right on each image. groups: int64 (n,). Of one group nothing
+    follows. As for seeds, the scatter is at least that of rounding to whole images.
     """
     difference = first_right.astype(np.float64) - second_right
     numbers = np.unique(groups, return_inverse=True)[1]
@@ -88,9 +93,11 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
 
 
 def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
-    """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance, at least that of `rounding`.
+    """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance, at least
+    that of `rounding`.
 
-    One of the two may have a single seed; its variance is then taken to be the other's. num_test: images of each score, 0 if unknown.
+    One of the two may have a single seed; its variance is then taken to be the other's. num_test: images of each score,
+    0 if unknown.
     """
     n, m = len(first), len(second)
     squares = sum(float(np.var(values)) * len(values) for values in (first, second))
@@ -100,7 +107,8 @@ def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0)
 
 
 def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
-    """Two settings, each trained with the same seeds, at least two, in the same order: Student's t-test of the seeds' differences.
+    """Two settings, each trained with the same seeds, at least two, in the same order: Student's t-test of the seeds'
+    differences.
 
     What the seeds of both have in common, such as the subset of the data, cancels. num_test: as of `of_seeds`.
     """
@@ -110,7 +118,9 @@ def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int
 
 
 def _by_t(value: float, error: float, freedom: float, method: str) -> ScoreDifference:
-    """error: standard error of the value, known with so many degrees of freedom; of 0, that is without any scatter, nothing follows."""
+    """error: standard error of the value, known with so many degrees of freedom; of 0, that is without any scatter,
+    nothing follows.
+    """
     from scipy.special import stdtr  # Imported here because it takes 0.2 s.
 
     half = quantile(freedom) * error

@@ -1,4 +1,5 @@
-"""Converts weights to another format and verifies the result by comparing logits on the same images; entry point: `run`.
+"""Converts weights to another format and verifies the result by comparing logits on the same images; entry point:
+`run`.
 
 The written file is loaded by the target program if it is installed (transformers, timm, onnxruntime), else by
 this project's own reader, and the output says so.
@@ -43,12 +44,14 @@ class LogitDifference(NamedTuple):
 
 
 def run(config: ExportConfig) -> LogitDifference:
-    """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target program.
+    """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target
+    program.
 
-    Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target program
-    or the program that the weights come from; then no output is left.
+    Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target
+    program or the program that the weights come from; then no output is left.
     """
-    # ------------------------------------------------------------------ the input, compared with the program it comes from
+    # ------------------------------------------------------------------ the input, compared with the program it comes
+    # from
     config = with_local_weights(config)
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
@@ -85,8 +88,8 @@ def run(config: ExportConfig) -> LogitDifference:
     if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
         size = "{} x {}".format(*model.config.image_size)
         notes.append(
-            f"positions = {model.config.positions} are written as a table, which is resampled at other sizes than {size}, "
-            "where these weights compute theirs anew: for the same logits, export again with image_size=N"
+            f"positions = {model.config.positions} are written as a table, which is resampled at other sizes than"
+            f" {size}, where these weights compute theirs anew: for the same logits, export again with image_size=N"
         )
     if (
         config.format == "huggingface"
@@ -95,15 +98,15 @@ def run(config: ExportConfig) -> LogitDifference:
         and not model.config.num_classes
     ):
         notes.append(
-            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder, launch/features.py "
-            "among them, are the class token alone"
+            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
+            " launch/features.py among them, are the class token alone"
         )
     if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
         notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
     if config.format in _ARRAYS:
         notes.append(
-            "it holds neither class names nor how images are read: where it is used, set class_names, image_size, eval_crop, "
-            "eval_resize, resize_filter and loss as of these weights"
+            "it holds neither class names nor how images are read: where it is used, set class_names, image_size,"
+            " eval_crop, eval_resize, resize_filter and loss as of these weights"
         )
 
     # ------------------------------------------------------------------ written, and compared with the target program
@@ -153,7 +156,8 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
         if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
             rows, columns = model.config.grid
             raise UserError(
-                f"format = {form} holds square grids of patches, and this one is {rows} x {columns}. Use format=safetensors."
+                f"format = {form} holds square grids of patches, and this one is {rows} x {columns}. Use"
+                " format=safetensors."
             )
         arrays: dict[str, Any] = models.to_npz(model, "big_vision" if form == "big_vision" else None)
         np.savez(path, **arrays)
@@ -203,7 +207,9 @@ def _write_onnx(model: Model, path: Path, metadata: dict[str, str]) -> None:
 
 
 def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
-    """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if unavailable."""
+    """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if
+    unavailable.
+    """
     config_files = files.config_files(path)
     if "model_type" in config_files.config:
         form = "huggingface"
@@ -301,7 +307,8 @@ def _accept(name: str, difference: LogitDifference, what: str, tolerance: float)
     # Not `>`, which is False for NaN.
     if not difference.largest <= tolerance * difference.scale:
         raise UserError(
-            f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written: use another format or a larger tolerance."
+            f"{name} differs from ours by more than tolerance = {tolerance:g}: {said}. Not written: use another format"
+            " or a larger tolerance."
         )
     print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
 

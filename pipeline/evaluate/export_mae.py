@@ -1,4 +1,6 @@
-"""Export of MAE with its decoder, compared with the target program by its reconstruction and loss; used by export.py."""
+"""Export of MAE with its decoder, compared with the target program by its reconstruction and loss; used by
+export.py.
+"""
 
 import importlib
 import importlib.util
@@ -19,7 +21,9 @@ NUM_IMAGES = 4
 
 
 def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
-    """Write `path` as form = mae (a .pth) or huggingface_mae (a folder). Raises UserError for a model that it cannot hold."""
+    """Write `path` as form = mae (a .pth) or huggingface_mae (a folder). Raises UserError for a model that it cannot
+    hold.
+    """
     vit = model.backbone
     assert isinstance(vit, VisionTransformer)
     decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
@@ -27,9 +31,10 @@ def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
         files.write_torch(path, {"model": to_facebook(vit, decoder, model.facts)})
         E = model.decoder_embed.out_features
         print(
-            f"for models_mae.py: img_size={vit.config.image_size[0]}, patch_size={vit.config.patch_size}, embed_dim={vit.config.width}, "
-            f"depth={vit.config.depth}, num_heads={vit.config.num_heads}, decoder_embed_dim={E}, decoder_depth={len(model.decoder_blocks)}, "
-            f"decoder_num_heads={model.num_heads}, norm_pix_loss={model.normalise}"
+            f"for models_mae.py: img_size={vit.config.image_size[0]}, patch_size={vit.config.patch_size},"
+            f" embed_dim={vit.config.width}, depth={vit.config.depth}, num_heads={vit.config.num_heads},"
+            f" decoder_embed_dim={E}, decoder_depth={len(model.decoder_blocks)}, decoder_num_heads={model.num_heads},"
+            f" norm_pix_loss={model.normalise}"
         )
         return
     tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
@@ -38,7 +43,9 @@ def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def compare(model: Mae, form: str, path: Path) -> tuple[str, float, float]:
-    """Returns (program, largest difference of reconstructions, largest reconstruction), of the file as the target program reads it."""
+    """Returns (program, largest difference of reconstructions, largest reconstruction), of the file as the target
+    program reads it.
+    """
     config = model.backbone.config
     assert isinstance(config, ViTConfig)
     generator = torch.Generator().manual_seed(0)

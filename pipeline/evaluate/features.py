@@ -1,4 +1,5 @@
-"""Writes the features of images as a table, and draws the images that are most similar to a given one; entry point: `run`.
+"""Writes the features of images as a table, and draws the images that are most similar to a given one; entry point:
+`run`.
 
 Shapes: D features, n images.
 """
@@ -39,8 +40,8 @@ _NUM_LIKE = 16
 def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     """Write the features of all images to `config.out`, and with `config.like` the sheet of the most similar ones.
 
-    Returns (key, cosine similarity) of these, the most similar first; none without `config.like`. Raises UserError before
-    anything is written.
+    Returns (key, cosine similarity) of these, the most similar first; none without `config.like`. Raises UserError
+    before anything is written.
     """
     config = with_local_weights(config)
     if config.like:

@@ -20,7 +20,9 @@ class Interval:
 
 
 def quantile(freedom: float = math.inf) -> float:
-    """Half the width of a two-sided 95 % interval, in standard errors: Student's t; with infinite freedom, the normal distribution's."""
+    """Half the width of a two-sided 95 % interval, in standard errors: Student's t; with infinite freedom, the normal
+    distribution's.
+    """
     from scipy.special import stdtrit  # Imported here because it takes 0.2 s.
 
     return float(stdtrit(freedom, 0.975))
@@ -34,7 +36,8 @@ def sample_deviation(accuracies: Sequence[float]) -> float | None:
 def rounding(num_test: float) -> float:
     """Standard deviation of rounding an accuracy to whole images of `num_test`; 0 where their number is unknown.
 
-    The least deviation over seeds that is assumed: equal accuracies on a few images are no proof that seeds do not differ.
+    The least deviation over seeds that is assumed: equal accuracies on a few images are no proof that seeds do not
+    differ.
     """
     return 12**-0.5 / num_test if num_test else 0.0
 
@@ -42,7 +45,8 @@ def rounding(num_test: float) -> float:
 def of_seeds(accuracies: Sequence[float], num_test: float = 0) -> Interval:
     """Interval of the mean of at least two runs: Student's t on their sample standard deviation, at least `rounding`.
 
-    num_test: images of each accuracy, 0 if unknown. The interval holds for other seeds on these images, not for other images.
+    num_test: images of each accuracy, 0 if unknown. The interval holds for other seeds on these images, not for other
+    images.
     """
     n = len(accuracies)
     half = quantile(n - 1) * max(float(np.std(accuracies, ddof=1)), rounding(num_test)) / n**0.5
@@ -50,11 +54,13 @@ def of_seeds(accuracies: Sequence[float], num_test: float = 0) -> Interval:
 
 
 def effective_number(right: np.ndarray, sizes: np.ndarray) -> float:
-    """Number of independent samples whose accuracy would be as uncertain as that of samples in groups, which are right together.
+    """Number of independent samples whose accuracy would be as uncertain as that of samples in groups, which are right
+    together.
 
-    right: (G,), how many of each group's samples are right, or their mean over seeds. sizes: (G,), its samples; groups without any are
-    ignored. By the variance between groups, made smaller for few groups by quantiles of Student's t (Korn and Graubard 1998); at most the
-    number of samples, at least 1. As Agresti and Coull add samples, half a group that is all right and half a group that is all wrong are
+    right: (G,), how many of each group's samples are right, or their mean over seeds. sizes: (G,), its samples; groups
+    without any are ignored. By the variance between groups, made smaller for few groups by quantiles of Student's t
+    (Korn and Graubard 1998); at most the number of samples, at least 1. As Agresti and Coull add samples, half a group
+    that is all right and half a group that is all wrong are
     added: one error or none in many groups does not say that groups never differ.
     """
     right, sizes = right[sizes > 0], sizes[sizes > 0]
@@ -66,7 +72,8 @@ def effective_number(right: np.ndarray, sizes: np.ndarray) -> float:
 
 
 def grouped_error(sums: np.ndarray, sizes: np.ndarray) -> float:
-    """Standard error of the mean over samples in at least two groups, by leaving out one group after the other (jackknife).
+    """Standard error of the mean over samples in at least two groups, by leaving out one group after the other
+    (jackknife).
 
     sums: (G,) of each group's values. sizes: (G,), its samples.
     """
@@ -76,7 +83,9 @@ def grouped_error(sums: np.ndarray, sizes: np.ndarray) -> float:
 
 
 def freedom_of_groups(sizes: np.ndarray) -> float:
-    """Degrees of freedom of such an error: of equal groups their number less one, fewer where some are much larger (Kish), at least 1."""
+    """Degrees of freedom of such an error: of equal groups their number less one, fewer where some are much larger
+    (Kish), at least 1.
+    """
     return max(1.0, float(sizes.sum() ** 2 / (sizes.astype(np.float64) ** 2).sum()) - 1)
 
 

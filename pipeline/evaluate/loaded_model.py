@@ -58,7 +58,9 @@ class LoadedModel:
 
     @contextmanager
     def reading(self, split: Split, config: WeightsConfig, num_images: int) -> Iterator[SplitReader]:
-        """A reader of the split with the preprocessing of these weights, for this process alone, with a progress bar."""
+        """A reader of the split with the preprocessing of these weights, for this process alone, with a progress
+        bar.
+        """
         for note in self.pixels.filled_notes(split.pixels, f"split {split.name!r}"):
             print(f"note: {note}")
         with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
@@ -145,7 +147,8 @@ def check_outputs(
 ) -> None:
     """Raise UserError if no image is readable, or the outputs for some image are not finite.
 
-    weights, where: names of the weights and the images for the message. rows: int64, those of the split that were read; None is all.
+    weights, where: names of the weights and the images for the message. rows: int64, those of the split that were read;
+    None is all.
     """
     num_images = len(split) if rows is None else len(rows)
     values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
@@ -158,8 +161,9 @@ def check_outputs(
     broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
     if len(broken):
         raise UserError(
-            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(num_images, 'image')}, the first "
-            f"{split.keys(broken[:1] if rows is None else rows[broken[:1]])[0]}. Use precision=fp32, or an earlier checkpoint."
+            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(num_images, 'image')}, the first"
+            f" {split.keys(broken[:1] if rows is None else rows[broken[:1]])[0]}. Use precision=fp32, or an earlier"
+            " checkpoint."
         )
 
 
@@ -173,10 +177,12 @@ def print_unreadable(problems: dict[int, str], keys: Callable[[list[int]], list[
 
 
 def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: Holds) -> Path:
-    """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or runs/<kind>/<weights>-<name>.
+    """`out`, else <run>/<kind>/<name>; <run>/<kind>/<step>-<name> for a checkpoint in a run; or
+    runs/<kind>/<weights>-<name>.
 
     holds: what the folder is for. Raises UserError when it cannot be
-    written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this name.
+    written, holds results of another kind, or is runs/<kind>/<weights>-<name> with results of other weights of this
+    name.
     """
     path = _named(weights)
     parent = path.absolute().parent

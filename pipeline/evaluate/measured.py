@@ -1,4 +1,6 @@
-"""Scores that an objective defines: means over a split of what it measures of each image, exact on any number of ranks."""
+"""Scores that an objective defines: means over a split of what it measures of each image, exact on any number of
+ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

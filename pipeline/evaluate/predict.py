@@ -37,7 +37,8 @@ _SHOWN = 20
 
 
 def run(config: PredictConfig) -> pa.Table:
-    """Write the predictions of all images to `config.out`, print those of the first ones, and return them (schema: TABLE).
+    """Write the predictions of all images to `config.out`, print those of the first ones, and return them (schema:
+    TABLE).
 
     Raises UserError before anything is written.
     """
@@ -46,8 +47,8 @@ def run(config: PredictConfig) -> pa.Table:
     loaded = load_model(config, config.loss)
     if not loaded.model.config.num_classes:
         raise UserError(
-            f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled images; "
-            "launch/features.py writes the features, and finds similar images."
+            f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled"
+            " images; launch/features.py writes the features, and finds similar images."
         )
     images, names = open_images(config, loaded)
     for line in images.split.notes():
@@ -80,7 +81,8 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     own = read_class_names(config.class_names) or loaded.extra.get("classes")
     if own is not None and num_classes and len(own) != num_classes:
         raise UserError(
-            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights} {counted(num_classes, 'class')}."
+            f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights}"
+            f" {counted(num_classes, 'class')}."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels)
@@ -124,7 +126,9 @@ def read_class_names(file: str) -> list[str] | None:
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
-    """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as `check_outputs`."""
+    """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as
+    `check_outputs`.
+    """
     with loaded.reading(split, config, len(split)) as reader:
         done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
     check_outputs(config.weights, ", ".join(config.images), done, split)

@@ -83,7 +83,10 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
             (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
             for row in tested[:_MAX_LISTED]
         ]
-        about = f"The {len(rows)} of {counted(len(tested), 'class')} with images that have the lowest F1; all are in [per_class.csv](per_class.csv)."
+        about = (
+            f"The {len(rows)} of {counted(len(tested), 'class')} with images that have the lowest F1; all are in"
+            " [per_class.csv](per_class.csv)."
+        )
         table = Table(("class", "precision", "recall", "F1", "images"), rows)
         blocks += [Heading("Classes"), Paragraph(about), table]
     if picture is not None:
@@ -104,9 +107,10 @@ def _how(scores: dict[str, Any]) -> str:
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     return (
-        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}. {excluded}{probed}"
-        f"Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize = {scores['eval_resize']}, resize_filter = "
-        f"{scores['resize_filter']}. Computed in {scores['precision']} on {scores['device']}."
+        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
+        f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
+        f" {scores['device']}."
     )
 
 
@@ -114,8 +118,9 @@ def _how(scores: dict[str, Any]) -> str:
 def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> bytes:
     """A PNG of the confusion matrix: true classes in rows, predicted ones in columns, with counts for up to 20 classes.
 
-    A cell's colour is its share of the true class. true, predicted: int64 (n,), from `outcomes`; unreadable images and samples
-    without labels are ignored. names: of all K classes. Of more than 50 classes, the 30 most confused ones are drawn.
+    A cell's colour is its share of the true class. true, predicted: int64 (n,), from `outcomes`; unreadable images and
+    samples without labels are ignored. names: of all K classes. Of more than 50 classes, the 30 most confused ones are
+    drawn.
     """
     seen = (true >= 0) & (predicted >= 0)
     true, predicted = true[seen], predicted[seen]

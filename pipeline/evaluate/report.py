@@ -64,11 +64,13 @@ _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_imag
 
 
 def run(config: ScoreConfig) -> dict[str, Any]:
-    """Score `config.weights` on `config.split`, write the report and print its table; returns the content of scores.json.
+    """Score `config.weights` on `config.split`, write the report and print its table; returns the content of
+    scores.json.
 
-    Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable, num_unlabelled, images_per_second,
-    macro_precision, macro_recall, macro_f1, per_class; fewshot (one row per number of shots and strength), knn. Accuracies are in [0, 1].
-    Raises UserError before anything is written, such as for weights of other classes than the data.
+    Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
+    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; fewshot (one row per number
+    of shots and strength), knn. Accuracies are in [0, 1]. Raises UserError before anything is written, such as for
+    weights of other classes than the data.
     """
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
@@ -213,7 +215,8 @@ def _in_classes_of_weights(
 ) -> tuple[Dataset, Split]:
     """(the data set with the classes of the weights, the split with their numbers).
 
-    Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture are.
+    Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
+    are.
     """
     num_classes, names = loaded.model.config.num_classes, None
     if config.match_classes:
@@ -222,7 +225,8 @@ def _in_classes_of_weights(
         numbers = label_map(dataset.classes, names)
         others = ", and a prediction of one of the others is wrong" * (len(dataset.classes) < len(names))
         print(
-            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the weights{others}"
+            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the"
+            f" weights{others}"
         )
         shown = dict(zip(dataset.classes, dataset.class_names, strict=True))
         info = {
@@ -242,7 +246,8 @@ def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | Non
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != dataset.num_classes:
         raise UserError(
-            f"{config.weights} has {counted(num_classes, 'class')}, {config.data} has {counted(dataset.num_classes, 'class')}. {remedy}"
+            f"{config.weights} has {counted(num_classes, 'class')}, {config.data} has"
+            f" {counted(dataset.num_classes, 'class')}. {remedy}"
         )
     for number, (there, here) in enumerate(zip(names or [], dataset.classes, strict=False)):
         if there != here:

@@ -26,7 +26,8 @@ def read_view(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWrit
     print_unreadable(loader.bad, split.keys, "left out")
     if len(loader.bad) == len(rows):
         raise UserError(
-            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first: {next(iter(loader.bad.values()))}."
+            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first:"
+            f" {next(iter(loader.bad.values()))}."
         )
     return kept, pixels
 
@@ -43,7 +44,9 @@ def read_shown(
 def sheet(
     tiles: Sequence[Tile], title: str, note: str, image_size: ImageSize | int, above: Sequence[Sequence[Tile]] = ()
 ) -> Figure:
-    """Images in rows, below the rows `above`. Says where the model reads less than people see, as some mistakes are due to that."""
+    """Images in rows, below the rows `above`. Says where the model reads less than people see, as some mistakes are due
+    to that.
+    """
     size = ImageSize.parse(image_size)
     reads = "" if tiles[0].pixels.shape[:2] == size else f" The model reads these crops at {size} px."
     rows = [tiles[first : first + MAX_IMAGES] for first in range(0, len(tiles), MAX_IMAGES)]

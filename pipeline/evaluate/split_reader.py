@@ -21,11 +21,13 @@ from pipeline.settings.run import AugmentConfig
 class SplitReader:
     """A split, and how to read it. view: the preprocessing. batch: images per forward pass. ranks: share the split.
 
-    progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks stop together.
+    progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks
+    stop together.
     budget: how many of the images that are read may be unreadable: a score on the rest says nothing about the weights.
     pixels: of the model.
-    views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed, epoch,
-    sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each evaluation.
+    views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed,
+    epoch, sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each
+    evaluation.
     left_out: filled while images are read that no data set counts (`noting_left_out`).
     """
 
@@ -49,8 +51,9 @@ class SplitReader:
     ) -> Iterator[tuple[Iterator[Batch], dict[int, str]]]:
         """Yields (this rank's batches, problems: row -> reason, filled while reading). Collective.
 
-        num_samples: number of samples that all ranks read together. Raises UserError for images of other channels or another type. Iterating raises Stopped on all ranks when they agree to
-        stop, and OneRankError when this rank alone exceeds the budget; `problems_of_all` checks that of all ranks.
+        num_samples: number of samples that all ranks read together. Raises UserError for images of other channels or
+        another type. Iterating raises Stopped on all ranks when they agree to stop, and OneRankError when this rank
+        alone exceeds the budget; `problems_of_all` checks that of all ranks.
         """
         is_stop_wanted = self.stop.is_wanted if self.stop else lambda: False
         reading = read_by(self.pixels, self.split)

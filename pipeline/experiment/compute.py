@@ -70,7 +70,9 @@ def compute_of_runs(weights: Path) -> list[float]:
 
 
 def _newest_step(run: Path) -> int:
-    """The step of a run's newest checkpoint, 0 if there is none: status.json of a killed run has the step of its last log line."""
+    """The step of a run's newest checkpoint, 0 if there is none: status.json of a killed run has the step of its last
+    log line.
+    """
     with contextlib.suppress(UserError):
         folder = find_file(run).parent
         return step_of(folder) if NAME.fullmatch(folder.name) else 0

@@ -1,8 +1,10 @@
-"""The answer to the questions `data_size` and `scaling`: who wins at which amount, fitted laws, predictions and their check.
+"""The answer to the questions `data_size` and `scaling`: who wins at which amount, fitted laws, predictions and their
+check.
 
-A *line* is the points that one law is fitted to: those of each model over data sizes or compute; and, of families with several models,
-their frontier, that is the points that no other model of the family beats at the same compute or less. The paper's Figure 5 has one
-line a family; a law through all points of a family would describe badly chosen models, too.
+A *line* is the points that one law is fitted to: those of each model over data sizes or compute; and, of families with
+several models, their frontier, that is the points that no other model of the family beats at the same compute or less.
+The paper's Figure 5 has one line a family; a law through all points of a family would describe badly chosen models,
+too.
 """
 
 import math
@@ -20,16 +22,17 @@ from pipeline.experiment.table import StudyResults
 
 # Equal budgets differ by the rounding to whole steps.
 _SAME_BUDGET = 1.05
-# The next larger run is one step further, as far as steps between the runs are on average, and at most so many times: the check
-# without the largest runs says nothing of longer ways.
+# The next larger run is one step further, as far as steps between the runs are on average, and at most so many times:
+# the check without the largest runs says nothing of longer ways.
 _MAX_STEP = 4.0
 _x = attrgetter("x")
 _METHOD = (
-    "Laws, of at least 4 amounts: 1 - score = floor + scale x amount ^ -exponent, by least squares, with 95 % intervals by bootstrap of the residuals of all lines "
-    "(those of models and of families apart); that of a prediction includes the scatter of a new run. The next larger run is one average step "
-    "further, at most 4 times; the check leaves the runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does "
-    "one whose interval is wider than the range of all measured errors. A family's law goes through its best models only, so it is a little "
-    "too high. The probability of the best law is the share of resamples in which it is the best at that amount."
+    "Laws, of at least 4 amounts: 1 - score = floor + scale x amount ^ -exponent, by least squares, with 95 % intervals"
+    " by bootstrap of the residuals of all lines (those of models and of families apart); that of a prediction includes"
+    " the scatter of a new run. The next larger run is one average step further, at most 4 times; the check leaves the"
+    " runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does one whose interval is"
+    " wider than the range of all measured errors. A family's law goes through its best models only, so it is a little"
+    " too high. The probability of the best law is the share of resamples in which it is the best at that amount."
 )
 
 
@@ -51,7 +54,9 @@ def answer(results: StudyResults) -> Iterator[Block]:
 
 # -------------------------------------------------------------------- laws
 def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], list[Line]]:
-    """Returns (lines of models, lines of families; none unless the question is scaling and a family has several models)."""
+    """Returns (lines of models, lines of families; none unless the question is scaling and a family has several
+    models).
+    """
     families = {name: [p for p in points if p.family == name] for name in results.families}
     several = not results.counts_images and any(len({p.model for p in own}) > 1 for own in families.values())
     models = _fitted({name: [p for p in points if p.model == name] for name in results.models}, results.seed)
@@ -79,9 +84,9 @@ def _fitted(points: dict[str, list[Point]], seed: int) -> list[Line]:
 def frontier(points: Sequence[Point]) -> list[Point]:
     """The points that no other model beats at the same compute or less, by x.
 
-    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is that of the largest. A
-    model's own cheaper run removes nothing: where the score falls by chance, that run would otherwise be left out, and the
-    frontier be too high.
+    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is
+    that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
+    otherwise be left out, and the frontier be too high.
     """
     points = [point for point in points if point.x > 0]  # Of which there is a logarithm.
     models = list(dict.fromkeys(point.model for point in points))
@@ -173,9 +178,14 @@ def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
                 _score(floor),
                 f"{exponent.value:.3g} [{exponent.low:.3g}, {exponent.high:.3g}]",
                 prediction if isinstance(prediction, str) else f"{_score(prediction)} at {results.number(line.next_x)}",
-                check
-                if isinstance(check, str)
-                else f"{_score(check.prediction)}, is {percent(1 - check.error)}: {'inside' if check.is_inside else 'outside'}",
+                (
+                    check
+                    if isinstance(check, str)
+                    else (
+                        f"{_score(check.prediction)}, is {percent(1 - check.error)}:"
+                        f" {'inside' if check.is_inside else 'outside'}"
+                    )
+                ),
             )
         )
     header = ("line", "limit of the score, %", "exponent", "next larger run, %")

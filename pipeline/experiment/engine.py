@@ -42,7 +42,9 @@ _ANSWER_SECONDS = 60.0
 
 @dataclass
 class ExperimentAnswer:
-    """metrics, summary (Markdown): for the tracker. blocks: of the report, [] while there is none. files: beside it. result: what `run` returns."""
+    """metrics, summary (Markdown): for the tracker. blocks: of the report, [] while there is none. files: beside it.
+    result: what `run` returns.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     summary: str = ""
@@ -54,9 +56,11 @@ class ExperimentAnswer:
 
 
 class Experiment:
-    """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs comes before it.
+    """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
+    comes before it.
 
-    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences beside the plan.
+    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences
+    beside the plan.
     speeds: images/s by group, where lengths are given in minutes.
     """
 
@@ -135,7 +139,9 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Job:
-    """The runs that one task does in turn. shared: settings of the engine. track: of its runs; None leaves it as the settings say."""
+    """The runs that one task does in turn. shared: settings of the engine. track: of its runs; None leaves it as the
+    settings say.
+    """
 
     specs: list[Any]
     shared: Any
@@ -181,7 +187,9 @@ def write_note(folder: Path, name: str, note: dict[str, Any]) -> None:
 
 
 def read_note(folder: Path, name: str) -> dict[str, Any]:
-    """hours, and failed or diverged with the reason. Empty if there is none, as where a kill left no time to write it."""
+    """hours, and failed or diverged with the reason. Empty if there is none, as where a kill left no time to write
+    it.
+    """
     return json_record.read_or_none(folder / NOTES / f"{name}.json", dict[str, Any]) or {}
 
 
@@ -195,10 +203,11 @@ def with_note(row: Row, note: dict[str, Any]) -> Row:
 
 # -------------------------------------------------------------------- the engine
 def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) -> Any:
-    """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns `ExperimentAnswer.result`.
+    """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns
+    `ExperimentAnswer.result`.
 
-    Raises UserError for another experiment in this folder, and at the end if a run failed; the report is written then. Exits with code 75
-    when a run was asked to stop.
+    Raises UserError for another experiment in this folder, and at the end if a run failed; the report is written then.
+    Exits with code 75 when a run was asked to stop.
     """
     specs, rows = experiment.known()
     experiment.claim(specs)
@@ -217,8 +226,8 @@ def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) ->
         print(f"report: {experiment.folder / 'report.md'}, report.html", flush=True)
     if failed:
         raise UserError(
-            f"{len(failed)} of {counted(len(rows), 'run')} failed, such as {failed[0].name}: {failed[0].reason} The same command tries "
-            "them again; the results have all others."
+            f"{len(failed)} of {counted(len(rows), 'run')} failed, such as {failed[0].name}: {failed[0].reason} The"
+            " same command tries them again; the results have all others."
         )
     return answer.result
 
@@ -326,7 +335,9 @@ def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[Experi
 
 
 def write_answer(answer: ExperimentAnswer, table: Sequence[Row], earlier: Sequence[Row], folder: Path) -> None:
-    """All files appear together, and the one by which a folder is known last. Pictures of an older report are removed."""
+    """All files appear together, and the one by which a folder is known last. Pictures of an older report are
+    removed.
+    """
     files: dict[str, bytes | str | None] = dict.fromkeys(file.name for file in folder.glob("*.png"))
     files |= report(answer.title, answer.blocks) if answer.blocks else {}
     files |= {**answer.files, TABLE: parquet(table, earlier), "results.csv": table_csv(flat_rows(table))}

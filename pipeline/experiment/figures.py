@@ -20,8 +20,8 @@ _MAX_NAME = 34
 def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyResults) -> bytes | None:
     """PNG of the score against data size or compute: means with 95 % intervals, as the paper's Figures 3 to 5.
 
-    A law that says something is drawn with its band and the prediction for the next larger run, an open circle. None if nothing can be
-    drawn on a logarithmic axis.
+    A law that says something is drawn with its band and the prediction for the next larger run, an open circle. None if
+    nothing can be drawn on a logarithmic axis.
     """
     points = sorted((point for point in points if point.x > 0), key=lambda point: point.x)
     if not points:

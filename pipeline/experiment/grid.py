@@ -1,4 +1,6 @@
-"""The ViT paper's fine-tuning protocol (B.1.1): choose the learning rate on a dev split, then train on all data, once per seed."""
+"""The ViT paper's fine-tuning protocol (B.1.1): choose the learning rate on a dev split, then train on all data, once
+per seed.
+"""
 
 import contextlib
 import json
@@ -40,17 +42,20 @@ _TAKEN = "std"
 
 
 def run(config: GridConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] | None:
-    """Run the grid, write its report, and return the content of results.json; None if only a plan, a script or one run was asked for.
+    """Run the grid, write its report, and return the content of results.json; None if only a plan, a script or one run
+    was asked for.
 
-    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: reason), runs (seed, top1), top1 (mean), std
-    (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run
-    fails or all trials diverge; exits with code 75 when a run was asked to stop.
+    Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: reason), runs (seed, top1), top1
+    (mean), std (over seeds, of n - 1; None for one seed), also (data set -> the same). Shares are in [0, 1]. Raises
+    UserError when a run fails or all trials diverge; exits with code 75 when a run was asked to stop.
     """
     return plan.start(Grid, config, run_jobs)
 
 
 class Grid(Experiment):
-    """Trials of each learning rate, then the final runs. Raises UserError for what can be seen to be wrong without training."""
+    """Trials of each learning rate, then the final runs. Raises UserError for what can be seen to be wrong without
+    training.
+    """
 
     kind, score = "grid", "top1"
 
@@ -140,7 +145,10 @@ class Grid(Experiment):
         found.metrics |= {"top1_std": result["std"]} if result["std"] is not None else {}
         found.metrics |= {f"top1_{names[entry].metric}": scores["top1"] for entry, scores in self._also.items()}
         spread = "" if result["std"] is None else f" ± {100 * result['std']:.2f} (standard deviation)"
-        found.summary = f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {split}, {counted(len(runs), 'seed')}, with learning rate {best:g}."
+        found.summary = (
+            f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {split}, {counted(len(runs), 'seed')}, with"
+            f" learning rate {best:g}."
+        )
         found.title, found.result = f"{config.name}: {100 * result['top1']:.2f} % top-1", result
         figures = (PngImage(name, name.removesuffix(".png").replace("_", " "), png) for name, png in pictures.items())
         found.blocks = [*page(result), *figures]
@@ -156,9 +164,10 @@ class Grid(Experiment):
             origin = find_origin(find_file(Path(weights)), weights)
         parent = origin.run_id if origin else run_of_weights(weights)
         description = (
-            f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`): "
-            f"{len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of {counted(self.num_train, 'image')}, held out; the best "
-            f"one trains on all of them, {counted(len(config.seeds), 'seed')}. {counted(len(self.specs), 'run')}, which are shown below this one."
+            f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`):"
+            f" {len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of"
+            f" {counted(self.num_train, 'image')}, held out; the best one trains on all of them,"
+            f" {counted(len(config.seeds), 'seed')}. {counted(len(self.specs), 'run')}, which are shown below this one."
         )
         facts = RunFacts(
             config.name,
@@ -202,7 +211,8 @@ def _check_data(trial: RunSpec, config: GridConfig) -> tuple[int, set[str]]:
     settings, seed = trial.config.data, trial.config.seed
     if not trial.config.needs_labels:
         raise UserError(
-            f"train.loss = {trial.config.train.loss} predicts no classes, and a rate is chosen by accuracy. Use train.loss=softmax, say."
+            f"train.loss = {trial.config.train.loss} predicts no classes, and a rate is chosen by accuracy. Use"
+            " train.loss=softmax, say."
         )
     dataset = open_dataset(settings.path)
     dataset.refuse_without_labels("data.path", "Fine-tuning needs some.")
@@ -214,7 +224,8 @@ def _check_data(trial: RunSpec, config: GridConfig) -> tuple[int, set[str]]:
         )
     if settings.eval_split in opened.not_held_out(opened.trained_on(trial.config.name)):
         raise UserError(
-            f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another split."
+            f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another"
+            " split."
         )
     by_number = set()
     for data in config.also:
@@ -229,28 +240,32 @@ def _check_data(trial: RunSpec, config: GridConfig) -> tuple[int, set[str]]:
 
 
 def _check_order(data: str, classes: list[str], path: str, trained: list[str]) -> None:
-    """Raise UserError unless class numbers can mean the same in `trained`, the classes of the runs, as in `classes` of config.also."""
+    """Raise UserError unless class numbers can mean the same in `trained`, the classes of the runs, as in `classes` of
+    config.also.
+    """
     if len(classes) != len(trained):
         raise UserError(
-            f"also: {data} has {counted(len(classes), 'class')}, {path} has {len(trained):,}. They must be among these, or as many "
-            "in the same order."
+            f"also: {data} has {counted(len(classes), 'class')}, {path} has {len(trained):,}. They must be among these,"
+            " or as many in the same order."
         )
     number = {name: n for n, name in enumerate(trained)}
     if moved := next((name for n, name in enumerate(classes) if number.get(name, n) != n), None):
         raise UserError(
-            f"also: {quoted(moved)} is class {classes.index(moved)} of {data}, and class {number[moved]} of {path}. Where some classes "
-            "have other names, all must be in the same order (class_list of launch/shard.py)."
+            f"also: {quoted(moved)} is class {classes.index(moved)} of {data}, and class {number[moved]} of {path}."
+            " Where some classes have other names, all must be in the same order (class_list of launch/shard.py)."
         )
 
 
 def _refuse_other_weights(rows: Sequence[Row]) -> None:
-    """Raise UserError if runs began with different weights: a run that init.weights names may have trained on meanwhile."""
+    """Raise UserError if runs began with different weights: a run that init.weights names may have trained on
+    meanwhile.
+    """
     began = {row.weights: row.folder for row in rows if row.weights}
     if len(began) > 1:
         listed = " and ".join(f"{folder} with {sha256[:16]}" for sha256, folder in began.items())
         raise UserError(
-            f"The runs of this grid began with different weights, {listed}, so their scores cannot be compared. Name one checkpoint "
-            "(settings=[init.weights=RUN/checkpoints/step-...]) and start another grid with name=..."
+            f"The runs of this grid began with different weights, {listed}, so their scores cannot be compared. Name"
+            " one checkpoint (settings=[init.weights=RUN/checkpoints/step-...]) and start another grid with name=..."
         )
 
 
@@ -286,9 +301,11 @@ def page(result: dict[str, Any]) -> list[Block]:
             (data, _score_text(scores, scores["of_seeds"], scores["num_samples"]), f"{scores['num_samples']:,}")
         )
     trials = [
-        (f"{trial['lr']:g}", "diverged", "-")
-        if "diverged" in trial
-        else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
+        (
+            (f"{trial['lr']:g}", "diverged", "-")
+            if "diverged" in trial
+            else (f"{trial['lr']:g}", f"{100 * trial['top1']:.2f}", f"{trial['loss']:.4f}")
+        )
         for trial in result["trials"]
     ]
     chosen = frozenset(i for i, trial in enumerate(result["trials"]) if trial["lr"] == result["lr"])
@@ -299,8 +316,9 @@ def page(result: dict[str, Any]) -> list[Block]:
         Table(("data", f"top-1, %{spread}", "images"), rows),
         Heading("Choice of the learning rate"),
         Paragraph(
-            f"On {counted(best_rate(result['trials'])[1], 'image')} of the {counted(result['num_train'], 'training image')}, held out at random "
-            f"(dev_share = {result['dev_share']:g}); the final runs then train on all of them, with the rate in bold."
+            f"On {counted(best_rate(result['trials'])[1], 'image')} of the"
+            f" {counted(result['num_train'], 'training image')}, held out at random (dev_share ="
+            f" {result['dev_share']:g}); the final runs then train on all of them, with the rate in bold."
         ),
         Table(("lr", "top-1 on dev, %", "loss"), trials, chosen),
         Heading("Final runs"),
@@ -317,7 +335,9 @@ def _score_text(scores: dict[str, Any], accuracies: list[float], num_test: int) 
 
 
 def _scores_on(data: str, name: str, finals: Sequence[Row], match_classes: bool) -> dict[str, Any]:
-    """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's report."""
+    """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's
+    report.
+    """
     from pipeline.evaluate import report  # Late: the import takes seconds.
 
     path, split = location_and_split(data)
@@ -336,7 +356,8 @@ def _scores_on(data: str, name: str, finals: Sequence[Row], match_classes: bool)
     return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
 
 
-# -------------------------------------------------------------------- names of the data sets of `also`, in metrics and in folders of reports
+# -------------------------------------------------------------------- names of the data sets of `also`, in metrics and
+# in folders of reports
 class DataName(NamedTuple):
     """metric: what follows top1_, as "pets_test". folder: of the report in <run>/evaluate, as "pets-test"."""
 
@@ -345,7 +366,8 @@ class DataName(NamedTuple):
 
 
 def data_names(entries: Sequence[str]) -> dict[str, DataName]:
-    """Entry, `folder` or `folder:split` -> its names, which no other entry has: of its last folder, or as many above it as tell them apart.
+    """Entry, `folder` or `folder:split` -> its names, which no other entry has: of its last folder, or as many above it
+    as tell them apart.
 
     Raises UserError where none do.
     """

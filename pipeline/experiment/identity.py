@@ -22,7 +22,9 @@ FILE = "experiment.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings that its result depends on."""
+    """shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings
+    that its result depends on.
+    """
 
     kind: str
     shared: dict[str, Any]
@@ -32,7 +34,8 @@ class Identity:
 def claim(
     folder: Path, kind: str, shared: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]], known: Mapping[str, Fact]
 ) -> None:
-    """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other files.
+    """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other
+    files.
 
     known: what is known of the settings.
     """
@@ -56,7 +59,8 @@ def claim(
     if changed:
         more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
         raise UserError(
-            f"{folder} holds another experiment: {'; '.join(changed[:3])}{more}. Set it back, choose another folder, or remove this one."
+            f"{folder} holds another experiment: {'; '.join(changed[:3])}{more}. Set it back, choose another folder, or"
+            " remove this one."
         )
     both = replace(now, shared={**now.shared, **then.shared}, runs={**then.runs, **now.runs})
     folder.mkdir(parents=True, exist_ok=True)

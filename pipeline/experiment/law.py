@@ -1,11 +1,14 @@
-"""A saturating power law, error = floor + scale * x ** -exponent, fitted to the runs of a model or family, with bootstrap intervals.
+"""A saturating power law, error = floor + scale * x ** -exponent, fitted to the runs of a model or family, with
+bootstrap intervals.
 
-x is pre-training compute or a number of images, error 1 - score. The form is that of Zhai et al. 2022 ("Scaling Vision Transformers")
-without the shift of x, which needs more points than a study has. The noise is the same for all runs (absolute, not relative).
+x is pre-training compute or a number of images, error 1 - score. The form is that of Zhai et al. 2022 ("Scaling Vision
+Transformers") without the shift of x, which needs more points than a study has. The noise is the same for all runs
+(absolute, not relative).
 
-Intervals are 95 % percentiles of refits to resampled residuals (`scipy.stats.bootstrap`). The residuals of n runs around a law of 3
-parameters are too small, and percentiles know no Student's t, so residuals are enlarged by sqrt(n / (n - 3)) * t / z ("expanded
-percentile", Hesterberg 2015). Coverage, also where it is below 95 %: `tests/measure/measure_fit.py`.
+Intervals are 95 % percentiles of refits to resampled residuals (`scipy.stats.bootstrap`). The residuals of n runs
+around a law of 3 parameters are too small, and percentiles know no Student's t, so residuals are enlarged by sqrt(n /
+(n - 3)) * t / z ("expanded percentile", Hesterberg 2015). Coverage, also where it is below 95 %:
+`tests/measure/measure_fit.py`.
 """
 
 import math
@@ -20,12 +23,12 @@ from pipeline.evaluate.intervals import quantile
 # A law is not used beyond so many times the largest x measured, or below the smallest by the same factor.
 MAX_EXTRAPOLATION = 10.0
 NUM_PARAMETERS = 3
-# Published exponents are 0.05 (Kaplan et al. 2020, compute) to 0.34 (Hoffmann et al. 2022, parameters). Below the range the law is a
-# straight line in log(x), of which the floor cannot be told; above, a step from one size to the next.
+# Published exponents are 0.05 (Kaplan et al. 2020, compute) to 0.34 (Hoffmann et al. 2022, parameters). Below the range
+# the law is a straight line in log(x), of which the floor cannot be told; above, a step from one size to the next.
 _EXPONENTS = (0.02, 3.0)
 _COARSE, _ZOOM, _ROUNDS = 32, 9, 6
-# A scatter of cells that seeds explain with this probability or more is pooled with theirs (the "sometimes pool" rule of Bancroft
-# 1964): at 0.05 a scatter of cells as large as that of seeds would often go unnoticed.
+# A scatter of cells that seeds explain with this probability or more is pooled with theirs (the "sometimes pool" rule
+# of Bancroft 1964): at 0.05 a scatter of cells as large as that of seeds would often go unnoticed.
 _POOLED_FROM = 0.25
 _RESAMPLES = 2000
 _LEVELS = (0.025, 0.975)
@@ -109,10 +112,12 @@ def _error(law: Sequence[float] | np.ndarray, u: np.ndarray) -> np.ndarray:
 
 
 def fit_power_laws(runs: Mapping[str, Runs], seed: int, noise: PowerLaw | None = None) -> dict[str, PowerLaw]:
-    """Fit a law to each (x > 0, errors in [0, 1]). Their noise is taken to be the same, because a few sizes tell little of it.
+    """Fit a law to each (x > 0, errors in [0, 1]). Their noise is taken to be the same, because a few sizes tell little
+    of it.
 
-    seed: of the resamples. noise: is taken from this law instead. A law needs as many sizes as parameters, without `noise` one run more.
-    Where the runs of one x deviate from the law together, their mean counts as one run: its seeds tell little more than one.
+    seed: of the resamples. noise: is taken from this law instead. A law needs as many sizes as parameters, without
+    `noise` one run more. Where the runs of one x deviate from the law together, their mean counts as one run: its seeds
+    tell little more than one.
     """
     # By name, so that the order of the laws does not matter.
     ordered = sorted(runs.items())
@@ -157,7 +162,9 @@ def _means(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells_deviate(residuals: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
-    """Whether runs of one x deviate from their laws together, by more than their seeds explain (F-test of lack of fit)."""
+    """Whether runs of one x deviate from their laws together, by more than their seeds explain (F-test of lack of
+    fit).
+    """
     from scipy.special import fdtrc
 
     squares, freedom = np.zeros(2), np.zeros(2)  # Of cells; of seeds.
@@ -175,9 +182,9 @@ def _cells_deviate(residuals: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
 def minimise(errors: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...]:
     """Least squares of floor + scale * u ** -exponent, floor and scale at least 0, to D sets of errors at once.
 
-    errors: (D, n); u: (n,), x as a share of the largest, so that nothing depends on its unit. Returns floor, scale and exponent, each
-    (D,). Given an exponent, the other two have a closed form; the exponent is searched on a grid that narrows around the
-    best, so the result is deterministic.
+    errors: (D, n); u: (n,), x as a share of the largest, so that nothing depends on its unit. Returns floor, scale and
+    exponent, each (D,). Given an exponent, the other two have a closed form; the exponent is searched on a grid that
+    narrows around the best, so the result is deterministic.
     """
     rows = np.arange(len(errors))
     grid = np.broadcast_to(np.geomspace(*_EXPONENTS, _COARSE), (len(errors), _COARSE))
@@ -192,7 +199,9 @@ def minimise(errors: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _linear(errors: np.ndarray, u: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Best floor and scale, both at least 0, and their sum of squares of each exponent. exponents: (D or 1, K); returns (D, K)."""
+    """Best floor and scale, both at least 0, and their sum of squares of each exponent. exponents: (D or 1, K); returns
+    (D, K).
+    """
     powers = u ** -exponents[:, :, None]
     y = errors[:, None, :]
     without_floor = np.maximum((y * powers).sum(-1) / (powers**2).sum(-1), 0)
@@ -218,7 +227,8 @@ class Holdout:
 
 
 def leave_largest_out(law: PowerLaw, x: Sequence[float], errors: Sequence[float]) -> Holdout | str:
-    """With the noise of the other runs; with that of `law` where they are too few or say nothing. Or why there is no check.
+    """With the noise of the other runs; with that of `law` where they are too few or say nothing. Or why there is no
+    check.
 
     x, errors: of the runs of `law`.
     """

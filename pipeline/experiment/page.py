@@ -24,7 +24,9 @@ ARTIFACTS = ("report.md", "report.html", "results.csv", "results.parquet", "resu
 
 
 def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
-    """Where a parent and its runs are sent to; "" for nowhere. mlflow: the parent's setting. track: of the runs, as their settings say."""
+    """Where a parent and its runs are sent to; "" for nowhere. mlflow: the parent's setting. track: of the runs, as
+    their settings say.
+    """
     if mlflow:
         return "" if mlflow == "none" else mlflow
     return (track.uri or default_uri(Path(out))) if track.enabled else ""
@@ -44,7 +46,9 @@ def tags_of_folder(folder: Path, dataset: Dataset) -> dict[str, str]:
 
 
 class ExperimentPage:
-    """Sends a parent run, which ends when this context is left. out: folder of all runs. experiment: in MLflow, that of its runs."""
+    """Sends a parent run, which ends when this context is left. out: folder of all runs. experiment: in MLflow, that of
+    its runs.
+    """
 
     failure = ""  # Why it failed, if it did without an error.
 

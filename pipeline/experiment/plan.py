@@ -1,4 +1,6 @@
-"""What an experiment costs before it runs, FLOPs and hours of every run; its plan, and its SLURM script: each array task does one job, on one node."""
+"""What an experiment costs before it runs, FLOPs and hours of every run; its plan, and its SLURM script: each array
+task does one job, on one node.
+"""
 
 import math
 import shlex
@@ -49,7 +51,8 @@ exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" {command} cell="${{JOBS[$SLURM_
 
 
 def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | None) -> Any:
-    """Do what the settings of a study or a grid ask for: a plan, a script, one run, or all. Returns as `engine.run`, else None.
+    """Do what the settings of a study or a grid ask for: a plan, a script, one run, or all. Returns as `engine.run`,
+    else None.
 
     run_jobs: where runs are done; by default as config.on says.
     """
@@ -75,7 +78,9 @@ def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | No
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """hours: of each run by name, by the clock, alone; empty if the speed is not known. source: of the speed, in words."""
+    """hours: of each run by name, by the clock, alone; empty if the speed is not known. source: of the speed, in
+    words.
+    """
 
     hours: dict[str, float]
     source: str
@@ -84,7 +89,8 @@ class CostEstimate:
 def estimate(experiment: Experiment, config: ExperimentConfig, rows: Mapping[str, Row]) -> CostEstimate:
     """Estimate the hours of every run, by the speed of those that are done.
 
-    Without them, it is the speeds of the models with `minutes`, `tflops` of the settings, or measured here if the runs compute on this CPU.
+    Without them, it is the speeds of the models with `minutes`, `tflops` of the settings, or measured here if the runs
+    compute on this CPU.
     """
     specs = experiment.specs
     measured: dict[str, list[float]] = {}
@@ -122,7 +128,9 @@ def estimate(experiment: Experiment, config: ExperimentConfig, rows: Mapping[str
 
 
 def _speed_of_this_cpu() -> float:
-    """FLOP/s of a matrix product on all threads, from that of one: on a busy host, threads that share a product wait for each other."""
+    """FLOP/s of a matrix product on all threads, from that of one: on a busy host, threads that share a product wait
+    for each other.
+    """
     import torch  # Late: only this measurement needs it.
 
     from pipeline.monitor.profile import peak_flops

@@ -9,16 +9,19 @@ from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
 from pipeline.experiment.law import Estimate, Holdout, PowerLaw
 from pipeline.experiment.table import Row, StudyResults
 
-# With fewer pairs, what pairing loses in degrees of freedom is more than it gains, unless seeds of both correlate by over 0.4.
+# With fewer pairs, what pairing loses in degrees of freedom is more than it gains, unless seeds of both correlate by
+# over 0.4.
 PAIRED_FROM = 4
 
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of seeds, shares.
+    """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of
+    seeds, shares.
 
-    x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test images of each
-    score; 0 where it is no proportion of images, or unknown. effective: of images in groups, their `effective_number`; else num_test.
+    x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test
+    images of each score; 0 where it is no proportion of images, or unknown. effective: of images in groups, their
+    `effective_number`; else num_test.
     """
 
     model: str
@@ -55,7 +58,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points with their law, None for too few. prediction: (x, error) of the next larger run; it and holdout may be why there is none."""
+    """Points with their law, None for too few. prediction: (x, error) of the next larger run; it and holdout may be why
+    there is none.
+    """
 
     name: str
     points: list[Point]
@@ -66,7 +71,9 @@ class Line:
 
 
 def points_of(results: StudyResults, score: str = "") -> list[Point]:
-    """In the order of the cells. score: default, the study's. Cells that are not done or have no usable score are left out."""
+    """In the order of the cells. score: default, the study's. Cells that are not done or have no usable score are left
+    out.
+    """
     name = score or results.score
     groups: dict[tuple[str, int, int], list[Row]] = {}
     for cell in results.scored(name):
@@ -89,7 +96,9 @@ def points_of(results: StudyResults, score: str = "") -> list[Point]:
 
 @dataclass(frozen=True)
 class Tested:
-    """First minus second. difference: None where no noise is known. corrected: its p by `holm` over all that are tested together."""
+    """First minus second. difference: None where no noise is known. corrected: its p by `holm` over all that are tested
+    together.
+    """
 
     first: Point
     second: Point
@@ -113,7 +122,9 @@ def tested(pairs: Sequence[tuple[Point, Point]]) -> list[Tested]:
 
 
 def difference(first: Point, second: Point) -> ScoreDifference | None:
-    """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if neither is known."""
+    """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if
+    neither is known.
+    """
     num_test = min(first.num_test, second.num_test)
     if first.seeds == second.seeds and len(first.seeds) >= PAIRED_FROM:
         return of_same_seeds(first.scores, second.scores, num_test)

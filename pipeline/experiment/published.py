@@ -1,4 +1,6 @@
-"""VTAB-1k scores published in the ViT paper (arXiv 2010.11929, version 2), which a report shows beside ours (published.yaml)."""
+"""VTAB-1k scores published in the ViT paper (arXiv 2010.11929, version 2), which a report shows beside ours
+(published.yaml).
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,8 @@ PROTOCOL = "2,500 steps of 512, lr 0.01, 384 px (B.1.1)"
 
 @dataclass(frozen=True)
 class Published:
-    """A column of Table 9. tasks: per cent, in the order of the table and of vtab_tasks.TASKS. mean: of all 19, from Table 9.
+    """A column of Table 9. tasks: per cent, in the order of the table and of vtab_tasks.TASKS. mean: of all 19, from
+    Table 9.
 
     mean_of_runs, deviation: over 3 runs, from the VTAB row of Table 2.
     """

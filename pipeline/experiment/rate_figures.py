@@ -1,4 +1,6 @@
-"""Accuracy by learning rate, of a VTAB sweep's search and of a fine-tuning grid's trials; the final scores of a grid."""
+"""Accuracy by learning rate, of a VTAB sweep's search and of a fine-tuning grid's trials; the final scores of a
+grid.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +19,8 @@ from pipeline.experiment.vtab_tasks import GROUPS, TASKS
 def draw_rates_of_groups(searched: Sequence[Row]) -> bytes:
     """PNG of accuracy on val200 by learning rate: thin lines for tasks, a thick one for the mean of each group.
 
-    searched: cells of the search that are done. A point is the best of the other settings; the mean is over the tasks that have every rate.
+    searched: cells of the search that are done. A point is the best of the other settings; the mean is over the tasks
+    that have every rate.
     """
     best: dict[str, dict[float, float]] = {}
     for row in searched:
@@ -43,7 +46,9 @@ def draw_rates_of_groups(searched: Sequence[Row]) -> bytes:
 
 
 def draw_rates_of_grid(tried: Sequence[dict[str, Any]], chosen: float | None) -> bytes:
-    """PNG of the trials' dev accuracy by learning rate; the chosen one and diverged ones are marked. tried: `trials` of `grid.run`."""
+    """PNG of the trials' dev accuracy by learning rate; the chosen one and diverged ones are marked. tried: `trials` of
+    `grid.run`.
+    """
     figure = Figure(figsize=(8, 4.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     scored = sorted((trial["lr"], 100 * trial["top1"]) for trial in tried if "diverged" not in trial)
@@ -59,7 +64,9 @@ def draw_rates_of_grid(tried: Sequence[dict[str, Any]], chosen: float | None) ->
 
 
 def draw_finals(runs: Sequence[dict[str, Any]], split: str) -> bytes:
-    """PNG of the final accuracy of each seed, their mean and its 95 % interval. runs: as in `grid.run`, at least one."""
+    """PNG of the final accuracy of each seed, their mean and its 95 % interval. runs: as in `grid.run`, at least
+    one.
+    """
     figure = Figure(figsize=(6, 4.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     accuracies = [run["top1"] for run in runs]

@@ -1,4 +1,6 @@
-"""Reads results.json of VTAB-1k sweeps into the columns of one table, beside the paper's; no mean over incomplete groups."""
+"""Reads results.json of VTAB-1k sweeps into the columns of one table, beside the paper's; no mean over incomplete
+groups.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ UNPUBLISHED_TAG = "not_published_files"
 
 @dataclass(frozen=True)
 class TableScore:
-    """A score of the table, a share. interval: None if its spread is unknown. num_seeds, num_test: 0 for published scores."""
+    """A score of the table, a share. interval: None if its spread is unknown. num_seeds, num_test: 0 for published
+    scores.
+    """
 
     accuracy: float
     interval: Interval | None
@@ -39,8 +43,8 @@ class TableScore:
 class Column:
     """A model's scores by a protocol. means: group or OVERALL -> mean, for complete groups only.
 
-    absent: names of the tasks without a score, in the order of TASKS. facts: the other content of results.json, and "details"
-    (task -> what was chosen); {} for a published column.
+    absent: names of the tasks without a score, in the order of TASKS. facts: the other content of results.json, and
+    "details" (task -> what was chosen); {} for a published column.
     """
 
     name: str
@@ -66,7 +70,8 @@ def unpublished_warning(tasks: Sequence[str]) -> list[str]:
         return []
     titles = {task.name: task.title for task in TASKS}
     return [
-        f"Not VTAB-1k scores, because made from other files than the published ones (†): {', '.join(titles[name] for name in tasks)}."
+        "Not VTAB-1k scores, because made from other files than the published ones (†):"
+        f" {', '.join(titles[name] for name in tasks)}."
     ]
 
 
@@ -140,7 +145,9 @@ def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
 
 
 def default_name(sweep: Path, results: dict[str, Any]) -> str:
-    """Name of the sweep's folder, with the protocol if it is a changed one: the folder may have the published one's name."""
+    """Name of the sweep's folder, with the protocol if it is a changed one: the folder may have the published one's
+    name.
+    """
     folder = sweep if sweep.suffix != ".json" else sweep.parent
     protocol = results["protocol"]["name"]
     changed = f" ({protocol})" if "," in protocol else ""
@@ -155,7 +162,9 @@ def _of_task(scores: list[dict[str, Any]]) -> TableScore:
 
 
 def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
-    """Unweighted mean over tasks. tasks: seed -> score, of each. The interval is over the seeds' means if all have the same."""
+    """Unweighted mean over tasks. tasks: seed -> score, of each. The interval is over the seeds' means if all have the
+    same.
+    """
     means = [np.mean([score["accuracy"] for score in by_seed.values()]) for by_seed in tasks]
     tests = [next(iter(by_seed.values()))["num_test"] for by_seed in tasks]
     seeds = set(tasks[0])

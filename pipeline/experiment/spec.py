@@ -1,4 +1,6 @@
-"""A run of an experiment: a command with its settings, started as a process that resumes from its folder, which says what became of it."""
+"""A run of an experiment: a command with its settings, started as a process that resumes from its folder, which says
+what became of it.
+"""
 
 import contextlib
 import os
@@ -52,11 +54,13 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run of an experiment. command: of launch/. file: YAML of its settings. overrides: settings over those. config: both together.
+    """A run of an experiment. command: of launch/. file: YAML of its settings. overrides: settings over those. config:
+    both together.
 
-    group: see `Row`. needs: names of the runs that must be done before. choose: rows by name -> this run with what is chosen by those that it
-    needs, None while they have not ended. flops: that it adds. trunk: with a cooldown, the run at a constant rate whose checkpoint of
-    trunk_steps this one continues; several runs share it. facts: fields of its row that are known beforehand.
+    group: see `Row`. needs: names of the runs that must be done before. choose: rows by name -> this run with what is
+    chosen by those that it needs, None while they have not ended. flops: that it adds. trunk: with a cooldown, the run
+    at a constant rate whose checkpoint of trunk_steps this one continues; several runs share it. facts: fields of its
+    row that are known beforehand.
     """
 
     name: str
@@ -111,14 +115,17 @@ def make_spec(name: str, command: str, file: str, overrides: list[str], **more: 
 
 # -------------------------------------------------------------------- running one
 def run_spec(spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: TrackConfig | None = None) -> None:
-    """Do a run, from the checkpoint of its trunk if it has one, unless it has ended. track: where it is sent to; None as its settings say.
+    """Do a run, from the checkpoint of its trunk if it has one, unless it has ended. track: where it is sent to; None
+    as its settings say.
 
-    Raises UserError when the command refuses it, DivergedError, LostError when a process died (it is tried again), StoppedError.
+    Raises UserError when the command refuses it, DivergedError, LostError when a process died (it is tried again),
+    StoppedError.
     """
     if (trunk := spec.trunk) and not has_ended(spec) and max(_steps_of(spec), default=0) < spec.trunk_steps:
         # It finishes once for each of the runs that share it.
         _run(trunk, engine, output, track, lambda: max(_steps_of(trunk), default=0) >= spec.trunk_steps)
-        # A trunk that has gone on to a longer run may have removed this checkpoint. The run trains these steps itself then.
+        # A trunk that has gone on to a longer run may have removed this checkpoint. The run trains these steps itself
+        # then.
         if spec.trunk_steps in _steps_of(trunk):
             _plant(spec)
     _run(spec, engine, output, track, lambda: has_ended(spec))
@@ -152,14 +159,16 @@ def _run(
 
 
 def start_command(command: str, arguments: Sequence[str], launcher: str = "", output: IO[bytes] | None = None) -> int:
-    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None is ours.
+    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None
+    is ours.
 
     Raises UserError where there is no such file or no such launcher.
     """
     script = _COMMANDS / f"{command}.py"
     if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
         raise UserError(
-            f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python launch/..."
+            f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python"
+            " launch/..."
         )
     start = shlex.split(launcher) or [sys.executable]
     # Find the launchers beside this interpreter even if its environment is not activated.

@@ -1,4 +1,5 @@
-"""Studies: many pre-trainings, called cells, that answer one question. Each question is a file of `questions/`, found by its name:
+"""Studies: many pre-trainings, called cells, that answer one question. Each question is a file of `questions/`, found
+by its name:
 
 specs(config) -> the cells (`cells` makes one of each combination), each followed by the runs that score its weights
 answer(results) -> the blocks of the report
@@ -37,16 +38,18 @@ from pipeline.settings.run import RunConfig
 
 _BEST = "best_score"  # Of all models.
 _METHOD = (
-    "A score is the mean over the seeds of one model at one data size and length. Brackets are 95 % intervals, each for itself: Student's t over "
-    "the seeds; of a single run over its test images, which says nothing of other seeds or shots. Differences are by seed where both models have "
-    "the same four or more, else of the two means, with a common variance of the seeds; of single runs over the test images. p is corrected by "
-    "Holm's method for all pairs, and a difference is more than noise below 0.05. The best of several models is chosen by its score, which is "
-    "therefore a little too high. Nothing is claimed for other data, image sizes, settings or schedules."
+    "A score is the mean over the seeds of one model at one data size and length. Brackets are 95 % intervals, each for"
+    " itself: Student's t over the seeds; of a single run over its test images, which says nothing of other seeds or"
+    " shots. Differences are by seed where both models have the same four or more, else of the two means, with a common"
+    " variance of the seeds; of single runs over the test images. p is corrected by Holm's method for all pairs, and a"
+    " difference is more than noise below 0.05. The best of several models is chosen by its score, which is therefore a"
+    " little too high. Nothing is claimed for other data, image sizes, settings or schedules."
 )
 
 
 def run(config: StudyConfig, run_jobs: RunJobs | None = None) -> StudyResults | None:
-    """Run a study, and write its report. Returns None if only a plan, a script or one run was asked for. run_jobs: by default as config.on says.
+    """Run a study, and write its report. Returns None if only a plan, a script or one run was asked for. run_jobs: by
+    default as config.on says.
 
     Raises as `engine.run`, and UserError for a study that cannot run.
     """
@@ -92,8 +95,9 @@ class Study(Experiment):
         known += [f"finetune:{name}" for name in tuned]
         if self.score not in known:
             raise UserError(
-                f"score = {self.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot and 20nn need probe.every, "
-                "probe.shots and probe.neighbours of the run; finetune:NAME needs `finetune`."
+                f"score = {self.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot"
+                " and 20nn need probe.every, probe.shots and probe.neighbours of the run; finetune:NAME needs"
+                " `finetune`."
             )
 
     @cached_property
@@ -116,8 +120,9 @@ class Study(Experiment):
             return None
         settings = schema.to_dict(config) | {"models": [model.name for model in config.models]}
         description = (
-            f"**Study** ({config.question}) of {', '.join(settings['models'])} on **{dataset.path.name}** (fingerprint "
-            f"`{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
+            f"**Study** ({config.question}) of {', '.join(settings['models'])} on **{dataset.path.name}** (fingerprint"
+            f" `{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by"
+            f" {config.score}."
         )
         # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
         named = "" if config.score == "top1" else config.score
@@ -202,11 +207,14 @@ def _cells_table(results: StudyResults) -> Table:
 
 # -------------------------------------------------------------------- the cells
 def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
-    """Returns (each combination of model, data size, length and seed, cheapest first, notes for the report). Raises UserError."""
+    """Returns (each combination of model, data size, length and seed, cheapest first, notes for the report). Raises
+    UserError.
+    """
     base = run_for_all(config)
     if base.init.weights and not _has_weights(config):
         raise UserError(
-            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or question=labels."
+            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or"
+            " question=labels."
         )
     notes: list[str] = []
     extra = pretraining_compute(config, base.track.uri, notes)
@@ -226,8 +234,8 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
         specs += [cell, *finetunes]
     if config.cooldown:
         notes.append(
-            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of different lengths share "
-            "their first steps; each equals a run of its own with this schedule."
+            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of"
+            " different lengths share their first steps; each equals a run of its own with this schedule."
         )
     return specs, notes
 
@@ -243,7 +251,8 @@ def refuse(config: StudyConfig, *names: str) -> None:
     for name in names:
         if given[name]:
             raise UserError(
-                f"question = {config.question} compares no {name}, which belong to question = {belongs[name]}: leave them out."
+                f"question = {config.question} compares no {name}, which belong to question = {belongs[name]}: leave"
+                " them out."
             )
 
 
@@ -252,7 +261,9 @@ def _has_weights(config: StudyConfig) -> bool:
 
 
 def run_for_all(config: StudyConfig) -> RunConfig:
-    """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises UserError."""
+    """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises
+    UserError.
+    """
     model = _overrides(config, config.models[0]) if _has_weights(config) else []
     return schema.load(RunConfig, config.run, [*config.settings, *model, "name=study"])
 
@@ -272,9 +283,11 @@ def _cells_of(
     extra: float,
     opened: dict[str, RunData],
 ) -> list[tuple[RunSpec, list[RunSpec]]]:
-    """The cells of one model, data size and seed, with their fine-tunings: one for each length or budget, the shortest first.
+    """The cells of one model, data size and seed, with their fine-tunings: one for each length or budget, the shortest
+    first.
 
-    extra: FLOPs for which they train in addition. opened: the data of other cells, most of which train on the same; is added to.
+    extra: FLOPs for which they train in addition. opened: the data of other cells, most of which train on the same; is
+    added to.
     """
     folder = Path(config.out) / config.name
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
@@ -334,7 +347,9 @@ def _cells_of(
 
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
-    """The settings of a model. If any model has weights, they or none are the model's, whatever the file of settings has."""
+    """The settings of a model. If any model has weights, they or none are the model's, whatever the file of settings
+    has.
+    """
     if not _has_weights(config):
         return model.settings
     # A new model has neither weights nor what the file does with them.
@@ -360,8 +375,8 @@ def _with_trunk(
     run = make_spec(name, "pretrain", config.run, [*constant, f"schedule.cooldown={cooldown} steps"])
     if run.config.schedule.warmup.unit == "%":
         raise UserError(
-            f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with cooldown, give it in "
-            "steps, epochs or samples."
+            f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with"
+            " cooldown, give it in steps, epochs or samples."
         )
     if found := _follows_length(run.config):
         raise UserError(
@@ -379,7 +394,9 @@ def _with_trunk(
 
 
 def _follows_length(config: RunConfig) -> str:
-    """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is constant here."""
+    """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is
+    constant here.
+    """
     if config.optimizer.weight_decay_end is not None:
         return "optimizer.weight_decay_end"
     return f"train.loss = {config.train.loss}" if objectives.kind(config.train.loss).follows_length else ""

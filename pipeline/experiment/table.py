@@ -1,4 +1,6 @@
-"""The table of an experiment: a row for each run, made from run folders, in results.parquet; the answers to its question read only this."""
+"""The table of an experiment: a row for each run, made from run folders, in results.parquet; the answers to its
+question read only this.
+"""
 
 import io
 from collections.abc import Sequence
@@ -28,14 +30,18 @@ def unit_of(exaflops: float) -> tuple[float, str]:
 class Row:
     """A run of an experiment. All are listed, whatever became of them.
 
-    group: of runs that are compared as one, whose seeds differ: a model of a study, a task of VTAB, trials or final runs of a grid. reason:
-    why the run is not done; beside "done", these scores are of an earlier table, and its files cannot be used any more.
-    scores: by name, in [0, 1]: top1, top5, 5shot, 20nn; empty unless done. num_test: number of test images by the same names;
-    effective_images: of images in groups, `effective_number`. hours: by the clock, of all its processes; None unless done.
+    group: of runs that are compared as one, whose seeds differ: a model of a study, a task of VTAB, trials or final
+    runs of a grid. reason: why the run is not done; beside "done", these scores are of an earlier table, and its files
+    cannot be used any more.
+    scores: by name, in [0, 1]: top1, top5, 5shot, 20nn; empty unless done. num_test: number of test images by the same
+    names;
+    effective_images: of images in groups, `effective_number`. hours: by the clock, of all its processes; None unless
+    done.
     parent: the run of the experiment whose weights it began with. weights: SHA-256 of these. run_id: MLflow's, or "".
-    settings: by which the runs of the experiment differ. family: line of a figure that its model belongs to. parameters: of the model.
-    data_size: number of training images. images_seen: an image counts each time. exaflops: of training, 1e18 floating-point
-    operations, also of the part that it shares with a longer run.
+    settings: by which the runs of the experiment differ. family: line of a figure that its model belongs to.
+    parameters: of the model.
+    data_size: number of training images. images_seen: an image counts each time. exaflops: of training, 1e18
+    floating-point operations, also of the part that it shares with a longer run.
     """
 
     name: str
@@ -74,7 +80,9 @@ def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def parquet(rows: Sequence[Row], earlier: Sequence[Row]) -> bytes:
-    """The content of results.parquet. Rows of an earlier one that are not among these, as settings leave them out, are kept below them."""
+    """The content of results.parquet. Rows of an earlier one that are not among these, as settings leave them out, are
+    kept below them.
+    """
     names = {row.name for row in rows}
     flat = flat_rows([*rows, *(row for row in earlier if row.name not in names)])
     file = io.BytesIO()
@@ -111,7 +119,8 @@ def read_table(folder: Path) -> list[Row]:
 
 
 def keep_earlier(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
-    """The rows, where one that had scores in an earlier table and has fewer now keeps the earlier ones, with the reason.
+    """The rows, where one that had scores in an earlier table and has fewer now keeps the earlier ones, with the
+    reason.
 
     What a run is never changes in an experiment (experiment.json), so its scores hold as long as it has no newer ones.
     """
@@ -130,10 +139,12 @@ def keep_earlier(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """What a study's question is answered from. score: the name of the score that its figures show. data: path; fingerprint: of the data set.
+    """What a study's question is answered from. score: the name of the score that its figures show. data: path;
+    fingerprint: of the data set.
 
-    evaluated_on: the data and split of the score. cells: pre-trainings, with the scores of their fine-tunings. notes: sentences for the
-    reader. counts_images: whether they are compared by their number of training images; else by compute.
+    evaluated_on: the data and split of the score. cells: pre-trainings, with the scores of their fine-tunings. notes:
+    sentences for the reader. counts_images: whether they are compared by their number of training images; else by
+    compute.
     """
 
     name: str

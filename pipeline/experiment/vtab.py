@@ -1,4 +1,5 @@
-"""Scores of weights on VTAB-1k's 19 tasks by a protocol: an experiment whose runs are small cells, each in the process of its task.
+"""Scores of weights on VTAB-1k's 19 tasks by a protocol: an experiment whose runs are small cells, each in the process
+of its task.
 
 experiment.json  protocol, method, weights, data. A folder holds one sweep.
 cells/*.json     outcome of each cell that is done
@@ -72,8 +73,8 @@ _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a cell returns: accuracy in [0, 1] of num_images. diverged: step by which the loss was non-finite; with accuracy 0 the
-    setting is not chosen. The fields after steps say what was chosen, as far as the method has them.
+    """What a cell returns: accuracy in [0, 1] of num_images. diverged: step by which the loss was non-finite; with
+    accuracy 0 the setting is not chosen. The fields after steps say what was chosen, as far as the method has them.
     """
 
     accuracy: float
@@ -109,8 +110,9 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
 def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
-    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty is none.
-    Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed; all other results are written then.
+    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty
+    is none. Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed;
+    all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
     rows = sweep.known()[1]
@@ -159,15 +161,15 @@ class Sweep(Experiment):
             _check_dataset(self, task)
         protocol = config.protocol
         self.notes = [
-            f"{weights} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by {protocol_title(protocol)} "
-            f"({protocol_sha256(protocol)[:16]}), {config.method}"
+            f"{weights} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by"
+            f" {protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {config.method}"
         ]
         if who := CHECKPOINT.fullmatch(weights.parent.name) and holder(
             run_of_checkpoint(weights) or weights.parent.parent.parent
         ):
             self.notes.append(
-                f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no cell can run: name one "
-                "that is kept, or a copy"
+                f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no"
+                " cell can run: name one that is kept, or a copy"
             )
         _check_weights(self)
         self.notes += [f"not prepared: {', '.join(self.missing)}"] * bool(self.missing)
@@ -208,7 +210,9 @@ class Sweep(Experiment):
         return [self._cell(task, "search", setting, self.config.seeds[0]) for setting in settings]
 
     def finals(self, task: Task) -> list[VtabCell]:
-        """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which draws nothing."""
+        """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which
+        draws nothing.
+        """
         if self.config.method != "finetune":
             return [self._cell(task, "probe", None, 0)]
 
@@ -224,7 +228,8 @@ class Sweep(Experiment):
         return [self._cell(task, "final", any_setting, seed, choice(seed)) for seed in self.config.seeds]
 
     def chosen(self, task: Task, rows: Mapping[str, Row]) -> tuple[Setting | None, float | None]:
-        """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight decay.
+        """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight
+        decay.
 
         (None, None) while an outcome of the search is missing. Without a search: (the protocol's first setting, None).
         """
@@ -374,7 +379,10 @@ class Sweep(Experiment):
             datasets += [training, test]
         settings = schema.flatten({"protocol": results["protocol"]})
         settings |= {name: getattr(config, name) for name in ("method", "precision", "micro_batch", "seeds")}
-        description = f"**VTAB-1k of `{Path(config.weights).name}`**, {counted(len(self.specs), 'cell')}: {'. '.join(self.notes)}. "
+        description = (
+            f"**VTAB-1k of `{Path(config.weights).name}`**, {counted(len(self.specs), 'cell')}:"
+            f" {'. '.join(self.notes)}. "
+        )
         facts = RunFacts(
             f"{run.name if run else Path(config.weights).stem} {config.protocol.name}-{config.method}",
             "vtab",
@@ -435,7 +443,9 @@ def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:
 
 
 def _unpublished(datasets: Mapping[str, Dataset]) -> list[str]:
-    """Names of the tasks that launch/vtab_prepare.py did not make of all published files: their scores are not VTAB's."""
+    """Names of the tasks that launch/vtab_prepare.py did not make of all published files: their scores are not
+    VTAB's.
+    """
     made = {name: dataset.info["source"].get("vtab", {}) for name, dataset in datasets.items()}
     return [name for name, of in made.items() if (of.get("task"), of.get("published")) != (name, True)]
 
@@ -450,8 +460,8 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
         # A probe would take no label, -1, for the last class, and no method learns the second of two.
         if others := int((num_labels != 1).sum()):
             raise UserError(
-                f"{dataset.path}: {others:,} of {counted(len(num_labels), 'image')} of {name} have no label, or several, but a task of "
-                "VTAB-1k has one for each. Make it with launch/vtab_prepare.py."
+                f"{dataset.path}: {others:,} of {counted(len(num_labels), 'image')} of {name} have no label, or"
+                " several, but a task of VTAB-1k has one for each. Make it with launch/vtab_prepare.py."
             )
     for setting in settings_of(protocol) if sweep.config.method == "finetune" else ():
         for split in (TRAIN, ALL):
@@ -459,13 +469,16 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
 
 
 def _check_weights(sweep: Sweep) -> None:
-    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is started. Adds notes."""
+    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is
+    started. Adds notes.
+    """
     config, protocol = sweep.config, sweep.config.protocol
     weights, state = models.read_weights(config.weights)[:2]
     weights.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
     if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
         raise UserError(
-            f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use protocol.dropout=0."
+            f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use"
+            " protocol.dropout=0."
         )
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
@@ -501,7 +514,8 @@ def protocol_title(protocol: ProtocolConfig) -> str:
 
 
 def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | None]:
-    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as copies of these.
+    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as
+    copies of these.
 
     None if copies were not searched for in all sets that the weights were trained on.
     """
@@ -517,7 +531,9 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
 
 
 def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
-    """The copies in all of these data sets together, as `_contamination`. trained: (fingerprint, split) -> name, as far as known."""
+    """The copies in all of these data sets together, as `_contamination`. trained: (fingerprint, split) -> name, as far
+    as known.
+    """
     found, used = list[dict[str, int]](), set[tuple[str, str]]()
     for name in pretrained_on:
         place, named = location_and_split(name)
@@ -538,8 +554,9 @@ def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str
         is_searched = report.data.is_split(one[1])
         if not is_searched:
             print(
-                f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as not searched. Search "
-                f"it with launch/dedup.py data={place} split={one[1]} against=..., or name the split of the weights: {place}:SPLIT",
+                f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
+                f" not searched. Search it with launch/dedup.py data={place} split={one[1]} against=..., or name the"
+                f" split of the weights: {place}:SPLIT",
                 flush=True,
             )
         tests = report.against if report.marked and is_searched else []

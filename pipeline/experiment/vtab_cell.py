@@ -1,9 +1,9 @@
 """One cell of a sweep: adapt weights to one task with one setting and score them. One process, one device.
 
 Without DeepSpeed, because 1,000 images need neither ranks nor checkpoints, and its start alone takes as long as a small
-cell. Step, loader, order, schedule, optimizer, loss and score are the code that training uses. The outcome is a function of
-the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on a CPU with the same number of
-threads it is the same to the last bit.
+cell. Step, loader, order, schedule, optimizer, loss and score are the code that training uses. The outcome is a
+function of the cell, the sweep's protocol, method, precision and micro_batch, the weights and the data; on a CPU with
+the same number of threads it is the same to the last bit.
 
 Shapes: B batch, S image side, K classes, D features.
 """
@@ -75,8 +75,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class VtabCell:
-    """stage: search trains on train800 and scores on val200; final trains on both and scores on test; probe does both, on
-    features. setting: None for a probe. fingerprint: of the task's data set. val_accuracy: of the
+    """stage: search trains on train800 and scores on val200; final trains on both and scores on test; probe does both,
+    on features. setting: None for a probe. fingerprint: of the task's data set. val_accuracy: of the
     setting, where it was chosen. choose, facts: as of a `RunSpec`.
     """
 
@@ -114,10 +114,11 @@ class SweepJob:
 
 
 def run_cell(job: SweepJob) -> dict[str, Any]:
-    """Run a cell; runs as a Ray task. Returns its outcome: accuracy in [0, 1] of num_images, steps, seconds, device and more.
+    """Run a cell; runs as a Ray task. Returns its outcome: accuracy in [0, 1] of num_images, steps, seconds, device and
+    more.
 
-    Raises UserError, which is not retried, for another data set or other weights than the cell's, unreadable images, and a final
-    training that diverged.
+    Raises UserError, which is not retried, for another data set or other weights than the cell's, unreadable images,
+    and a final training that diverged.
     """
     begin = time.perf_counter()
     cell, config = job.cell, job.config
@@ -134,8 +135,8 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
         raise UserError(f"{config.weights} on this host: {why}.") from error
     if sha256 != job.sha256:
         raise UserError(
-            f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is {sha256[:16]}. "
-            "Put the first file back, or score this one with another out=..."
+            f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is"
+            f" {sha256[:16]}. Put the first file back, or score this one with another out=..."
         )
     device = _prepare_device(config.threads)
     adapt = probe if cell.stage == "probe" else finetune
@@ -262,7 +263,9 @@ class _PlainTrainer:
 
 
 def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on test."""
+    """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on
+    test.
+    """
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
     model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).eval().to(device)
@@ -334,8 +337,8 @@ def warmup_steps(protocol: ProtocolConfig, setting: Setting, num_samples: int) -
     warmup = protocol.schedule.warmup.steps(num_samples, protocol.batch, steps)
     if warmup >= steps:
         raise UserError(
-            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {counted(warmup, 'step')}, but a training of {setting.length} "
-            f"has {steps:,}. Use protocol.schedule.warmup=5%."
+            f"protocol.schedule.warmup = {protocol.schedule.warmup} is {counted(warmup, 'step')}, but a training of"
+            f" {setting.length} has {steps:,}. Use protocol.schedule.warmup=5%."
         )
     return warmup
 

@@ -89,16 +89,18 @@ def _page(table: Sequence[Column]) -> Iterator[Block]:
         yield Paragraph("These sweeps were made by different protocols: their numbers are not of one kind.")
     if differing := _of_other_data(ours):
         yield Paragraph(
-            f"The data of the sweeps differ (their fingerprints are below), so these scores cannot be compared: {', '.join(differing)}."
+            "The data of the sweeps differ (their fingerprints are below), so these scores cannot be compared:"
+            f" {', '.join(differing)}."
         )
     yield score_table(table)
     yield Paragraph(
-        f"Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks. {about_intervals(ours)}"
+        "Top-1 accuracy in per cent, on all images of each test split; means are unweighted over tasks."
+        f" {about_intervals(ours)}"
     )
     runs = "; ".join(f"{column.name} {column.mean_of_runs:.2f} ± {column.deviation:.2f}" for column in PAPER)
     yield Paragraph(
-        f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group means "
-        "are computed from its tasks."
+        f"The paper's columns: {SOURCE} (mean of 19: {runs}; {RESNET}), by its own protocol: {PROTOCOL}. Their group"
+        " means are computed from its tasks."
     )
     yield PngImage("means.png", "Means of the three groups of tasks, and of all", _draw_means(table))
     yield PngImage("tasks.png", "Accuracy on each of the 19 tasks", _draw_tasks(table))
@@ -260,7 +262,10 @@ def about_intervals(ours: Sequence[Column]) -> str:
     kinds = {score.interval.over for column in ours for score in column.tasks.values() if score.interval}
     texts = {
         OVER_SEEDS: "Student's t over the seeds, of a mean over each seed's mean, without the noise of the test images",
-        OVER_SAMPLES: "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances, without that of the seed",
+        OVER_SAMPLES: (
+            "Wilson's over the test images of one run, of a mean by the sum of the tasks' variances, without that of"
+            " the seed"
+        ),
     }
     used = [text for kind, text in texts.items() if kind in kinds]
     return f"Brackets are 95 % intervals: {'; or '.join(used)}." if used else ""

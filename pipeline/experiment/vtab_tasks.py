@@ -1,4 +1,6 @@
-"""VTAB-1k's 19 tasks (vtab_tasks.yaml; arXiv 1910.04867; its public code, google-research/task_adaptation, @ d7630d3)."""
+"""VTAB-1k's 19 tasks (vtab_tasks.yaml; arXiv 1910.04867; its public code, google-research/task_adaptation, @
+d7630d3).
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +15,10 @@ GROUPS: tuple[Group, ...] = ("natural", "specialized", "structured")
 class Task:
     """name: of the task's folder. title: as in the ViT paper's Table 9. dataset: name of the source data set.
 
-    num_classes: size of the head; some classes may have no image among the 1,000 (325 of Sun397's 397 have). num_test: images
-    of the test split, all of which are scored. flip, crop: whether training images may be flipped or randomly cropped without
-    a change of the label (BiT paper, appendix F; the same in the ViT paper's protocol). small: images have fewer than
-    96 x 96 pixels, for which BiT's rule uses a lower resolution.
+    num_classes: size of the head; some classes may have no image among the 1,000 (325 of Sun397's 397 have). num_test:
+    images of the test split, all of which are scored. flip, crop: whether training images may be flipped or randomly
+    cropped without a change of the label (BiT paper, appendix F; the same in the ViT paper's protocol). small: images
+    have fewer than 96 x 96 pixels, for which BiT's rule uses a lower resolution.
     """
 
     name: str

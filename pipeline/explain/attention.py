@@ -1,7 +1,7 @@
 """Attention of a ViT: the weights of each layer, attention rollout, and mean attention distance.
 
-The model itself never stores attention weights. Here they are computed from the queries and keys of a forward pass, through
-hooks, so that training is not affected. Shape letters: B images, L layers, H heads, N tokens, h x w patches.
+The model itself never stores attention weights. Here they are computed from the queries and keys of a forward pass,
+through hooks, so that training is not affected. Shape letters: B images, L layers, H heads, N tokens, h x w patches.
 """
 
 import math
@@ -26,7 +26,8 @@ OnWeights = Callable[[str, Tensor], None]
 class Attention:
     """A summary of the attention in B images. All float32, on the CPU.
 
-    maps: (B, L, H, h, w), attention of each head to each patch: the class token's, or, if the head does not read it, the mean of
+    maps: (B, L, H, h, w), attention of each head to each patch: the class token's, or, if the head does not read it,
+    the mean of
         all patches'. Attention pooling is one layer more.
     layers: L names.
     rollout: (B, h, w), attention rollout (Abnar & Zuidema 2020): (A + I) / 2 of all layers multiplied.
@@ -42,7 +43,8 @@ class Attention:
 def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> Attention:
     """The attention in images (B, 3, height, width), as the model reads them; with a progress bar.
 
-    batch: number of images at a time; fewer where a layer would have more than _MAX_WEIGHTS attention weights in memory.
+    batch: number of images at a time; fewer where a layer would have more than _MAX_WEIGHTS attention weights in
+    memory.
     """
     batch = max(1, min(batch, _MAX_WEIGHTS // (model.config.num_heads * model.config.num_tokens**2)))
     parts = []
@@ -66,7 +68,8 @@ class _Summary:
         self.patch_distances = patch_distances(self.config).to(images.device)
         self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
         self.rollout = self.identity
-        # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of each.
+        # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of
+        # each.
         self.read_by_head = torch.zeros(len(images), self.config.num_tokens, device=images.device)
         if self.has_token:
             self.read_by_head[:, 0] = 1
@@ -101,7 +104,8 @@ class _Summary:
 def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights: OnWeights) -> Tensor:
     """The model's output for these images. `on_weights` is called for each layer, in order.
 
-    on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one query.
+    on_weights: (name, weights), float32 (B, H, N queries, N keys), rows that sum to one; attention pooling has one
+    query.
     """
     handles = []
     rotation = model.rotation(images.device)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pipeline.model import VisionTransformer
 
-# The ends of the colour scale, in per cent of the patches: a few patches with outlying features would leave the rest grey.
+# The ends of the colour scale, in per cent of the patches: a few patches with outlying features would leave the rest
+# grey.
 _ENDS = (0.01, 0.99)
 
 
@@ -18,8 +19,8 @@ _ENDS = (0.01, 0.99)
 class PatchComponents:
     """The first three principal components of all patches of B images together.
 
-    colours: float32 (B, h, w, 3) in [0, 1], on the CPU, a component for each of red, green and blue; the same features have the same
-    colour in all images. shares: (3,), of the variance.
+    colours: float32 (B, h, w, 3) in [0, 1], on the CPU, a component for each of red, green and blue; the same features
+    have the same colour in all images. shares: (3,), of the variance.
     """
 
     colours: Tensor

@@ -54,7 +54,8 @@ Drawn = dict[str, Figure]
 def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     """Write the drawings, and send them to `config.mlflow`. Returns the content of explain.json.
 
-    skip: leave out drawings of `config.draw` that the model does not have, with a line. Raises UserError for a user's mistake, before anything is written.
+    skip: leave out drawings of `config.draw` that the model does not have, with a line. Raises UserError for a user's
+    mistake, before anything is written.
     """
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
@@ -108,7 +109,9 @@ def metrics(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, skip: bool) -> set[str]:
-    """Names of the drawings to make. Raises UserError if one was asked for that this model does not have, unless it is skipped."""
+    """Names of the drawings to make. Raises UserError if one was asked for that this model does not have, unless it is
+    skipped.
+    """
     model = loaded.model
     why_not: dict[str, str] = {}
     if mae is None:

@@ -1,6 +1,7 @@
 """Draws figures with Matplotlib.
 
-Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the model's or more of the same crop; maps float32 (h, w), at least 0.
+Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the model's or more of the same crop; maps
+float32 (h, w), at least 0.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from pipeline.model import ViTConfig
 def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
     """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
 
-    config: gives the places of the patches. size: of the image as it is drawn, which may have more pixels than the model reads.
+    config: gives the places of the patches. size: of the image as it is drawn, which may have more pixels than the
+    model reads.
     """
     places = []
     for cells, side, own in zip(values.shape, size, config.image_size, strict=True):
@@ -67,7 +69,9 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
 
 
 def draw_positions(similarity: Tensor) -> Figure:
-    """Cosine similarity of position embeddings, (T, h, w, h, w): at the place of each patch, its similarity to all patches."""
+    """Cosine similarity of position embeddings, (T, h, w, h, w): at the place of each patch, its similarity to all
+    patches.
+    """
     num_tables = len(similarity)
     columns = min(4, num_tables)
     side = 4.6 if num_tables == 1 else 3.2
@@ -98,12 +102,17 @@ def _sheet(tiles: np.ndarray, gap: int, fill: float) -> np.ndarray:
 
 
 def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
-    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own. shown: `Pixels.shown`."""
+    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own. shown:
+    `Pixels.shown`.
+    """
     tiles = []
     for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
         pixels = 0.5 + component[list(shown)] / (2 * component.abs().max())
         tiles.append(Tile(pixels.permute(1, 2, 0).numpy(), [f"{number}: {share:.1%}"]))
     count, of = len(tiles), f"{counted(filters.num_filters, 'filter')}"
     height, width = filters.components.shape[2:]
-    note = f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance ({filters.shares.sum():.1%} in all)"
+    note = (
+        f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance"
+        f" ({filters.shares.sum():.1%} in all)"
+    )
     return gallery([tiles[i : i + 7] for i in range(0, count, 7)], "Filters of the first layer", note)

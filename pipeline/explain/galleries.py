@@ -98,27 +98,33 @@ def draw_components(
         f"{name} {share:.1%}" for name, share in zip(_CHANNELS, components.shares.tolist(), strict=False)
     )
     note = (
-        "The first three principal components of the patches of all these images together: patches with similar features have "
-        f"similar colours. Shares of the variance: {shares}."
+        "The first three principal components of the patches of all these images together: patches with similar"
+        f" features have similar colours. Shares of the variance: {shares}."
     )
     return gallery(folded([_inputs(pixels, captions), colours]), "Patches by their features", note)
 
 
 def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
-    """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder predicts them."""
+    """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder
+    predicts them.
+    """
     rows = [
         _inputs(pixels, captions),
         [Tile(image, ["visible patches"]) for image in found.masked],
         [Tile(image, ["reconstruction"]) for image in found.painted],
     ]
-    note = f"The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss {found.losses.mean():.4f}."
+    note = (
+        "The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss"
+        f" {found.losses.mean():.4f}."
+    )
     if normalise:
         note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
     return gallery(folded(rows), "Reconstruction by MAE", note)
 
 
 def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:
-    """int64 indices of at most `most` predictions: wrong ones, the most confident first, then right ones, the least first.
+    """int64 indices of at most `most` predictions: wrong ones, the most confident first, then right ones, the least
+    first.
 
     right: bool (n,). confidence: float (n,). A quarter of the places is kept for right ones, if there are enough.
     """
@@ -132,8 +138,8 @@ def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np
 def note_on_mistakes(right: np.ndarray) -> str:
     """What a sheet in the order of `order_by_mistake` says."""
     return (
-        f"True class, then prediction: {int((~right).sum()):,} of {len(right):,} are wrong. The most confident mistakes first, "
-        "then right predictions, the least confident first."
+        f"True class, then prediction: {int((~right).sum()):,} of {len(right):,} are wrong. The most confident mistakes"
+        " first, then right predictions, the least confident first."
     )
 
 

@@ -14,10 +14,12 @@ _MOST_FILTERS = 28  # As in Figure 7 of the ViT paper.
 
 
 def position_similarity(model: VisionTransformer) -> Tensor | None:
-    """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are none.
+    """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are
+    none.
 
-    T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre). With RoPE and without a table it is the
-    cosine of the angle between the rotations of the two places, mean over the pairs of numbers: what a query has of an equal key.
+    T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre). With RoPE and without
+    a table it is the cosine of the angle between the rotations of the two places, mean over the pairs of numbers: what
+    a query has of an equal key.
     """
     h, w = model.config.grid
     if model.positions is not None:

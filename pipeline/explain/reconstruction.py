@@ -1,4 +1,5 @@
-"""MAE's sheet: images, the patches that its encoder sees, and what its decoder paints for the others (arXiv 2111.06377, Figure 2).
+"""MAE's sheet: images, the patches that its encoder sees, and what its decoder paints for the others (arXiv 2111.06377,
+Figure 2).
 
 Shapes: B images, N patches, P patch side, H, W image height and width.
 """
@@ -18,7 +19,9 @@ _GREY = 0.5
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """masked, painted: uint8 (B, H, W, 3) on the CPU; removed patches are grey, or as predicted. losses: float32 (B,)."""
+    """masked, painted: uint8 (B, H, W, 3) on the CPU; removed patches are grey, or as predicted. losses: float32
+    (B,).
+    """
 
     masked: np.ndarray
     painted: np.ndarray
@@ -27,10 +30,11 @@ class Reconstruction:
 
 @torch.no_grad()
 def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: int) -> Reconstruction:
-    """Paint the removed patches of images (B, C, H, W), as the model reads them, `batch` of them at a time, on their device.
+    """Paint the removed patches of images (B, C, H, W), as the model reads them, `batch` of them at a time, on their
+    device.
 
-    rows: their numbers, from which, with the seed, the masks are drawn. A decoder of normalised pixels does not predict the mean and
-    deviation of a patch: they are the image's own.
+    rows: their numbers, from which, with the seed, the masks are drawn. A decoder of normalised pixels does not predict
+    the mean and deviation of a patch: they are the image's own.
     """
     config = model.backbone.config
     assert isinstance(config, ViTConfig), "Mae refuses others"

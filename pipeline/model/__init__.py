@@ -41,7 +41,8 @@ def create(name: str, image_size: ImageSize = 224, num_classes: int = 1000, *, s
         "Axial-ViT-B/16"; a hybrid such as "R50+ViT-B/16"; a ResNet such as "BiT-R50x1".
     image_size: side or (height, width) in pixels; for a ViT, divisible by the patch side.
     num_classes: 0 for no head: the model returns its features.
-    changes: fields of ViTConfig or ResNetConfig (architecture/config.py), such as width=..., pool="gap", positions="sincos2d",
+    changes: fields of ViTConfig or ResNetConfig (architecture/config.py), such as width=..., pool="gap",
+    positions="sincos2d",
         representation=True, drop_path=0.1. Changing one field changes no other.
     Raises UserError for an unknown name or field and for values that do not fit together.
     """

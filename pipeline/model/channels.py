@@ -15,11 +15,14 @@ from pipeline.model.layers import lecun_normal
 def with_channels(
     state: Mapping[str, Tensor], old: Config, new: Config, rule: ChannelRule, seed: int
 ) -> tuple[dict[str, Tensor], str]:
-    """(the state dict with the kernel that reads `new.pixels`, a line about it), of a model of 8-bit RGB. Raises UserError.
+    """(the state dict with the kernel that reads `new.pixels`, a line about it), of a model of 8-bit RGB. Raises
+    UserError.
 
-    auto: channels named red, green or blue keep theirs, others get the mean of the three, all times 3 / C; a single channel gets the sum.
-    repeat: red, green, blue, red, ..., times 3 / C. zero, random: named channels keep theirs, others begin at 0, or as in a new model.
-    The patch embedding's bias takes up another mean and deviation of the pixels; a stem of convolutions has none.
+    auto: channels named red, green or blue keep theirs, others get the mean of the three, all times 3 / C; a single
+    channel gets the sum.
+    repeat: red, green, blue, red, ..., times 3 / C. zero, random: named channels keep theirs, others begin at 0, or as
+    in a new model. The patch embedding's bias takes up another mean and deviation of the pixels; a stem of convolutions
+    has none.
     """
     name = next(name for name in ("root.weight", "stem.root.weight", "patch_embedding.weight") if name in state)
     bias_name = name.replace("weight", "bias")
@@ -43,8 +46,8 @@ def with_channels(
             lecun_normal(found, torch.Generator("cpu").manual_seed(seed))
         elif not named:
             raise UserError(
-                f"init.channels = zero, and none of the channels ({', '.join(channels)}) is red, green or blue: the model would see nothing. "
-                "Use init.channels=auto."
+                f"init.channels = zero, and none of the channels ({', '.join(channels)}) is red, green or blue: the"
+                " model would see nothing. Use init.channels=auto."
             )
         for place, colour in named.items():
             found[:, place] = kernel[:, colour]
@@ -53,6 +56,10 @@ def with_channels(
         fold_normalisation(found, bias, half, half, new.pixels.mean, new.pixels.std)
     added = {name: found} if bias is None else {name: found, bias_name: bias}
     kept = ", ".join(channels[place] for place in named) if named and rule != "repeat" and count > 1 else "none"
-    return {**state, **added}, (
-        f"the first layer of 8-bit RGB weights reads {new.pixels} by init.channels = {rule} (channels that keep their own: {kept})"
+    return (
+        {**state, **added},
+        (
+            f"the first layer of 8-bit RGB weights reads {new.pixels} by init.channels = {rule} (channels that keep"
+            f" their own: {kept})"
+        ),
     )

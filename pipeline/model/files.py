@@ -44,11 +44,12 @@ def _note(line: str) -> None:
 
 
 def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
-    """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging Face or timm.
+    """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging
+    Face or timm.
 
-    The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which is that
-    folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a line
-    for each newer one that is damaged. Raises UserError if there is none.
+    The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which
+    is that folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say:
+    called with a line for each newer one that is damaged. Raises UserError if there is none.
     """
     if str(path).startswith(_HUB):
         path = _cached(str(path).removeprefix(_HUB).strip("/"))
@@ -64,8 +65,8 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     folder = path if newest_complete(path) else checkpoints_of(path)
     if isinstance(folder, str):
         raise UserError(
-            f"{path}: its checkpoints are in {folder} (checkpoint.folder), and weights are not read from buckets. Copy the one that "
-            f"{LATEST} there names to a disk, and name the copy."
+            f"{path}: its checkpoints are in {folder} (checkpoint.folder), and weights are not read from buckets. Copy"
+            f" the one that {LATEST} there names to a disk, and name the copy."
         )
     damaged: list[str] = []
     newest = newest_complete(folder, damaged.append)
@@ -80,7 +81,8 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
                 say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
             return file
     raise UserError(
-        f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a run, or a file."
+        f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a"
+        " run, or a file."
     )
 
 
@@ -141,12 +143,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def open_torch(path: Path) -> Any:
-    """The content of a torch.save file. Raises UserError if it is damaged, of another format, or holds more than plain data and
-    tensors.
+    """The content of a torch.save file. Raises UserError if it is damaged, of another format, or holds more than plain
+    data and tensors.
     """
     try:
-        # torch.load does not verify the zip's checksums, so a flipped bit would become a wrong weight. Files of old torch
-        # versions are not zips.
+        # torch.load does not verify the zip's checksums, so a flipped bit would become a wrong weight. Files of old
+        # torch versions are not zips.
         damaged = None
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -162,7 +164,8 @@ def open_torch(path: Path) -> Any:
             else one_line(error)
         )
         raise UserError(
-            f"{path}: not a readable weights file ({why}). Download it again, or save its state dict as .safetensors where it comes from."
+            f"{path}: not a readable weights file ({why}). Download it again, or save its state dict as .safetensors"
+            " where it comes from."
         ) from error
     if damaged:
         raise UserError(f'{path}: damaged, the checksum of "{one_line(damaged)}" is wrong. {ADVICE}')

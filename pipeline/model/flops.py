@@ -24,8 +24,8 @@ def num_parameters(config: Config) -> int:
 def forward_macs(config: Config) -> int:
     """Multiply-adds of the forward pass of one image.
 
-    Not counted: norms, softmax, activations, biases, weight standardisation, and everything after the last block: attention
-    pooling (1 % of ViT-B/16), representation layer and head.
+    Not counted: norms, softmax, activations, biases, weight standardisation, and everything after the last block:
+    attention pooling (1 % of ViT-B/16), representation layer and head.
     """
     if isinstance(config, ResNetConfig):
         return _convolutions(replace(config, num_classes=0))[0]
@@ -47,9 +47,10 @@ def attention_macs(config: ViTConfig) -> int:
 def training_flops_per_image(config: Config, trained_blocks: int | None = None) -> int:
     """FLOPs of training on one image: 2 per multiply-add, and the backward pass costs twice the forward pass.
 
-    The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not count, so that
-    MFU = this * images/s / peak.
-    trained_blocks: number of last blocks that are trained, where the others are frozen and have no backward pass; None is all.
+    The ViT paper counts so (Table 6: L/16, 7 epochs of 303 M images, 783 exaFLOPs). Recomputed activations do not
+    count, so that MFU = this * images/s / peak.
+    trained_blocks: number of last blocks that are trained, where the others are frozen and have no backward pass; None
+    is all.
     """
     macs = forward_macs(config)
     if trained_blocks is None:
@@ -61,7 +62,9 @@ def training_flops_per_image(config: Config, trained_blocks: int | None = None) 
 
 
 def _convolutions(config: Config) -> tuple[int, int]:
-    """(multiply-adds, output channels) of a ResNet, or of the stem of a hybrid, as torch counts them on the meta device."""
+    """(multiply-adds, output channels) of a ResNet, or of the stem of a hybrid, as torch counts them on the meta
+    device.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # Late: it imports much.
 
     with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:

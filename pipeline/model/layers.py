@@ -48,8 +48,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None = None) -> 
 class _SixteenBitAttention(torch.autograd.Function):
     """Attention in bf16 or fp16 on a CPU, its gradients computed in fp32.
 
-    torch's kernel for the gradients takes 3 times as long in bf16 for 64 tokens, the conversions included, and as long for 577
-    (torch 2.13, with AMX). Computing the attention again from 16 bits keeps no more memory.
+    torch's kernel for the gradients takes 3 times as long in bf16 for 64 tokens, the conversions included, and as long
+    for 577 (torch 2.13, with AMX). Computing the attention again from 16 bits keeps no more memory.
     """
 
     @staticmethod
@@ -67,7 +67,9 @@ class _SixteenBitAttention(torch.autograd.Function):
 
 
 def run_block(block: nn.Module, x: Tensor, recompute: bool, *more: Any) -> Tensor:
-    """block(x, *more). recompute: drop its activations and compute them again in the backward pass (activation checkpointing)."""
+    """block(x, *more). recompute: drop its activations and compute them again in the backward pass (activation
+    checkpointing).
+    """
     if recompute and torch.is_grad_enabled():
         return checkpoint(block, x, *more, use_reentrant=False)
     return block(x, *more)
@@ -76,8 +78,8 @@ def run_block(block: nn.Module, x: Tensor, recompute: bool, *more: Any) -> Tenso
 def take_tokens(tokens: Tensor, numbers: Tensor) -> Tensor:
     """(B, N, D) tokens, int64 (B, K) -> (B, K, D): those with these numbers in each image.
 
-    A selection of rows, because the gradient of `gather` is summed element by element: deterministic kernels of a GPU sort its
-    B * K * D places, which takes gigabytes, and here B * K.
+    A selection of rows, because the gradient of `gather` is summed element by element: deterministic kernels of a GPU
+    sort its B * K * D places, which takes gigabytes, and here B * K.
     """
     B, N, D = tokens.shape
     rows = N * torch.arange(B, device=tokens.device)[:, None] + numbers

@@ -1,7 +1,7 @@
 """Masked patch prediction (ViT paper, B.1.2): a ViT that predicts the corrupted half of an image's patches.
 
-`pipeline/objectives/masked_patches.py` draws which patches are corrupted, and makes the targets. `load` drops the mask token
-and this head: what remains is a plain ViT.
+`pipeline/objectives/masked_patches.py` draws which patches are corrupted, and makes the targets. `load` drops the mask
+token and this head: what remains is a plain ViT.
 """
 
 import torch
@@ -13,7 +13,9 @@ from pipeline.model.vit import VisionTransformer
 
 
 class MaskedViT(VisionTransformer):
-    """A ViT with a mask token and a head that reads the tokens of the corrupted patches; both are initialised to zero."""
+    """A ViT with a mask token and a head that reads the tokens of the corrupted patches; both are initialised to
+    zero.
+    """
 
     def __init__(self, config: ViTConfig, seed: int = 0):
         super().__init__(config, seed)
@@ -28,7 +30,8 @@ class MaskedViT(VisionTransformer):
 
         Without `sources` and `corrupted`: the features (B, D) of the whole images, which its head does not read.
 
-        sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the number
+        sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the
+        number
             of patches for the mask token.
         corrupted: int64 (B, corrupted patches), indices of the patches to predict.
         """

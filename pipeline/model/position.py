@@ -1,7 +1,7 @@
 """Position embeddings: tables that are added to the tokens, relative attention, and resampling to another patch grid.
 
-A table is what the model stores: a parameter, or a constant for sine-cosine positions. T is 1, or the number of blocks if
-each block has a table of its own. Other letters as in vit.py; h x w patches.
+A table is what the model stores: a parameter, or a constant for sine-cosine positions. T is 1, or the number of blocks
+if each block has a table of its own. Other letters as in vit.py; h x w patches.
 
     learned    (T, N, D)         one vector for each token of the sequence, the class token first
     learned2d  (T, h + w, D/2)   one vector for each row, then one for each column; a patch gets both, concatenated
@@ -40,8 +40,8 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
 def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Tensor:
     """The table as (T, N, D), to be added to the tokens (without registers, which have no position).
 
-    grid: (rows, columns) of the patches. On another grid than the configuration's, learned positions are resampled bicubically, as
-    DINO does for its small views, and fixed ones are computed.
+    grid: (rows, columns) of the patches. On another grid than the configuration's, learned positions are resampled
+    bicubically, as DINO does for its small views, and fixed ones are computed.
     """
     if grid is not None and grid != config.grid:
         table = _at_grid(table, config, grid)
@@ -55,10 +55,11 @@ def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Ten
 
 
 def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device | None = None) -> Tensor:
-    """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000; x counts columns, y rows.
+    """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000; x counts columns, y
+    rows.
 
-    As in big_vision (models/vit.py, posemb_sincos_2d). sincos2d_mae: as in MoCo v3 and MAE (util/pos_embed.py), whose frequencies end
-    one step before 1/10,000. grid: None is the configuration's.
+    As in big_vision (models/vit.py, posemb_sincos_2d). sincos2d_mae: as in MoCo v3 and MAE (util/pos_embed.py), whose
+    frequencies end one step before 1/10,000. grid: None is the configuration's.
     """
     h, w = grid or config.grid
     quarter = config.width // 4
@@ -74,8 +75,8 @@ def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device |
 class RelativePositions(nn.Module):
     """Relative attention in one dimension (ViT paper, D.4): a learned key for each offset between two tokens.
 
-    Queries are multiplied with these keys too, and the logits are added before the softmax. The heads of a block share one
-    table (Shaw et al. 2018), which the ViT paper does not specify.
+    Queries are multiplied with these keys too, and the logits are added before the softmax. The heads of a block share
+    one table (Shaw et al. 2018), which the ViT paper does not specify.
     """
 
     def __init__(self, num_tokens: int, head_dim: int):
@@ -95,7 +96,8 @@ class RelativePositions(nn.Module):
 def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) -> dict[str, Tensor]:
     """A model's state dict with its positions resampled by `new.kernel` to the patch grid of another image size.
 
-    Raises UserError for relative positions, which cannot be resampled: an offset means another distance on another grid.
+    Raises UserError for relative positions, which cannot be resampled: an offset means another distance on another
+    grid.
     """
     state = dict(state)
     if old.grid == new.grid:
@@ -117,8 +119,8 @@ def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) 
 def _at_grid(table: Tensor, config: ViTConfig, grid: Grid) -> Tensor:
     """The table of a configuration for another grid, with a gradient: (T, ...) as the model stores it.
 
-    A product with the kernel's weights, because the gradient of F.interpolate is not deterministic on a GPU, and a resumed run must
-    be exact.
+    A product with the kernel's weights, because the gradient of F.interpolate is not deterministic on a GPU, and a
+    resumed run must be exact.
     """
     if config.positions in ("sincos2d", "sincos2d_mae"):
         return sincos2d(config, grid, table.device).to(table.dtype)
@@ -158,9 +160,10 @@ def resample_positions(table: Tensor, grid: Grid, kernel: Kernel, old_grid: Grid
 
     table: (T, 1 + h*w, D) or (T, h*w, D), floats; the row of the class token, if any, is kept as it is.
     grid: (rows, columns) of the new grid; need not be square.
-    kernel: "zoom" is the official code's (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic" is that of
-        Hugging Face's ViT and of DINOv2 at run time, "bicubic_antialias" that of timm and of DINOv2 with registers (corners not
-        aligned).
+    kernel: "zoom" is the official code's (scipy.ndimage.zoom of order 1: bilinear, corners aligned); "bicubic" is that
+    of
+        Hugging Face's ViT and of DINOv2 at run time, "bicubic_antialias" that of timm and of DINOv2 with registers
+        (corners not aligned).
     old_grid: (rows, columns) of the table.
     Returns (T, [1 +] rows*columns, D) in the table's dtype; the table itself if the grid does not change.
     """

@@ -1,8 +1,8 @@
 """ResNets with GroupNorm and weight standardisation: BiT, and the stem of a hybrid ViT.
 
-BiT (Kolesnikov et al., ECCV 2020, arXiv 1912.11370), the ViT paper's baseline, has pre-activation units; the hybrid's stem
-has post-activation units. Their padding and epsilons differ too. Each follows its authors' code exactly, so that published
-weights give the published logits: google-research/big_transfer, bit_pytorch/models.py, and
+BiT (Kolesnikov et al., ECCV 2020, arXiv 1912.11370), the ViT paper's baseline, has pre-activation units; the hybrid's
+stem has post-activation units. Their padding and epsilons differ too. Each follows its authors' code exactly, so that
+published weights give the published logits: google-research/big_transfer, bit_pytorch/models.py, and
 google-research/vision_transformer, vit_jax/models_resnet.py.
 
 Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
@@ -93,7 +93,8 @@ class ResNet(nn.Module):
     def feature_map(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, C, height, width) -> (B, C, h, w)"""
         check_images(images, self.config.pixels.num_channels, None if any_size else self.config.image_size)
-        # Zero padding as in the authors' code: values may be negative here, and max_pool2d itself pads with minus infinity.
+        # Zero padding as in the authors' code: values may be negative here, and max_pool2d itself pads with minus
+        # infinity.
         x = F.max_pool2d(F.pad(self.root(images), (1, 1, 1, 1)), kernel_size=3, stride=2)
         for unit in self.units:
             x = run_block(unit, x, self.activation_checkpointing)
@@ -109,8 +110,8 @@ class ResNet(nn.Module):
 
 
 def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
-    """(input channels, inner channels, stride) of every unit in order. Each stage but the first doubles the width and halves
-    height and width of the feature map.
+    """(input channels, inner channels, stride) of every unit in order. Each stage but the first doubles the width and
+    halves height and width of the feature map.
     """
     shapes, inputs = [], width
     for stage, count in enumerate(units):
@@ -163,8 +164,8 @@ class PostActivationUnit(nn.Module):
 class HybridStem(nn.Module):
     """The ResNet whose output a hybrid ViT reads instead of pixels (ViT paper, section 3.1).
 
-    units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its last
-    stage into the third and downsamples 16 times; () is the root alone, 4 times.
+    units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its
+    last stage into the third and downsamples 16 times; () is the root alone, 4 times.
     (B, C, height, width) -> (B, num_channels, h, w).
     """
 
@@ -181,14 +182,17 @@ class HybridStem(nn.Module):
         return self.units(F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2))
 
     def initialize(self, generator: torch.Generator) -> None:
-        """Kernels as in Flax; the last norm's scale of each unit is 0, so that a new unit computes its shortcut alone."""
+        """Kernels as in Flax; the last norm's scale of each unit is 0, so that a new unit computes its shortcut
+        alone.
+        """
         _initialize_kernels(self, generator)
         for unit in cast(Iterable[PostActivationUnit], self.units):
             nn.init.zeros_(unit.norm3.weight)
 
 
 class BasicUnit(nn.Module):
-    """Two convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s), s = 2 where channels grow, else 1.
+    """Two convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s), s = 2 where channels grow,
+    else 1.
 
     The unit of ResNet-18 (He et al., arXiv 1512.03385, Figure 5 left), with the hybrid's norms; groups of 16 channels.
     """
@@ -212,7 +216,8 @@ class BasicUnit(nn.Module):
 
 
 class SmallStem(nn.Module):
-    """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a `BasicUnit` for each of `channels`.
+    """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a `BasicUnit` for each of
+    `channels`.
 
     As the ResNets for CIFAR-10 (arXiv 1512.03385, section 4.2), whose map is halved where the channels grow.
     (B, C, height, width) -> (B, channels[-1], h, w).

@@ -1,13 +1,14 @@
-"""Rotary position embeddings (RoPE) in two dimensions, as in DINOv3 (transformers, models/dinov3_vit): no table, any grid.
+"""Rotary position embeddings (RoPE) in two dimensions, as in DINOv3 (transformers, models/dinov3_vit): no table, any
+grid.
 
-The centre of a patch has coordinates y and x in [-1, 1], times 2 pi. Each head's queries and keys of D/H numbers are rotated in pairs, the
-number i with the number i + D/2H, by the angles
+The centre of a patch has coordinates y and x in [-1, 1], times 2 pi. Each head's queries and keys of D/H numbers are
+rotated in pairs, the number i with the number i + D/2H, by the angles
 
     y / period_0, ..., y / period_last, x / period_0, ..., x / period_last
 
-with D/4H periods from 1 up to (not including) the base. With `rope_side`, as in EVA-02 and timm, y and x are the numbers of row and
-column instead. Class token and registers are not rotated. In training, the coordinates may be shifted and stretched, by numbers that
-`draw` sets for each step. Other letters as in vit.py.
+with D/4H periods from 1 up to (not including) the base. With `rope_side`, as in EVA-02 and timm, y and x are the
+numbers of row and column instead. Class token and registers are not rotated. In training, the coordinates may be
+shifted and stretched, by numbers that `draw` sets for each step. Other letters as in vit.py.
 """
 
 import math
@@ -32,7 +33,8 @@ def rotation(
 ) -> Rotation:
     """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches.
 
-    grid: (rows, columns) of the patches. change: (2, 2), what is added to y and x, then the factors that they are multiplied with.
+    grid: (rows, columns) of the patches. change: (2, 2), what is added to y and x, then the factors that they are
+    multiplied with.
     """
     assert config.rope_base is not None
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -68,7 +70,8 @@ def new_change(config: ViTConfig) -> nn.Buffer | None:
 def draw(model: nn.Module, seed: int, step: int) -> None:
     """Set the change of the coordinates in step `step` (from 0), the same on all ranks; no-op for a model without one.
 
-    As in DINOv3: a shift of each axis, uniform, then a factor of each axis and one of both, whose logarithms are uniform.
+    As in DINOv3: a shift of each axis, uniform, then a factor of each axis and one of both, whose logarithms are
+    uniform.
     """
     change = getattr(model, "rope_change", None)
     if change is None:

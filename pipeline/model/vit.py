@@ -1,8 +1,8 @@
 """The Vision Transformer (ViT; Dosovitskiy et al., ICLR 2021, arXiv 2010.11929).
 
-An image is cut into patches. Each patch is flattened and projected to a vector, a token. A learned class token is put in
-front, position embeddings are added, and a Transformer encoder processes the sequence. The head classifies the image from
-the final state of the class token.
+An image is cut into patches. Each patch is flattened and projected to a vector, a token. A learned class token is put
+in front, position embeddings are added, and a Transformer encoder processes the sequence. The head classifies the image
+from the final state of the class token.
 
     z_0   = [class; x_1 E; x_2 E; ...] + E_pos          Eq. 1   VisionTransformer.encode
     z'_l  = MSA(LN(z_{l-1})) + z_{l-1}                  Eq. 2   Block
@@ -17,8 +17,8 @@ Shape letters
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
 vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), masked patch prediction (`masked.py`); so have the parts of later ViTs: LayerScale,
-SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
+with a ResNet in front (`resnet.py`), masked patch prediction (`masked.py`); so have the parts of later ViTs:
+LayerScale, SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
 """
 
 from dataclasses import replace
@@ -53,7 +53,9 @@ class PatchEmbedding(nn.Conv2d):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention (ViT paper, Appendix A): softmax(q k^T / sqrt(D/H)) v in each head. (B, N, D) -> same."""
+    """Multi-head self-attention (ViT paper, Appendix A): softmax(q k^T / sqrt(D/H)) v in each head. (B, N, D) ->
+    same.
+    """
 
     def __init__(self, config: ViTConfig, num_tokens: int):
         super().__init__()
@@ -76,7 +78,8 @@ class SelfAttention(nn.Module):
     def split(self, qkv: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
         B, N, _ = qkv.shape
-        # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a copy.
+        # unbind before transposing: the gradients of q, k and v are stacked where the dense layer needs them, without a
+        # copy.
         q, k, v = qkv.view(B, N, 3, self.num_heads, -1).unbind(2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -96,9 +99,9 @@ class SelfAttention(nn.Module):
 class AxialAttention(SelfAttention):
     """Self-attention within each row of the patch grid, or within each column. (B, N, D) -> same.
 
-    An Axial-ViT (ViT paper, D.6) has a block along rows and one along columns for each block of a ViT, so that a token reaches all h*w
-    patches in two steps: attention costs h*w*(h + w) instead of (h*w)^2, plus a second MLP. The paper does not say how a class token
-    would take part, so the head reads the mean of all tokens.
+    An Axial-ViT (ViT paper, D.6) has a block along rows and one along columns for each block of a ViT, so that a token
+    reaches all h*w patches in two steps: attention costs h*w*(h + w) instead of (h*w)^2, plus a second MLP. The paper
+    does not say how a class token would take part, so the head reads the mean of all tokens.
     """
 
     def __init__(self, config: ViTConfig, along_rows: bool):
@@ -139,8 +142,8 @@ class Mlp(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016): in training, drops a sample's residual branch with probability `rate`.
 
-    The branches that are kept are scaled by 1 / (1 - rate), which preserves the mean. Like dropout, it draws from torch's
-    global generator, which the training engine seeds at each step.
+    The branches that are kept are scaled by 1 / (1 - rate), which preserves the mean. Like dropout, it draws from
+    torch's global generator, which the training engine seeds at each step.
     """
 
     def __init__(self, rate: float):
@@ -156,7 +159,9 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm encoder block: attention, then MLP, each on a normalised input and with a residual. (B, N, D) -> same."""
+    """One pre-norm encoder block: attention, then MLP, each on a normalised input and with a residual. (B, N, D) ->
+    same.
+    """
 
     def __init__(self, config: ViTConfig, attention: SelfAttention, drop_path: float):
         super().__init__()
@@ -176,7 +181,9 @@ class Block(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """Pooling by attention (big_vision, models/vit.py, MAPHead): one learned query attends to all tokens, then an MLP."""
+    """Pooling by attention (big_vision, models/vit.py, MAPHead): one learned query attends to all tokens, then an
+    MLP.
+    """
 
     def __init__(self, config: ViTConfig):
         super().__init__()
@@ -253,7 +260,8 @@ class VisionTransformer(nn.Module):
         """(B, C, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
 
         The keywords are for objectives:
-        any_size: also read images of another size than `config.image_size`, as small views are: positions are resampled in each
+        any_size: also read images of another size than `config.image_size`, as small views are: positions are resampled
+        in each
             call. UserError for a model whose positions cannot be.
         masked: bool (B, rows*columns) and a mask token (1, 1, D), which replaces the embeddings of these patches.
         with_patches: return (logits or features, patch tokens (B, rows*columns, D) after the final LayerNorm).
@@ -269,8 +277,9 @@ class VisionTransformer(nn.Module):
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, C, height, width) -> (B, D), the input of the head.
 
-        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), class token and mean (pool "both": 2D wide), or the
-        attention pooling of all tokens ("map" or "attentive"), followed by the representation layer and its tanh, if there is one.
+        It is the class token, the mean of the patch tokens (pool "gap" or "mean"), class token and mean (pool "both":
+        2D wide), or the attention pooling of all tokens ("map" or "attentive"), followed by the representation layer
+        and its tanh, if there is one.
         """
         return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
 
@@ -307,10 +316,11 @@ class VisionTransformer(nn.Module):
         return self.encode_tokens(self.add_registers(x), grid)
 
     def encode_kept(self, images: Tensor, kept: Tensor) -> Tensor:
-        """(B, C, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only, at their places.
+        """(B, C, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only,
+        at their places.
 
-        kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come first. For models that
-        `check_encodes_kept` of objectives/mae.py accepts.
+        kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come
+        first. For models that `check_encodes_kept` of objectives/mae.py accepts.
         """
         tokens = self.add_positions(self.add_class_token(self.embed(images)), block=0)
         first = tokens.shape[1] - self.config.num_patches
@@ -321,17 +331,20 @@ class VisionTransformer(nn.Module):
         return self.encode_tokens(x, rotation=rotation)
 
     def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
-        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without RoPE."""
+        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without
+        RoPE.
+        """
         if self.config.rope_base is None:
             return None
         change = self.rope_change if self.training else None
         return rope.rotation(self.config, grid or self.config.grid, device, change)
 
     def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None, rotation: Rotation | None = None) -> Tensor:
-        """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final LayerNorm.
+        """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final
+        LayerNorm.
 
-        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`. rotation: of RoPE, for
-        these tokens; None is that of all tokens of the image.
+        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`. rotation:
+        of RoPE, for these tokens; None is that of all tokens of the image.
         """
         x = self.dropout(x)
         if self.embedding_norm is not None:
@@ -361,7 +374,8 @@ class VisionTransformer(nn.Module):
         return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
     def add_positions(self, x: Tensor, block: int, grid: tuple[int, int] | None = None) -> Tensor:
-        """Adds the position embeddings that belong before this block; by default only before the first. x -> same shape.
+        """Adds the position embeddings that belong before this block; by default only before the first. x -> same
+        shape.
 
         grid: (rows, columns) of the patches; None is that of `config.image_size`.
         """
@@ -375,7 +389,8 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Initialise as the official code does, with one generator. Not set here: zero biases and class token, LayerNorms.
+        """Initialise as the official code does, with one generator. Not set here: zero biases and class token,
+        LayerNorms.
 
         No-op on the meta device.
         """

@@ -1,6 +1,7 @@
 """Reading and writing weights: `save` writes our own format, `load` and `read_weights` read any.
 
-Ours, as in checkpoints, is a .safetensors of the state dict, with the rest as JSON in its metadata under the key "vit-weights":
+Ours, as in checkpoints, is a .safetensors of the state dict, with the rest as JSON in its metadata under the key
+"vit-weights":
 
     {"format": "vit-weights/1", "model": config.to_dict(), "extra": {...}}
 """
@@ -63,7 +64,9 @@ class _WeightsContent:
 
 
 def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
-    """Write the model's weights in fp32 as .safetensors, atomically. extra: plain data, such as class names and preprocessing."""
+    """Write the model's weights in fp32 as .safetensors, atomically. extra: plain data, such as class names and
+    preprocessing.
+    """
     # Copies, because a parameter may be a view of one flat buffer.
     as_saved: Any = {"copy": True, "memory_format": torch.contiguous_format}
     state = {name: tensor.to("cpu", torch.float32, **as_saved) for name, tensor in model.state_dict().items()}
@@ -71,7 +74,9 @@ def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) ->
 
 
 def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata by which a .safetensors is recognised as ours. Files of graphs that are made from weights have it, too."""
+    """The metadata by which a .safetensors is recognised as ours. Files of graphs that are made from weights have it,
+    too.
+    """
     return {METADATA: json.dumps({"format": FORMAT, "model": config.to_dict(), "extra": extra})}
 
 
@@ -79,9 +84,9 @@ def read_weights(path: StrPath, say: Say = lambda line: None) -> Weights:
     """The content of anything that `load` accepts.
 
     say: called with one line for each assumption, conversion and omission: the result's `notes`.
-    Its `extra` is, for weights of other projects, "classes" and "preprocessing", if their configuration files give them.
-    Raises UserError, one line with the path and a remedy, for a damaged file, an unsupported model, class names that do not
-    fit the head, and NaN or infinite weights.
+    Its `extra` is, for weights of other projects, "classes" and "preprocessing", if their configuration files give
+    them. Raises UserError, one line with the path and a remedy, for a damaged file, an unsupported model, class names
+    that do not fit the head, and NaN or infinite weights.
     """
     path = files.find_file(Path(path))
     weights = _read(path)
@@ -156,7 +161,9 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
 
 
 def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are None, for unknown, here and in the dicts of the fields: JSON of other writers has null."""
+    """Without fields that are None, for unknown, here and in the dicts of the fields: JSON of other writers has
+    null.
+    """
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 
@@ -170,8 +177,8 @@ def _check_extra(extra: dict[str, Any], config: Config) -> _Extra:
     # Without a head, class names may remain from the head that was removed.
     if found.classes is not None and config.num_classes and len(classes) != config.num_classes:
         raise UserError(
-            f"its class names do not fit its head: {counted(len(classes), 'name')}, {counted(config.num_classes, 'class')}. "
-            "Correct the names where the file was written."
+            f"its class names do not fit its head: {counted(len(classes), 'name')},"
+            f" {counted(config.num_classes, 'class')}. Correct the names where the file was written."
         )
     return found
 
@@ -191,7 +198,8 @@ def load(
     path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
         .bin, .pth), or its folder with config.json; a weights file of ours; a checkpoint folder; or a run folder, whose
         checkpoints/latest names the checkpoint.
-    image_size, num_classes, changes: as of `adapted`. Positions are resampled to the grid of the image size. If the patches do not cover
+    image_size, num_classes, changes: as of `adapted`. Positions are resampled to the grid of the image size. If the
+    patches do not cover
         the last pixels, these are ignored, as in the official code, and `say` is called.
     seed: for the values that are new.
     content: what `read_weights` returned for this path, so that it is not read again.
@@ -237,16 +245,20 @@ def adapted(
     """The configuration of the model that `load` builds from weights. old, path: of these.
 
     image_size: side or (height, width).
-    num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on the
+    num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
+    the
         class token, without the representation layer (ViT paper, B.1.1). 0: no head, the representation layer is kept.
     representation: whether the model has the layer; with a new head it may be new too.
-    mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the last one
+    mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the
+    last one
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
-    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels` says
-        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range. Those of
-        another project that do not describe their channels take these pixels, if they are as many.
-    training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path; a ResNet has none.
+    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels`
+    says
+        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range.
+        Those of another project that do not describe their channels take these pixels, if they are as many.
+    training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path;
+    a ResNet has none.
     """
     num_classes = old.num_classes if num_classes is None else num_classes
     if new_head and num_classes == 0:
@@ -288,24 +300,29 @@ def adapted(
     if attentive_pool:
         if config.pool_norm:
             raise UserError(
-                f"{path}: attentive_pool reads tokens after the last LayerNorm, and that of these weights is of their mean (pool_norm)."
+                f"{path}: attentive_pool reads tokens after the last LayerNorm, and that of these weights is of their"
+                " mean (pool_norm)."
             )
         if config.registers and not config.has_class_token:
             raise UserError(
-                f"{path}: attentive_pool is not for weights with registers and without class token. Use mean_pool, for the mean of the patches."
+                f"{path}: attentive_pool is not for weights with registers and without class token. Use mean_pool, for"
+                " the mean of the patches."
             )
         changes["pool"] = "attentive" if config.has_class_token else "map"
     return replace(config, representation=representation, **changes)
 
 
 def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
-    """The pixels of a model of weights of `old`, for images of `new`. Raises UserError for those that it cannot read."""
+    """The pixels of a model of weights of `old`, for images of `new`. Raises UserError for those that it cannot
+    read.
+    """
     if not old.is_measured:
         count = old.num_channels
         if new is None or new.num_channels != count:
             raise UserError(
-                f"{path}: reads {counted(count, 'channel')}, and no file of it says their names, type and range: fine-tune it (init.weights) on a "
-                f"data set of {counted(count, 'channel')}, or copy the field pixels of such a set's dataset.json into a config.json beside it."
+                f"{path}: reads {counted(count, 'channel')}, and no file of it says their names, type and range:"
+                f" fine-tune it (init.weights) on a data set of {counted(count, 'channel')}, or copy the field pixels"
+                " of such a set's dataset.json into a config.json beside it."
             )
         return replace(new, mean=old.mean or new.mean, std=old.std or new.std)
     if new is None:

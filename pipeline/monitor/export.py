@@ -1,8 +1,9 @@
 """Exports a run folder to a tracker: a background thread follows the folder and appends what the tracker lacks.
 
-The folder is the truth. A tracker is a copy to look at: an exporter appends to it by its public interface, and reads nothing back into
-the run. How much it has received is in a small file of the folder, so that nothing is sent twice: a resumed run repeats the numbers of
-the steps that run again, and those that were sent are skipped. After a rollback the numbers differ, and the new points follow.
+The folder is the truth. A tracker is a copy to look at: an exporter appends to it by its public interface, and reads
+nothing back into the run. How much it has received is in a small file of the folder, so that nothing is sent twice: a
+resumed run repeats the numbers of the steps that run again, and those that were sent are skipped. After a rollback the
+numbers differ, and the new points follow.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ _LOOK_AT_MODELS, _UPLOAD_AGAIN = 60.0, 300.0
 
 @dataclass(frozen=True)
 class SentModel:
-    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it. version: of the registered model, if any."""
+    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it. version: of the registered model, if
+    any.
+    """
 
     model_id: str
     roles: tuple[str, ...]
@@ -46,10 +49,11 @@ class SentModel:
 class Sent:
     """What one tracker has received of a run folder.
 
-    key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has parameters and data
-    sets. last: metric -> step of its last point (its time, for a run without steps, which logs all at step 0). rollbacks: steps
-    that the run went back to: points of later steps were sent twice. files: name -> size and time. models: SHA-256 -> logged model.
-    The mappings are replaced, never changed: another thread may be writing the state.
+    key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has
+    parameters and data sets. last: metric -> step of its last point (its time, for a run without steps, which logs all
+    at step 0). rollbacks: steps that the run went back to: points of later steps were sent twice. files: name -> size
+    and time. models: SHA-256 -> logged model. The mappings are replaced, never changed: another thread may be writing
+    the state.
     """
 
     key: str = ""
@@ -64,8 +68,8 @@ class Sent:
 class Exporter(Protocol):
     """A tracker that receives one run. All methods may raise whatever its client raises, and are called by one thread.
 
-    name: of the file that says what it received. destination: where it is, without passwords; one folder may go to several. title: in
-    messages.
+    name: of the file that says what it received. destination: where it is, without passwords; one folder may go to
+    several. title: in messages.
     """
 
     name: str
@@ -73,7 +77,9 @@ class Exporter(Protocol):
     title: str
 
     def connect(self, sent: Sent, update: Update) -> None:
-        """Continue the run that `sent` names, or create one; also after an error. update: sets fields of `sent` and saves it."""
+        """Continue the run that `sent` names, or create one; also after an error. update: sets fields of `sent` and
+        saves it.
+        """
 
     def log(self, records: Sequence[Record]) -> None:
         """Append points."""
@@ -104,7 +110,8 @@ class ExportTiming:
 class FolderExport:
     """Follows one run folder for one exporter.
 
-    The lock protects the state and the content of metrics.jsonl. It is never held during a request, so training does not wait for one.
+    The lock protects the state and the content of metrics.jsonl. It is never held during a request, so training does
+    not wait for one.
     """
 
     def __init__(self, folder: Path, exporter: Exporter, facts: RunFacts, timing: ExportTiming) -> None:
@@ -142,7 +149,9 @@ class FolderExport:
 
     @contextlib.contextmanager
     def rewriting(self, back_to: int | None) -> Iterator[None]:
-        """The block replaces metrics.jsonl. back_to: points of later steps follow with other values; None if they repeat."""
+        """The block replaces metrics.jsonl. back_to: points of later steps follow with other values; None if they
+        repeat.
+        """
         with self._lock:
             if back_to is not None and any(step > back_to for step in self.sent.last.values()):
                 last = {name: min(step, back_to) for name, step in self.sent.last.items()}
@@ -160,8 +169,8 @@ class FolderExport:
             self._thread.join(seconds)
         if not self._is_complete:
             warn(
-                f"{self.exporter.title} has not received all of {self.path.parent}: the next start sends the rest, and so does "
-                "launch/track_sync.py."
+                f"{self.exporter.title} has not received all of {self.path.parent}: the next start sends the rest, and"
+                " so does launch/track_sync.py."
             )
 
     def send_all(self, end: End) -> None:
@@ -229,7 +238,9 @@ class FolderExport:
                     self._update(last=self.sent.last | {name: self._at(r) for r in records for name in r.metrics})
 
     def _next_records(self) -> tuple[list[Record], int]:
-        """The next records of the file that were not sent, enough for a request; and the number of rewrites of the file."""
+        """The next records of the file that were not sent, enough for a request; and the number of rewrites of the
+        file.
+        """
         records, num_metrics = list[Record](), 0
         with self._lock:
             if not self.path.exists():
@@ -295,7 +306,9 @@ class FolderExport:
 
 
 def read_states(path: Path) -> tuple[dict[str, Sent], str]:
-    """Returns (destination -> state, the one used last is the last; reason why the file is damaged); both are empty without a file."""
+    """Returns (destination -> state, the one used last is the last; reason why the file is damaged); both are empty
+    without a file.
+    """
     try:
         return json_record.read(path, dict[str, Sent]), ""
     except FileNotFoundError:

@@ -10,8 +10,8 @@ from torch import Tensor
 from pipeline.process.distributed import Ranks, name_ranks
 from pipeline.settings.run import HealthConfig
 
-# Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and every
-# small change would be a spike.
+# Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and
+# every small change would be a spike.
 _MIN_DEVIATION = 0.01
 _NAMED_HOSTS = 4
 
@@ -41,8 +41,8 @@ class SpikeScore:
 class SpikePolicy:
     """Finds loss spikes and decides what follows, by `health.on_spike`.
 
-    warn: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`). rollback: return to
-    a checkpoint before the first spike. All methods but `add` and `forget` are collective.
+    warn: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`).
+    rollback: return to a checkpoint before the first spike. All methods but `add` and `forget` are collective.
 
     num_spikes: since the run's first start, also those that were rolled back; the same on every rank.
     """
@@ -55,7 +55,9 @@ class SpikePolicy:
         self._found: list[tuple[int, str]] = []  # Step, from 1 as in log lines, and line of each spike.
 
     def check_of(self, step: int) -> Callable[[Tensor], bool] | None:
-        """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none ever is."""
+        """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none
+        ever is.
+        """
         return (lambda loss: self._judge(step, self.ranks.mean(loss))) if self.config.on_spike == "skip" else None
 
     def add(self, step: int, loss: Tensor) -> None:
@@ -64,7 +66,9 @@ class SpikePolicy:
             self._waiting.append((step, loss))
 
     def react(self) -> tuple[list[str], int | None]:
-        """Check the losses that were added. Returns (a line for each spike since the last call, oldest first; before which step to roll back)."""
+        """Check the losses that were added. Returns (a line for each spike since the last call, oldest first; before
+        which step to roll back).
+        """
         losses = self.ranks.sum(*(float(loss) for _, loss in self._waiting)) if self._waiting else []
         for (step, _), loss in zip(self._waiting, losses, strict=True):
             self._judge(step, loss / self.ranks.world_size)
@@ -112,7 +116,9 @@ class CollapseReports:
 
 
 def stragglers(seconds: Sequence[float], ratio: float) -> dict[int, float]:
-    """Returns rank -> its time over the median, for ranks above `ratio`. seconds: each rank's own work, without waiting."""
+    """Returns rank -> its time over the median, for ranks above `ratio`. seconds: each rank's own work, without
+    waiting.
+    """
     median = statistics.median_low(seconds)
     return {rank: own / median for rank, own in enumerate(seconds) if median > 0 and own > ratio * median}
 
@@ -126,7 +132,9 @@ class SlowRanks:
         self._before: set[int] = set()
 
     def changed(self, seconds: Sequence[float]) -> list[str]:
-        """A line for all ranks that have become slow, and one for all that are normal again. seconds: each rank's own work."""
+        """A line for all ranks that have become slow, and one for all that are normal again. seconds: each rank's own
+        work.
+        """
         slow = stragglers(seconds, self.ratio) if self.ratio else {}
         # Two readings, because any host may be busy for a moment.
         new = sorted(self._before & slow.keys() - self._named)

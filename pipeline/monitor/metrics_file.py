@@ -1,4 +1,6 @@
-"""metrics.jsonl: every metric of a run, one JSON object per line. Written here; repaired when steps run again; read by reports."""
+"""metrics.jsonl: every metric of a run, one JSON object per line. Written here; repaired when steps run again; read by
+reports.
+"""
 
 import contextlib
 import dataclasses
@@ -22,7 +24,9 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Record:
-    """One line of metrics.jsonl. time: milliseconds since 1970. metrics: values may be nan or inf; above 1e39 they are inf."""
+    """One line of metrics.jsonl. time: milliseconds since 1970. metrics: values may be nan or inf; above 1e39 they are
+    inf.
+    """
 
     step: int
     time: int
@@ -40,8 +44,8 @@ class Record:
 class Repair:
     """New content of metrics.jsonl for a run that continues from a step. See `repair`.
 
-    changed: whether `lines` differ from the file. logged: the metrics that the step itself has. notes: lines for the log that say what
-    is removed.
+    changed: whether `lines` differ from the file. logged: the metrics that the step itself has. notes: lines for the
+    log that say what is removed.
     """
 
     lines: list[bytes]
@@ -125,7 +129,8 @@ def parse_line(line: bytes) -> Record | None:
 
 @functools.cache
 def accepted_name(name: str) -> str:
-    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder ("photos (2)").
+    """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder
+    ("photos (2)").
 
     Of a name that is too long, the middle is replaced by a hash.
     """

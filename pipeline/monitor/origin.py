@@ -1,4 +1,5 @@
-"""Finds out what weights are at the moment when something begins with them: path, SHA-256, run, step, and what they scored.
+"""Finds out what weights are at the moment when something begins with them: path, SHA-256, run, step, and what they
+scored.
 
 A run in progress goes on: its last score is later not that of the weights that were taken from it.
 """
@@ -20,7 +21,8 @@ from pipeline.process.committed import GONE, NAME, read_checksums
 
 
 def find_origin(file: Path, named: str) -> WeightsOrigin:
-    """What a weights file is. named: what the command names, such as its run. Reads all of it, unless a checkpoint has its checksum.
+    """What a weights file is. named: what the command names, such as its run. Reads all of it, unless a checkpoint has
+    its checksum.
 
     Raises OSError, and UserError for a file that is gone.
     """
@@ -38,7 +40,9 @@ def find_origin(file: Path, named: str) -> WeightsOrigin:
 
 
 def sha256_now(named: str) -> str:
-    """SHA-256 of the weights that this names now, as `find_origin` has it; "" for those of MLflow, and for what cannot be read."""
+    """SHA-256 of the weights that this names now, as `find_origin` has it; "" for those of MLflow, and for what cannot
+    be read.
+    """
     from pipeline.model.files import find_file  # Late: imports torch.
 
     with contextlib.suppress(UserError, OSError):
@@ -69,7 +73,9 @@ def _sha256(file: Path) -> str:
 
 
 def _run_folder(file: Path, named: Path) -> Path | None:
-    """The folder of the run that made a weights file, which may lie in another one (checkpoint.folder); None for other weights."""
+    """The folder of the run that made a weights file, which may lie in another one (checkpoint.folder); None for other
+    weights.
+    """
     beside = (folder for folder in (named, *file.absolute().parents[:3]) if (folder / RUN_FILE).exists())
     return next(beside, None) or tracked_folder_of(str(file))
 

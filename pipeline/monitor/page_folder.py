@@ -6,8 +6,9 @@
     page/predictions.npz    what the last evaluation predicted for each image
     page/figures/*.png      drawn at evaluations
 
-The run folder is the truth and MLflow a copy: these files are uploaded under the same names, so that a run's downloaded artifacts are
-a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another store.
+The run folder is the truth and MLflow a copy: these files are uploaded under the same names, so that a run's downloaded
+artifacts are a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another
+store.
 """
 
 import itertools
@@ -56,7 +57,9 @@ class End:
 
 @dataclass(frozen=True)
 class RunFile:
-    """Content of run.json. experiment: name of the MLflow experiment. end: None while the run goes on, and after a kill."""
+    """Content of run.json. experiment: name of the MLflow experiment. end: None while the run goes on, and after a
+    kill.
+    """
 
     experiment: str
     facts: RunFacts

@@ -17,8 +17,8 @@ from pipeline.monitor.gpus import find_gpu
 from pipeline.process.distributed import Ranks
 from pipeline.process.launcher import ranks_on_host
 
-# Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA context, and the
-# buffers of cuBLAS and NCCL, take the rest.
+# Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA
+# context, and the buffers of cuBLAS and NCCL, take the rest.
 _USABLE = 0.94
 # Matrix products are timed with doubled sides until one takes so long: a smaller one measures the time of its launch.
 _LONG_ENOUGH = 1e-3
@@ -28,7 +28,9 @@ _MEASURE_SECONDS = 0.1
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU, or of its MIG slice, that training may use: what CUDA reports without `_USABLE`'s rest. None on a CPU."""
+    """Bytes of a GPU, or of its MIG slice, that training may use: what CUDA reports without `_USABLE`'s rest. None on a
+    CPU.
+    """
     if device.type != "cuda":
         return None
     return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
@@ -84,8 +86,8 @@ def peak_memory(device: torch.device) -> float:
 class StepClock:
     """Seconds that a rank spends in each part of a step (`PARTS`).
 
-    On a GPU the parts are timed by CUDA events that are read later, so that nothing waits for them; "data" is the time that
-    the host waited.
+    On a GPU the parts are timed by CUDA events that are read later, so that nothing waits for them; "data" is the time
+    that the host waited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,7 +169,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
 
-        data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and checkpoints.
+        data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and
+        checkpoints.
         """
         seconds = max(time.perf_counter() - self.begin - self.paused_seconds, 1e-9)
         rate = self.images / seconds

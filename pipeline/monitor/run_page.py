@@ -30,33 +30,40 @@ SCORE = "score"
 TEACHER_TAG = "teacher"
 # Parameter of a training run with a probe that reads labels: the number of images that it is tested on.
 PROBED_IMAGES = "probed_images"
-# Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language models.
+# Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language
+# models.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     VIEW_TAG: view_tag(),
-    NOTE: """\
+    NOTE: (
+        """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
-**How to read it.** `score` is the accuracy of a run in per cent and on which data, the last one measured; a click on the number's
-head sorts by it. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far it came, `parent` from whose
-weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-shot and nearest-neighbour accuracy of the features,
-`train/` loss and learning rate, `speed/` throughput and where the time goes, `health/` skipped steps, bad images and retries.
-To compare runs of different batch or model size, draw a chart against `train/images_seen` or `train/exaflops` instead of the step.
+**How to read it.** `score` is the accuracy of a run in per cent and on which data, the last one measured; a click on
+the number's head sorts by it. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far
+it came, `parent` from whose weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-
+shot and nearest-neighbour accuracy of the features, `train/` loss and learning rate, `speed/` throughput and where
+the time goes, `health/` skipped steps, bad images and retries. To compare runs of different batch or model size, draw
+a chart against `train/images_seen` or `train/exaflops` instead of the step.
 
-**Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git revision. Parameters
-are the settings that differ from their defaults, and what follows from them; `config.yaml` among the artifacts has all of them.
-A run that began from other weights names that run in its description and in the tags `parent...`.
-""",
+**Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git
+revision. Parameters are the settings that differ from their defaults, and what follows from them; `config.yaml` among
+the artifacts has all of them. A run that began from other weights names that run in its description and in the tags
+`parent...`.
+"""
+    ),
 }
 
-# Of a URI: the password between the user and the host, and among the parameters behind the question mark. It may have a slash, as
-# in base64; what has at most five digits before one is a port.
+# Of a URI: the password between the user and the host, and among the parameters behind the question mark. It may have a
+# slash, as in base64; what has at most five digits before one is a port.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
 def metric_name(name: str, declared: Mapping[str, Metric] | None = None) -> str:
-    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Names without a group stay as they are."""
+    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Names without a group stay
+    as they are.
+    """
     group = metric_of(name, declared).group
     return f"{group}/{name}" if group else name
 
@@ -74,8 +81,8 @@ OF_THE_RUN = ("share", TRAINED_BY)
 class DatasetFacts:
     """One split of a data set that a run used.
 
-    source: path or URL. digest: its fingerprint, at most 36 characters. context: "training" or "evaluation". notes: more that is
-    known of it, such as copies of test images that were found in it.
+    source: path or URL. digest: its fingerprint, at most 36 characters. context: "training" or "evaluation". notes:
+    more that is known of it, such as copies of test images that were found in it.
     """
 
     name: str
@@ -117,8 +124,9 @@ class ModelFacts:
 class WeightsOrigin:
     """Weights that a run began with, as they were at that moment (`monitor/origin.py`).
 
-    path: of the file. run: name of the run that made them; "" if it is not known. run_id: of its MLflow run, or "". step: of that
-    run; None if it is not known. score: what the run scored at that step, as "4.55 % flowers:val"; "" if it was not scored.
+    path: of the file. run: name of the run that made them; "" if it is not known. run_id: of its MLflow run, or "".
+    step: of that run; None if it is not known. score: what the run scored at that step, as "4.55 % flowers:val"; "" if
+    it was not scored.
     """
 
     path: str
@@ -159,16 +167,17 @@ class WeightsOrigin:
 class RunFacts:
     """What an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain or data. parameters: settings that differ from their defaults, and what
-    follows from them. description: Markdown. parents: relation -> ID of the MLflow run that this one came from.
-    steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics images_seen
-    and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
+    kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain or data. parameters: settings that differ
+    from their defaults, and what follows from them. description: Markdown. parents: relation -> ID of the MLflow run
+    that this one came from.
+    steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics
+    images_seen and exaflops, against which curves can be drawn. All three are 0 for a run without steps, as a report.
     artifacts: files to upload, names in the run folder, each once it exists and again when it has changed.
-    score: the metric that says how good the run is, by which registered models are compared; "" for a run without one. scored_on: on
-    what; by default the data of the evaluation.
-    origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known. metrics: what
-    objective and evaluators declare of theirs, the most telling first. model: the model as built, of `pipeline.model.config_from_dict`. checkpoint_folder:
-    the setting, for `process/committed.py`.
+    score: the metric that says how good the run is, by which registered models are compared; "" for a run without one.
+    scored_on: on what; by default the data of the evaluation.
+    origin: the weights that the run began with; None for new ones. objective: train.loss; "" if it is not known.
+    metrics: what objective and evaluators declare of theirs, the most telling first. model: the model as built, of
+    `pipeline.model.config_from_dict`. checkpoint_folder: the setting, for `process/committed.py`.
     """
 
     name: str
@@ -212,7 +221,9 @@ class RunFacts:
         return {name: hide_passwords(text) for name, text in tags.items()}
 
     def score_among(self, names: Collection[str]) -> str:
-        """Which metric is the score: accuracy, if it is measured, also where the best checkpoint is chosen by the loss."""
+        """Which metric is the score: accuracy, if it is measured, also where the best checkpoint is chosen by the
+        loss.
+        """
         top1 = f"{self.score.rpartition('_')[0]}_top1"
         return top1 if top1 in names else self.score
 
@@ -236,7 +247,9 @@ class RunFacts:
         return f"{name}_{self.objective}" if is_loss and self.objective not in ("", "softmax") else name
 
     def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted: only shares sort together."""
+        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted: only shares sort
+        together.
+        """
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
         can_sort = self.metric(name).is_share and math.isfinite(value)
@@ -264,7 +277,9 @@ def source_tags() -> dict[str, str]:
 
 @cache  # A sweep and a study make many runs from one process, which runs the code that it has imported.
 def _revision() -> dict[str, str]:
-    """Tags of the git revision of this code; fewer outside of git, or without it: a job's working folder, an installed package."""
+    """Tags of the git revision of this code; fewer outside of git, or without it: a job's working folder, an installed
+    package.
+    """
     tags = dict[str, str]()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD")
@@ -274,7 +289,9 @@ def _revision() -> dict[str, str]:
 
 
 def installed_packages() -> list[str]:
-    """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes no time."""
+    """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes
+    no time.
+    """
     folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
     return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
 

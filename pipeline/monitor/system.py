@@ -1,4 +1,6 @@
-"""Use of the hosts of a run: processors, memory, disks, network, GPUs. MLflow shows names that begin with `system/` apart."""
+"""Use of the hosts of a run: processors, memory, disks, network, GPUs. MLflow shows names that begin with `system/`
+apart.
+"""
 
 import contextlib
 import ctypes
@@ -14,8 +16,9 @@ from pipeline.process.distributed import Ranks
 
 # With more hosts than this, mean and maximum over the hosts are recorded instead of each host.
 _MAX_HOSTS = 16
-# NVIDIA's library of GPU readings, which its driver installs; called as nvml.h declares it. Not by the package nvidia-ml-py: where
-# that is installed, DeepSpeed 0.19.8 cannot start if CUDA_VISIBLE_DEVICES holds UUIDs, as of MIG (_get_nvml_gpu_id calls int()).
+# NVIDIA's library of GPU readings, which its driver installs; called as nvml.h declares it. Not by the package
+# nvidia-ml-py: where that is installed, DeepSpeed 0.19.8 cannot start if CUDA_VISIBLE_DEVICES holds UUIDs, as of MIG
+# (_get_nvml_gpu_id calls int()).
 NVML = "libnvidia-ml.so.1"
 
 

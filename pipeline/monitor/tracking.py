@@ -1,10 +1,10 @@
 """Metrics of a run: metrics.jsonl, which is always written, and trackers, which may be unreachable.
 
-`Tracker.log` only appends a line to the file; a thread for each tracker (export.py) sends the lines. So a training step never
-waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
+`Tracker.log` only appends a line to the file; a thread for each tracker (export.py) sends the lines. So a training step
+never waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
 
-When steps run again (after a kill, or after a rollback because of a loss spike), their old records are removed from the file, so that
-each step has one record. After a kill they repeat the numbers that were sent, and are not sent again.
+When steps run again (after a kill, or after a rollback because of a loss spike), their old records are removed from the
+file, so that each step has one record. After a kill they repeat the numbers that were sent, and are not sent again.
 """
 
 import contextlib
@@ -27,8 +27,10 @@ from pipeline.settings.run import TrackConfig
 class Tracker:
     """Writes metrics to `<folder>/metrics.jsonl` and exports the folder. For rank 0 only.
 
-    start: step that the run continues from. Records of later steps are removed, because these steps run again. None keeps all.
-    find_models: the checkpoints that are shown as logged models. began: more on this start. notes: lines for the log that say what was removed.
+    start: step that the run continues from. Records of later steps are removed, because these steps run again. None
+    keeps all.
+    find_models: the checkpoints that are shown as logged models. began: more on this start. notes: lines for the log
+    that say what was removed.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class Tracker:
     ) -> None:
         """Send the rest, and end the run as FINISHED, FAILED or KILLED. Waits at most 30 s, in a hurry 5 s.
 
-        outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description. collapse:
-        what was said of one, for a tag.
+        outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
+        collapse: what was said of one, for a tag.
         """
         description = describe(self.facts.description, self._page.starts())
         end = End(status, self.facts.tags_at_end(outcome or status.lower(), description, result, collapse))
@@ -149,7 +151,9 @@ def exports_of(
     timing: ExportTiming | None = None,
     find_models: FindModels | None = None,
 ) -> list[FolderExport]:
-    """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see Tracker."""
+    """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see
+    Tracker.
+    """
     exporters: list[Exporter] = []
     if config.enabled:
         exporters.append(_mlflow(config, out, folder, facts, find_models))
@@ -162,7 +166,8 @@ def _mlflow(
     config: TrackConfig, out: Path, folder: Path, facts: RunFacts, find_models: FindModels | None
 ) -> MlflowExporter:
     uri = config.uri or default_uri(out)
-    # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command was started.
+    # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command
+    # was started.
     beside = database.parent if (database := sqlite_file(uri)) else out
     is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
     artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None

@@ -1,9 +1,9 @@
 """Ends a run that makes no progress, says why, and knows which waits may last.
 
-A rank waits legitimately where its code announces it (pipeline/process/waits.py): for an object store that is retried, for a checkpoint
-that is committed. Meanwhile other ranks wait for it in a collective call. So a rank publishes its wait in the run folder,
-`hang/wait-00003.json`, and the watchdogs of all ranks count the time without progress only from the end of such waits. Each
-wait has a limit, also for a rank that was killed in it: after that it counts no longer.
+A rank waits legitimately where its code announces it (pipeline/process/waits.py): for an object store that is retried,
+for a checkpoint that is committed. Meanwhile other ranks wait for it in a collective call. So a rank publishes its wait
+in the run folder, `hang/wait-00003.json`, and the watchdogs of all ranks count the time without progress only from the
+end of such waits. Each wait has a limit, also for a rank that was killed in it: after that it counts no longer.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ _WAITS_FOR_OTHERS = "(waits for other ranks)"
 
 @dataclass(frozen=True)
 class PublishedWait:
-    """A wait of a rank, as the other ranks read it. seconds: until its limit, from the time of writing. number: of the wait."""
+    """A wait of a rank, as the other ranks read it. seconds: until its limit, from the time of writing. number: of the
+    wait.
+    """
 
     host: str
     what: str
@@ -44,9 +46,10 @@ class Watchdog:
     """Ends a run that makes no progress, and names the rank that the others wait for, with host, step, phase and stack.
 
     Each rank calls `at` before each phase. After `minutes` without a call and without an announced wait of
-    any rank, it writes `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective call
-    waits for the others, so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its host is down).
-    Then all end with code 1. minutes: 0 is no watchdog. record: called with a line, and whether other ranks are the cause, before the end.
+    any rank, it writes `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective
+    call waits for the others, so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its
+    host is down). Then all end with code 1. minutes: 0 is no watchdog. record: called with a line, and whether other
+    ranks are the cause, before the end.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class Watchdog:
     def at(self, step: int, phase: str) -> None:
         """This rank begins a phase of a step: "data", "step", "checkpoint", "evaluation" or "probe".
 
-        All of them have collective calls, but a rank in "step" always waits for the others; elsewhere its stack shows it.
+        All of them have collective calls, but a rank in "step" always waits for the others; elsewhere its stack shows
+        it.
         """
         self._at = (time.monotonic(), step, phase)
 
@@ -116,7 +120,9 @@ class Watchdog:
         return self.folder / f"wait-{rank:05d}.json"
 
     def _is_waited_for(self, seconds: float) -> bool:
-        """Whether any rank is in a wait that may last. seconds: without progress, below which other ranks are not asked."""
+        """Whether any rank is in a wait that may last. seconds: without progress, below which other ranks are not
+        asked.
+        """
         is_own = bool(waits.allowed())
         # A thousand ranks would read the folder each second otherwise.
         if seconds < (waits.NOTICE_SECONDS if self.rank == 0 else self.seconds / 4):

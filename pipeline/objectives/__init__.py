@@ -55,7 +55,9 @@ def measures_held_out(config: RunConfig) -> bool:
 
 
 def best_from(config: RunConfig, num_classes: int | None = None) -> str:
-    """The evaluator that measures checkpoint.best, "" without one. num_classes: see `metrics`. Raises UserError if none does."""
+    """The evaluator that measures checkpoint.best, "" without one. num_classes: see `metrics`. Raises UserError if none
+    does.
+    """
     best = config.checkpoint.best
     rankable = {
         name: evaluator
@@ -72,11 +74,13 @@ def best_from(config: RunConfig, num_classes: int | None = None) -> str:
 
 
 def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[str] = ()) -> None:
-    """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`. classes: their names, if known."""
+    """Raise UserError for settings that do not fit the run's objective. num_classes: see `metrics`. classes: their
+    names, if known.
+    """
     if config.needs_labels and num_classes == 0:
         raise UserError(
-            f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective that needs "
-            f"none (train.loss={NEED_NO_LABELS}), or a data set with labels."
+            f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective"
+            f" that needs none (train.loss={NEED_NO_LABELS}), or a data set with labels."
         )
     kind(config.train.loss).check(config)
     if num_classes is not None:
@@ -104,7 +108,9 @@ def training_flops(config: RunConfig, model: Config) -> int:
 
 
 def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[str]:
-    """A line for each parameter group of a run of `num_steps`, if there are others than with and without weight decay."""
+    """A line for each parameter group of a run of `num_steps`, if there are others than with and without weight
+    decay.
+    """
     with torch.device("meta"):
         objective = create(config, build(model))
     objective.num_steps = num_steps
@@ -138,7 +144,9 @@ def facts(loss: str) -> dict[str, Fact]:
 
 
 def settings_help(arguments: Sequence[str]) -> str:
-    """The settings of the objective that a command line names by train.loss=NAME, for `--help`; empty if it has none."""
+    """The settings of the objective that a command line names by train.loss=NAME, for `--help`; empty if it has
+    none.
+    """
     names = [argument.partition("=")[2] for argument in arguments if argument.startswith("train.loss=")]
     if not names or names[-1] not in OBJECTIVES:
         return ""
@@ -165,7 +173,9 @@ def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, cov
 
 
 def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dict[str, Any]:
-    """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its data set. pixels: its."""
+    """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its
+    data set. pixels: its.
+    """
     # 0 for an objective that does not predict classes: its own head is not a part of the model.
     predicted = num_classes(config, of_dataset)
     return {

@@ -38,8 +38,9 @@ class Classification(Objective):
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
         if num_classes == 1 and config.train.loss != "sigmoid":
             raise UserError(
-                f"train.loss = {config.train.loss} needs at least two classes, and this data set has one, so nothing is learned. Use "
-                "train.loss=sigmoid if some images do not have the label, or an objective that needs no labels."
+                f"train.loss = {config.train.loss} needs at least two classes, and this data set has one, so nothing is"
+                " learned. Use train.loss=sigmoid if some images do not have the label, or an objective that needs no"
+                " labels."
             )
         return ""
 
@@ -77,7 +78,8 @@ class Classification(Objective):
 
 
 def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
-    """The first class of a data set that weights of as many classes have, by its name, at another place: as the beginning of an error.
+    """The first class of a data set that weights of as many classes have, by its name, at another place: as the
+    beginning of an error.
 
     "" for none, and for weights whose classes have no names. data, weights: what they are called.
     """
@@ -89,20 +91,24 @@ def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Seq
 
 
 def unnamed_note(weights: str, data: str) -> str:
-    """A line for weights without class names, such as an .npz, whose classes are taken by number: in another order, all are wrong."""
+    """A line for weights without class names, such as an .npz, whose classes are taken by number: in another order, all
+    are wrong.
+    """
     return f"{weights} has no class names: its classes are taken to be those of {data}, in the same order"
 
 
 def classes_note(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
-    """A line for classes that a data set and weights match by number alone; "" if all have the same names. Arguments: see `moved_class`."""
+    """A line for classes that a data set and weights match by number alone; "" if all have the same names. Arguments:
+    see `moved_class`.
+    """
     if not of_weights:
         return unnamed_note(weights, data)
     other = [n for n, pair in enumerate(zip(of_data, of_weights, strict=False)) if pair[0] != pair[1]]
     if not other:
         return ""
     return (
-        f"classes by number: {len(other):,} of {data} are called otherwise in {weights}, such as {quoted(of_data[other[0]])} for "
-        f"{quoted(of_weights[other[0]])}"
+        f"classes by number: {len(other):,} of {data} are called otherwise in {weights}, such as"
+        f" {quoted(of_data[other[0]])} for {quoted(of_weights[other[0]])}"
     )
 
 
@@ -124,8 +130,9 @@ def losses(
 ) -> Tensor:
     """Loss per sample, float32 (B,), from logits (B, K) and labels int64 (B, M).
 
-    kind "softmax": cross-entropy with the mean of the labels, smoothed over all classes. "sigmoid": binary cross-entropy
-    summed over the classes, as the paper's authors train on multi-label data (big_vision, configs/vit_i21k.py).
+    kind "softmax": cross-entropy with the mean of the labels, smoothed over all classes. "sigmoid": binary
+    cross-entropy summed over the classes, as the paper's authors train on multi-label data (big_vision,
+    configs/vit_i21k.py).
     own: for a batch mixed in pairs, weight of each sample's own labels, float32 (B,) (`data/loading/mix.py`).
     With softmax, a sample without a label has the loss 0, and in a mixed pair only its partner's labels count.
     """

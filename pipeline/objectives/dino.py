@@ -1,9 +1,11 @@
-"""DINO (Caron et al., arXiv 2104.14294): small views of an image say what a teacher, their own average, says of large ones.
+"""DINO (Caron et al., arXiv 2104.14294): small views of an image say what a teacher, their own average, says of large
+ones.
 
-Two global views and several local ones are cut from each image. The student sees all of them, the teacher the global ones. Both end
-in a softmax over prototypes (`parts/dino_head.py`), and the loss is the cross-entropy of each view of the student to each other view of
-the teacher. The teacher's outputs are centred or balanced, or all images would soon have the same. With `ibot_weight` (`parts/ibot.py`)
-and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv 2304.07193).
+Two global views and several local ones are cut from each image. The student sees all of them, the teacher the global
+ones. Both end in a softmax over prototypes (`parts/dino_head.py`), and the loss is the cross-entropy of each view of
+the student to each other view of the teacher. The teacher's outputs are centred or balanced, or all images would soon
+have the same. With `ibot_weight` (`parts/ibot.py`) and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv
+2304.07193).
 
 Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M masked patches of an image, R rows.
 """
@@ -43,10 +45,11 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
-# What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which the running mean
-# is that of a new network, the teacher's outputs are nearly uniform.
+# What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which
+# the running mean is that of a new network, the teacher's outputs are nearly uniform.
 _UNIFORM, _SETTLED = 0.99, 0.1
-# A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below this, in nats.
+# A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below
+# this, in nats.
 _CERTAIN, _FOLLOWED = 0.01, 0.01
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
@@ -69,8 +72,8 @@ class DinoSettings(LocalViewSettings):
     temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
     momentum: ShareBelow1 = setting(
         0.996,
-        "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches "
-        "(0.9995 at 256).",
+        "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small"
+        " batches (0.9995 at 256).",
     )
     frozen: Length = setting(
         Length.parse("1%"),
@@ -78,8 +81,8 @@ class DinoSettings(LocalViewSettings):
     )
     centring: Literal["mean", "sinkhorn"] = setting(
         "mean",
-        "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch over "
-        "all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
+        "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each"
+        " micro-batch over all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
     )
     centre_momentum: ShareBelow1 = setting(
         0.9,
@@ -105,7 +108,9 @@ class DinoSettings(LocalViewSettings):
 
 
 class Dino(Objective):
-    """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for patches."""
+    """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for
+    patches.
+    """
 
     follows_length = True
     Settings = DinoSettings
@@ -129,8 +134,8 @@ class Dino(Objective):
         for name in ("blur", "solarise"):
             if len(getattr(given, name)) != 3:
                 raise UserError(
-                    f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view, the second, and "
-                    "the small ones."
+                    f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view,"
+                    " the second, and the small ones."
                 )
             if getattr(config.augment, name):
                 raise UserError(
@@ -138,7 +143,8 @@ class Dino(Objective):
                 )
         if given.ibot_share_min > given.ibot_share_max:
             raise UserError(
-                f"objective.ibot_share_min = {given.ibot_share_min} must not be above objective.ibot_share_max = {given.ibot_share_max}."
+                f"objective.ibot_share_min = {given.ibot_share_min} must not be above objective.ibot_share_max ="
+                f" {given.ibot_share_max}."
             )
         for name in ("temperature_warmup", "frozen"):
             _share(config, name)
@@ -177,7 +183,9 @@ class Dino(Objective):
         warmup: Fraction = Fraction(0),
         frozen: Fraction = Fraction(0),
     ) -> None:
-        """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
+        """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen
+        prototypes.
+        """
         super().__init__(backbone)
         self.given, self.masks, self.warmup, self.frozen, self.progress = given, masks, warmup, frozen, 0.0
         shape = backbone.config.num_features, given.hidden, given.bottleneck, given.prototypes
@@ -241,7 +249,9 @@ class Dino(Objective):
     def _read(
         self, backbone: nn.Module, images: Tensor, facts: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views. facts: with the masks of the student's."""
+        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views. facts: with the masks of the
+        student's.
+        """
         if not self.masks:
             return backbone(images), None
         return backbone(images, with_patches=True, masked=None if facts is None else (facts["masked"], self.mask_token))
@@ -266,7 +276,9 @@ class Dino(Objective):
         return ((outputs - getattr(self, centre)) / self.temperature).softmax(1)
 
     def _ibot(self, patches: Tensor, teacher_patches: Tensor, facts: dict[str, Tensor]) -> Tensor:
-        """The loss of masked patches: the mean over those of an image, then over all global views; those without a mask have none."""
+        """The loss of masked patches: the mean over those of an image, then over all global views; those without a mask
+        have none.
+        """
         weights, name = facts["weights"] * facts["valid"][:, None], "patch_head" if self.patch_head else "head"
         indices = facts["indices"].flatten()
         student = cast(DinoHead, getattr(self, name))(patches.flatten(0, 1).index_select(0, indices)).float()
@@ -307,8 +319,9 @@ class Dino(Objective):
             )
         if values["teacher_entropy"] < _CERTAIN * log(self.given.prototypes) and values["teacher_kl"] < _FOLLOWED:
             return (
-                f"the teacher gives all images the same prototype (teacher_entropy {values['teacher_entropy']:.3f}, teacher_kl "
-                f"{values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use objective.centring=sinkhorn"
+                f"the teacher gives all images the same prototype (teacher_entropy {values['teacher_entropy']:.3f},"
+                f" teacher_kl {values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use"
+                " objective.centring=sinkhorn"
             )
         return ""
 
@@ -322,11 +335,14 @@ class Dino(Objective):
         return ("centre", "patch_centre") if self.masks else ("centre",)
 
 
-# ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)
+# ---------------------------------------------------------------------- the formulae, as functions of tensors (public:
+# names and arguments stay)
 def pair_losses(student: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of the student.
+    """The loss of each image, (B,): the mean of the cross-entropy over pairs of a view of the teacher and another of
+    the student.
 
-    student: (V, B, K), outputs over the temperature; the first two views are the teacher's. targets: (2, B, K), probabilities.
+    student: (V, B, K), outputs over the temperature; the first two views are the teacher's. targets: (2, B, K),
+    probabilities.
     """
     found = _losses(student[:2], targets.flip(0)).sum(0)
     if len(student) > 2:
@@ -342,13 +358,15 @@ def _losses(logits: Tensor, targets: Tensor, total: int = 1) -> Tensor:
 def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, counted: Tensor | None = None) -> Tensor:
     """Sinkhorn-Knopp: assigns samples to prototypes so that all prototypes have the same share. Collective.
 
-    exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this rank; the sums
-    are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns probabilities, float32 (B, K).
+    exp(outputs / temperature) is scaled in turn to equal sums over samples and over prototypes. outputs: (B, K) of this
+    rank; the sums are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns
+    probabilities, float32 (B, K).
     """
     if counted is None:
         counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
     num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
-    # Logarithms of the shares, because a sample with outputs far below another's would have shares of 0, and so no target.
+    # Logarithms of the shares, because a sample with outputs far below another's would have shares of 0, and so no
+    # target.
     shares = torch.where(counted[:, None], outputs.float() / temperature, -torch.inf)
     for _ in range(iterations):
         most = largest(shares.amax(0)).clamp(min=_LOWEST)
@@ -359,10 +377,11 @@ def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, coun
 
 
 def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
-    """KoLeo (Sablayrolles et al., arXiv 1806.03198): the mean over B of -log(distance to the nearest other + 1e-8). Collective.
+    """KoLeo (Sablayrolles et al., arXiv 1806.03198): the mean over B of -log(distance to the nearest other + 1e-8).
+    Collective.
 
-    features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool (B,), which samples
-    take part. Returns a scalar.
+    features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool
+    (B,), which samples take part. Returns a scalar.
     """
     if counted is None:
         counted = torch.ones(len(features), dtype=torch.bool, device=features.device)
@@ -389,8 +408,8 @@ def check_backbone(config: RunConfig, model: Config | None) -> None:
         raise UserError(f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT.")
     if model.pool == "both":
         raise UserError(
-            "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes twice as wide. Use "
-            "model.pool=token or mean, or objective.ibot_weight=0."
+            "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes twice as"
+            " wide. Use model.pool=token or mean, or objective.ibot_weight=0."
         )
 
 
@@ -400,7 +419,7 @@ def _share(config: RunConfig, name: str) -> Fraction:
     share = length.share_of(config.train.length, config.train.global_batch)
     if share is None:
         raise UserError(
-            f"objective.{name} = {length} cannot be compared with train.length = {config.train.length}: write both in epochs, or "
-            f"objective.{name} in %."
+            f"objective.{name} = {length} cannot be compared with train.length = {config.train.length}: write both in"
+            f" epochs, or objective.{name} in %."
         )
     return min(share, Fraction(1))

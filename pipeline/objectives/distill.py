@@ -1,10 +1,10 @@
 """Distillation: the backbone learns to predict the features of published weights, its teacher, without labels.
 
-Teacher and backbone see the same view. From the backbone's feature (its class token, or whatever it pools) a LayerNorm and a linear
-layer predict the teacher's, and another pair predicts from each patch token the teacher's token of the same place. As Proteus (Zhang
-et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As in FD (Wei et al., arXiv 2205.14141), what is
-predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and variance 1, so that the scale of a teacher's
-features does not matter.
+Teacher and backbone see the same view. From the backbone's feature (its class token, or whatever it pools) a LayerNorm
+and a linear layer predict the teacher's, and another pair predicts from each patch token the teacher's token of the
+same place. As Proteus (Zhang et al., arXiv 2407.10366), whose third loss, of masked patches, is left out. As in FD (Wei
+et al., arXiv 2205.14141), what is predicted is whitened: a LayerNorm without parameters gives each feature mean 0 and
+variance 1, so that the scale of a teacher's features does not matter.
 
 Shapes: B batch, N patches, D width of the backbone, T width of the teacher.
 """
@@ -49,8 +49,8 @@ class Distill(TaughtObjective):
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
         """Without a head, for images that it cuts into as many patches as the backbone does.
 
-        Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be read, and if
-        patches are compared that are not there.
+        Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be
+        read, and if patches are compared that are not there.
         """
         given: DistillSettings = cls.settings(config)
         saved = cls.published(config).config
@@ -59,8 +59,8 @@ class Distill(TaughtObjective):
         ]
         if without and given.patch_weight:
             raise UserError(
-                f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has none: set "
-                "objective.patch_weight=0."
+                f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has"
+                " none: set objective.patch_weight=0."
             )
         size = model.image_size
         if isinstance(model, ViTConfig) and isinstance(saved, ViTConfig):
@@ -103,8 +103,8 @@ class Distill(TaughtObjective):
         return {"loss": of_feature + self.patch_weight * of_patches}
 
     def compare(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not compared; and the
-        feature to predict, float32 (B, T)."""
+        """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not
+        compared; and the feature to predict, float32 (B, T)."""
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
             target, target_patches = self._read(self.frozen_teacher, seen_by_teacher(views, facts))
             target = whitened(target)
@@ -127,7 +127,8 @@ def whitened(features: Tensor) -> Tensor:
 
 
 def explained(errors: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
-    """The share of the variance of the targets (B, T) over the valid samples that is predicted: 1 is all of it, 0 no more than their mean.
+    """The share of the variance of the targets (B, T) over the valid samples that is predicted: 1 is all of it, 0 no
+    more than their mean.
 
     errors: (B,), the mean squared error of each. Returns a scalar, 0 if the targets do not vary, as of a single sample.
     """

@@ -1,8 +1,10 @@
-"""Distillation of a classifier: the backbone learns to predict the classes that published weights, its teacher, predict.
+"""Distillation of a classifier: the backbone learns to predict the classes that published weights, its teacher,
+predict.
 
-As function matching (Beyer et al., arXiv 2106.05237): teacher and backbone see the same view, mixed in pairs if the settings say so, and
-the loss is the Kullback-Leibler divergence of the backbone's probabilities from the teacher's, at a temperature (Hinton et al., arXiv
-1503.02531). Labels are not read, so the images may be any; those of the held-out split are for scores.
+As function matching (Beyer et al., arXiv 2106.05237): teacher and backbone see the same view, mixed in pairs if the
+settings say so, and the loss is the Kullback-Leibler divergence of the backbone's probabilities from the teacher's, at
+a temperature (Hinton et al., arXiv 1503.02531). Labels are not read, so the images may be any; those of the held-out
+split are for scores.
 
 Shapes: B batch, K classes.
 """
@@ -35,7 +37,8 @@ class DistillClassesSettings(TeacherSettings):
     )
     teacher_loss: Literal["auto", "softmax", "sigmoid"] = setting(
         "auto",
-        "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or softmax.",
+        "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or"
+        " softmax.",
     )
     match_classes: bool = setting(
         True, "Refuse a teacher whose classes have other names than those of the data; false takes classes by number."
@@ -60,8 +63,9 @@ class DistillClasses(TaughtObjective, Classification):
         view = config.model.image_size
         if height * view.width != width * view.height:
             raise UserError(
-                f"objective.teacher = {cls.settings(config).teacher} would read images of {height} x {width} pixels, and model.image_size = "
-                f"{view}: what it sees would be distorted. Set objective.teacher_size to a size of that shape."
+                f"objective.teacher = {cls.settings(config).teacher} would read images of {height} x {width} pixels,"
+                f" and model.image_size = {view}: what it sees would be distorted. Set objective.teacher_size to a size"
+                " of that shape."
             )
 
     @classmethod
@@ -69,15 +73,16 @@ class DistillClasses(TaughtObjective, Classification):
         teacher, published = cls.settings(config).teacher, cls.published(config)
         if published.config.num_classes != num_classes:
             raise UserError(
-                f"objective.teacher = {teacher} has {counted(published.config.num_classes, 'class')}, {config.data.path} has {num_classes}. "
-                "Use weights that were fine-tuned on these classes."
+                f"objective.teacher = {teacher} has {counted(published.config.num_classes, 'class')},"
+                f" {config.data.path} has {num_classes}. Use weights that were fine-tuned on these classes."
             )
         of_teacher = published.extra.get("classes") or ()
         note = classes_note(config.data.path, names, teacher, of_teacher) if names else ""
         if note and of_teacher and cls.settings(config).match_classes:
             raise UserError(
-                f"objective.teacher: {note}. The accuracy on held-out images would be that of other classes. Use a data set with the "
-                "teacher's classes in their order (class_list of launch/shard.py). If only the names differ: objective.match_classes=false."
+                f"objective.teacher: {note}. The accuracy on held-out images would be that of other classes. Use a data"
+                " set with the teacher's classes in their order (class_list of launch/shard.py). If only the names"
+                " differ: objective.match_classes=false."
             )
         return note
 
@@ -120,10 +125,11 @@ class DistillClasses(TaughtObjective, Classification):
 
 
 def divergence(logits: Tensor, target: Tensor, kind: str, temperature: float) -> Tensor:
-    """The Kullback-Leibler divergence of the probabilities of logits from those of other logits, float32 (B, K) -> (B,).
+    """The Kullback-Leibler divergence of the probabilities of logits from those of other logits, float32 (B, K) ->
+    (B,).
 
-    Of the softmax, or the sum over classes of that of each sigmoid (kind), of both divided by the temperature; times its square, so that
-    gradients stay as large (Hinton et al.).
+    Of the softmax, or the sum over classes of that of each sigmoid (kind), of both divided by the temperature; times
+    its square, so that gradients stay as large (Hinton et al.).
     """
     logits, target = logits / temperature, target / temperature
     if kind == "sigmoid":

@@ -1,11 +1,12 @@
-"""LeJEPA (Balestriero & LeCun, arXiv 2511.08544): views of an image predict one another, and projections are normally distributed.
+"""LeJEPA (Balestriero & LeCun, arXiv 2511.08544): views of an image predict one another, and projections are normally
+distributed.
 
-Large and small views of each image go through the backbone and a projector. The prediction loss draws the projections of all views of
-an image to the mean of those of its large views. SIGReg alone prevents collapse, without a teacher: along random directions,
-projections must have a standard normal distribution, as the Epps-Pulley test measures it.
+Large and small views of each image go through the backbone and a projector. The prediction loss draws the projections
+of all views of an image to the mean of those of its large views. SIGReg alone prevents collapse, without a teacher:
+along random directions, projections must have a standard normal distribution, as the Epps-Pulley test measures it.
 
-The statistics, those of BatchNorm included, are of all views of all readable images on all ranks, so the loss does not depend on how a
-batch is divided over ranks.
+The statistics, those of BatchNorm included, are of all views of all readable images on all ranks, so the loss does not
+depend on how a batch is divided over ranks.
 
 Shapes: B batch, V views, W width of the backbone, R rows, D width of the projections, M directions, K knots.
 """
@@ -50,15 +51,17 @@ class LejepaSettings(LocalViewSettings):
     )
     weight: float = setting(
         0.87,
-        "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean over them is "
-        "w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128.",
+        "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean"
+        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128.",
         above=0,
         below=1,
     )
 
 
 class Lejepa(Objective):
-    """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed, step)."""
+    """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed,
+    step).
+    """
 
     Settings = LejepaSettings
     directions: Tensor
@@ -149,15 +152,19 @@ class Projector(nn.Module):
         return self.last(x)
 
 
-# ---------------------------------------------------------------------- the formulae, as functions of tensors (public: names and arguments stay)
+# ---------------------------------------------------------------------- the formulae, as functions of tensors (public:
+# names and arguments stay)
 def sigreg(
     projections: Tensor, directions: Tensor, knots: int = 17, t_max: float = 3.0, counted: Tensor | None = None
 ) -> Tensor:
-    """How far projections are from a standard normal distribution: the mean over directions of the Epps-Pulley statistic. Collective.
+    """How far projections are from a standard normal distribution: the mean over directions of the Epps-Pulley
+    statistic. Collective.
 
-    For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean exp(i t x) of the
-    projections x on it; by the trapezoidal rule with `knots` points of [0, t_max], doubled because it is symmetric.
-    projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on all ranks.
+    For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean
+    exp(i t x) of the projections x on it; by the trapezoidal rule with `knots` points of [0, t_max], doubled because it
+    is symmetric.
+    projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on
+    all ranks.
     counted: bool (N,), which rows take part. Returns a scalar, float32.
     """
     if counted is None:
@@ -178,7 +185,9 @@ def sigreg(
 
 
 def prediction_losses(projections: Tensor, global_views: int) -> Tensor:
-    """(V, B, D), the large views first -> (B,): the mean over views of the squared distance to the mean of the large views."""
+    """(V, B, D), the large views first -> (B,): the mean over views of the squared distance to the mean of the large
+    views.
+    """
     return (projections - projections[:global_views].mean(0)).square().sum(2).mean(0)
 
 

@@ -1,11 +1,13 @@
-"""MAE (He et al., arXiv 2111.06377): an encoder sees a quarter of an image's patches, and a small decoder predicts the rest.
+"""MAE (He et al., arXiv 2111.06377): an encoder sees a quarter of an image's patches, and a small decoder predicts the
+rest.
 
-Most patches are removed at random. The backbone runs on the remaining ones only, so its blocks cost about a quarter; the
-decoder gets their tokens in the order of the image, with a mask token in each removed place, and predicts the pixels there.
-Details as in facebookresearch/mae. What is removed is drawn from (seed, epoch, sample), so it is the same on
-any number of ranks and after a restart.
+Most patches are removed at random. The backbone runs on the remaining ones only, so its blocks cost about a quarter;
+the decoder gets their tokens in the order of the image, with a mask token in each removed place, and predicts the
+pixels there. Details as in facebookresearch/mae. What is removed is drawn from (seed, epoch, sample), so it is the same
+on any number of ranks and after a restart.
 
-Shapes: B batch, C channels, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in pixels.
+Shapes: B batch, C channels, N patches, K kept patches, D width of the backbone, E width of the decoder, P patch side in
+pixels.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,8 +48,8 @@ class MaeSettings(Settings):
     normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
     pixels: Literal["half", "imagenet"] = setting(
         "half",
-        "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit RGB), or ImageNet's, as in "
-        "facebookresearch/mae.",
+        "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit"
+        " RGB), or ImageNet's, as in facebookresearch/mae.",
     )
 
     def check(self) -> None:
@@ -60,10 +62,12 @@ class MaeSettings(Settings):
 
 
 def loss(images: Tensor, predictions: Tensor, removed: Tensor, patch_size: int, normalise: bool) -> Tensor:
-    """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar, 0 if none is removed.
+    """The mean over the removed patches of a batch of the mean squared difference to their pixels; float32 scalar, 0 if
+    none is removed.
 
-    images: (B, C, H, W), those of `Mae.as_predicted`. predictions: (B, N, C P P), the values of a patch in the order row, column,
-    channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance + 1e-6) of each patch.
+    images: (B, C, H, W), those of `Mae.as_predicted`. predictions: (B, N, C P P), the values of a patch in the order
+    row, column, channel. removed: bool (B, N). patch_size: P. normalise: predict (pixels - mean) / sqrt(variance +
+    1e-6) of each patch.
     """
     return (errors(images, predictions, patch_size, normalise) * removed).sum() / removed.sum().clamp(min=1)
 
@@ -104,8 +108,9 @@ class Mae(Objective):
         super().check_pixels(config, pixels)
         if cls.settings(config).pixels == "imagenet" and pixels != RGB8:
             raise UserError(
-                f"objective.pixels = imagenet is the mean and deviation of 8-bit RGB, and images have {pixels.describe()} with a mean and "
-                "deviation of their own: use objective.pixels=half, as the backbone reads them."
+                "objective.pixels = imagenet is the mean and deviation of 8-bit RGB, and images have"
+                f" {pixels.describe()} with a mean and deviation of their own: use objective.pixels=half, as the"
+                " backbone reads them."
             )
 
     @classmethod
@@ -160,7 +165,8 @@ class Mae(Objective):
     def from_weights(cls, weights: Weights, say: Callable[[str], object], **known: Any) -> Self | None:
         """The model and decoder in weights, in evaluation mode; None if they hold no decoder.
 
-        say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken from the weights.
+        say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken
+        from the weights.
         """
         additions, facts = weights.added, weights.decoder
         embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
@@ -169,8 +175,8 @@ class Mae(Objective):
         facts = replace(facts, **{name: value for name, value in known.items() if value is not None})
         if facts.num_heads is None or facts.normalise is None:
             say(
-                f"taken as in facebookresearch/mae where the weights do not tell: a decoder of {counted(usual.decoder_heads, 'head')}, "
-                "which predicts normalised pixels"
+                "taken as in facebookresearch/mae where the weights do not tell: a decoder of"
+                f" {counted(usual.decoder_heads, 'head')}, which predicts normalised pixels"
             )
         heads, normalise = facts.num_heads or usual.decoder_heads, facts.normalise is not False
         facts = replace(facts, num_heads=heads, normalise=normalise)
@@ -184,7 +190,9 @@ class Mae(Objective):
         return found.eval()
 
     def load_additions(self, additions: Mapping[str, Tensor], facts: DecoderFacts) -> str:
-        """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the settings."""
+        """Copy the decoder of MAE's weights. Raises UserError if its size, or what it predicts, is not that of the
+        settings.
+        """
         if "decoder_embed.weight" not in additions:
             return "init.weights: holds no decoder of MAE, so the decoder starts new"
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
@@ -201,23 +209,24 @@ class Mae(Objective):
         if (facts.mean, facts.std) != (self.mean, self.std):
             if self.normalise:
                 raise UserError(
-                    f"init.weights: its decoder predicts normalised pixels of images with mean {facts.mean} and deviation {facts.std}. Set "
-                    f"objective.pixels to these ({' or '.join(_PIXELS)}), or {_ENCODER_ALONE}."
+                    f"init.weights: its decoder predicts normalised pixels of images with mean {facts.mean} and"
+                    f" deviation {facts.std}. Set objective.pixels to these ({' or '.join(_PIXELS)}), or"
+                    f" {_ENCODER_ALONE}."
                 )
             additions = fold_pixels(additions, replace(facts, normalise=False), self.mean, self.std)
         shapes, read = ({name: tuple(t.shape) for name, t in state.items()} for state in (own, additions))
         if odd := [name for name in sorted(shapes | read) if shapes.get(name) != read.get(name)]:
             raise UserError(
-                f"init.weights: {odd[0]} of its decoder is {read.get(odd[0])}, and {shapes.get(odd[0])} here. Set model.image_size to "
-                f"that of the weights, or {_ENCODER_ALONE}."
+                f"init.weights: {odd[0]} of its decoder is {read.get(odd[0])}, and {shapes.get(odd[0])} here. Set"
+                f" model.image_size to that of the weights, or {_ENCODER_ALONE}."
             )
         self.load_state_dict(additions, strict=False)
         return "init.weights: continued with its decoder"
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Adds to the default: the pixels in float32; `kept`, int64 (B, K), the kept patches in the order of the image; and `places`,
-        int64 (B, N): the number of each patch among the kept ones, or K for a removed one."""
+        """Adds to the default: the pixels in float32; `kept`, int64 (B, K), the kept patches in the order of the image;
+        and `places`, int64 (B, N): the number of each patch among the kept ones, or K for a removed one."""
         views, facts = super().inputs(batch, device, mixing)
         kept, places = draw_masks(self.seed, batch.epochs, batch.rows, self.num_patches, self.num_kept)
         images = self.as_predicted(views[0])
@@ -226,7 +235,9 @@ class Mae(Objective):
         )
 
     def as_predicted(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) as the backbone reads them -> the same images with the mean and deviation of the pixels that are predicted."""
+        """(B, C, H, W) as the backbone reads them -> the same images with the mean and deviation of the pixels that are
+        predicted.
+        """
         if (self.mean, self.std) == (HALF, HALF):
             return images
         mean, std = (to_device(torch.tensor(v), images.device).view(1, 3, 1, 1) for v in (self.mean, self.std))
@@ -237,7 +248,9 @@ class Mae(Objective):
         return self.decode(self.encode(images, kept), places)
 
     def encode(self, images: Tensor, kept: Tensor) -> Tensor:
-        """-> (B, 1 + registers + K, D): the backbone's tokens of the kept patches, behind the class token if it has one."""
+        """-> (B, 1 + registers + K, D): the backbone's tokens of the kept patches, behind the class token if it has
+        one.
+        """
         return cast(VisionTransformer, self.backbone).encode_kept(images, kept)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -264,8 +277,8 @@ class Mae(Objective):
 
 
 def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
-    """Returns the backbone's configuration. Raises UserError if it cannot encode a part of its patches (`encode_kept` of vit.py), or has
-    parameters that then get no gradient. loss: value of train.loss.
+    """Returns the backbone's configuration. Raises UserError if it cannot encode a part of its patches (`encode_kept`
+    of vit.py), or has parameters that then get no gradient. loss: value of train.loss.
     """
     found = ["no tokens"]
     if isinstance(vit, ViTConfig):
@@ -295,7 +308,8 @@ def num_kept(num_patches: int, mask_share: float) -> int:
     kept = int(num_patches * (1 - mask_share))
     if kept < 1:
         raise UserError(
-            f"objective.mask_share = {mask_share} keeps none of {counted(num_patches, 'patch')}. Use smaller patches or a smaller share."
+            f"objective.mask_share = {mask_share} keeps none of {counted(num_patches, 'patch')}. Use smaller patches or"
+            " a smaller share."
         )
     return kept
 

@@ -1,8 +1,8 @@
 """Masked patch prediction (ViT paper, B.1.2): the choice of corrupted patches, the targets and the loss.
 
-The embeddings of half of an image's patches are corrupted: 80 % become the mask token, 10 % the embedding of another patch of
-the image, 10 % stay unchanged. The model predicts the content of each of them. The choice is drawn from (seed, epoch, sample),
-so it is the same on any number of ranks and after a restart.
+The embeddings of half of an image's patches are corrupted: 80 % become the mask token, 10 % the embedding of another
+patch of the image, 10 % stay unchanged. The model predicts the content of each of them. The choice is drawn from (seed,
+epoch, sample), so it is the same on any number of ranks and after a restart.
 
 Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets per patch.
 """
@@ -32,7 +32,9 @@ _PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_pa
 
 
 class MaskedPatches(Objective):
-    """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of its weights."""
+    """Masked patch prediction. The mask token and the head are parts of the backbone, a MaskedViT, and are left out of
+    its weights.
+    """
 
     trains_backbone_alone = True
 
@@ -47,8 +49,8 @@ class MaskedPatches(Objective):
         loss = config.train.loss
         if config.init.weights is not None:
             raise UserError(
-                f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune its "
-                "weights, use launch/finetune.py with train.loss=softmax."
+                f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune"
+                " its weights, use launch/finetune.py with train.loss=softmax."
             )
         if (config.model.name or "").startswith("BiT-"):
             raise UserError(
@@ -100,7 +102,9 @@ class Masking:
         return self.config.masked == "pixels"
 
     def inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see MaskedViT."""
+        """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see
+        MaskedViT.
+        """
         N, C = self.config.num_patches, self.config.num_corrupted
         sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
         corrupted = np.sort(
@@ -121,7 +125,8 @@ class Masking:
     def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
         """Targets (B, C, T) of the corrupted patches of a batch's images (B, height, width, K).
 
-        mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32, as the model reads them, T = K P P.
+        mean_color: int64, T = 1. small_patch: int64, T = 16, row by row. pixels: float32, as the model reads them, T =
+        K P P.
         """
         if self.predicts_pixels:
             planes = normalise(images, images.device, torch.float32, self.config.pixels)
@@ -154,7 +159,8 @@ class Masking:
 def mean_colors(patches: Tensor, side: int) -> Tensor:
     """Colour classes, int64 (B, C, side * side), of patches uint8 (B, C, 3, P, P) cut into side x side parts.
 
-    A class is 64 r + 8 g + b of the mean colour, each floor(8 mean / 255) and at most 7. The paper does not define the rounding.
+    A class is 64 r + 8 g + b of the mean colour, each floor(8 mean / 255) and at most 7. The paper does not define the
+    rounding.
     """
     P = patches.shape[-1] // side
     sums = patches.unflatten(4, (side, P)).unflatten(3, (side, P)).sum((4, 6))  # int64 (B, C, 3, side, side)

@@ -1,12 +1,13 @@
 """What a run learns: the interface of an objective.
 
-An objective is one file of this folder, and one line of `OBJECTIVES` in architecture/objectives.py. It says, in this order: its
-settings; the module that is trained, which is the backbone (a model of `pipeline.model`: what is exported, probed and
-fine-tuned) and what the objective adds to it; what it reads of a batch; the loss; what is measured on held-out images; what
-happens around a step; how its parameters are grouped. The training loop, the engine and the evaluators know no objective by name.
+An objective is one file of this folder, and one line of `OBJECTIVES` in architecture/objectives.py. It says, in this
+order: its settings; the module that is trained, which is the backbone (a model of `pipeline.model`: what is exported,
+probed and fine-tuned) and what the objective adds to it; what it reads of a batch; the loss; what is measured on
+held-out images; what happens around a step; how its parameters are grouped. The training loop, the engine and the
+evaluators know no objective by name.
 
-Its small state, such as a running mean, is in persistent float32 buffers (`register_buffer`), which must be the same on all
-ranks after each step; they are saved with each checkpoint, as are frozen parameters.
+Its small state, such as a running mean, is in persistent float32 buffers (`register_buffer`), which must be the same on
+all ranks after each step; they are saved with each checkpoint, as are frozen parameters.
 
 Shapes: B batch, V views of a group, H height, W width.
 """
@@ -39,7 +40,8 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
-# Published weights that an objective learns from. In no checkpoint, because they are in a file of their own (`teacher_file`).
+# Published weights that an objective learns from. In no checkpoint, because they are in a file of their own
+# (`teacher_file`).
 FROZEN_TEACHER = "frozen_teacher."
 # The `embedding_std` that is called a collapse.
 _SAME = 0.05
@@ -52,8 +54,8 @@ class NoSettings(Settings):
 class Inputs(NamedTuple):
     """What an objective reads of a batch, on the device.
 
-    views: a tensor for each group of views, float32 (V * B, C, H, W), all first views before all second ones; the trainer
-    casts them to the precision of training. facts: other tensors by name, as they are.
+    views: a tensor for each group of views, float32 (V * B, C, H, W), all first views before all second ones; the
+    trainer casts them to the precision of training. facts: other tensors by name, as they are.
     """
 
     views: tuple[Tensor, ...]
@@ -61,7 +63,9 @@ class Inputs(NamedTuple):
 
 
 class Objective(nn.Module):
-    """A backbone and what is added to it to train it. A subclass has a `loss`; what it does not define has these defaults."""
+    """A backbone and what is added to it to train it. A subclass has a `loss`; what it does not define has these
+    defaults.
+    """
 
     # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
     predicts_classes: ClassVar[bool] = False
@@ -69,11 +73,11 @@ class Objective(nn.Module):
     loss_kind = ""
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
-    # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's, from its
-    # configuration. Otherwise `loss` is run on the meta device to count them.
+    # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's,
+    # from its configuration. Otherwise `loss` is run on the meta device to count them.
     trains_backbone_alone: ClassVar[bool] = False
-    # Whether a step depends on `num_steps`, which no other objective may read: then a longer run does not begin as a shorter one, which
-    # a study's `cooldown` relies on.
+    # Whether a step depends on `num_steps`, which no other objective may read: then a longer run does not begin as a
+    # shorter one, which a study's `cooldown` relies on.
     follows_length: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ settings, views and module
@@ -87,7 +91,9 @@ class Objective(nn.Module):
 
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
-        """The views that it wants of each image, in groups of one size and settings; a batch holds a tensor for each group."""
+        """The views that it wants of each image, in groups of one size and settings; a batch holds a tensor for each
+        group.
+        """
         return (Views(1, config.model.image_size, config.augment),)
 
     @classmethod
@@ -102,8 +108,8 @@ class Objective(nn.Module):
         }
         if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
-                f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an objective that does, "
-                "as softmax."
+                f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an"
+                " objective that does, as softmax."
             )
         train, is_of_whole_batch = config.train, OBJECTIVES[config.train.loss].of_whole_batch
         compares = f"train.loss = {train.loss}" if is_of_whole_batch else cls.compares_micro_batch(config.objective)
@@ -111,11 +117,13 @@ class Objective(nn.Module):
         if compares and 1 in (train.global_batch, getattr(train, name)):
             raise UserError(f"{compares} compares the images of a batch, and train.{name} = 1 has one. Use 2 or more.")
         if cls.teacher_momentum is not Objective.teacher_momentum:
-            # The average is of trained weights: a teacher would not have the frozen ones after a restart, and no factors of LoRA.
+            # The average is of trained weights: a teacher would not have the frozen ones after a restart, and no
+            # factors of LoRA.
             taught = {"optimizer.ema_decay": config.optimizer.ema_decay, "train.freeze": config.train.freeze != NOTHING}
             if given := [name for name, value in taught.items() if value]:
                 raise UserError(
-                    f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out {', '.join(given)}."
+                    f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out"
+                    f" {', '.join(given)}."
                 )
 
     @classmethod
@@ -126,7 +134,8 @@ class Objective(nn.Module):
 
     @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
-        """Raise UserError for classes of a data set that do not fit this objective; returns a line about those that may not, or "".
+        """Raise UserError for classes of a data set that do not fit this objective; returns a line about those that may
+        not, or "".
 
         names: of the classes, () if they are not known.
         """
@@ -134,9 +143,11 @@ class Objective(nn.Module):
 
     @classmethod
     def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
-        """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them; None for none.
+        """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them;
+        None for none.
 
-        They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights only.
+        They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights
+        only.
         """
         return None
 
@@ -147,15 +158,19 @@ class Objective(nn.Module):
 
     @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends on how a batch is cut.
+        """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends
+        on how a batch is cut.
 
-        "" for none. A resumed run then says that another micro-batch is another loss. objective: the section of that name.
+        "" for none. A resumed run then says that another micro-batch is another loss. objective: the section of that
+        name.
         """
         return ""
 
     @classmethod
     def metrics(cls, config: RunConfig) -> dict[str, Metric]:
-        """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that is better higher or lower."""
+        """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that
+        is better higher or lower.
+        """
         return {"loss": Metric("loss", "lower")}
 
     @classmethod
@@ -182,7 +197,9 @@ class Objective(nn.Module):
 
     @classmethod
     def of(cls, config: RunConfig, backbone: Model) -> "Objective":
-        """`create`, with the parameters frozen that train.freeze names, and LoRA's factors. Raises UserError for what the model does not have."""
+        """`create`, with the parameters frozen that train.freeze names, and LoRA's factors. Raises UserError for what
+        the model does not have.
+        """
         objective, train = cls.create(config, backbone), config.train
         freeze(objective.backbone, train.freeze)
         if train.lora_rank:
@@ -191,7 +208,9 @@ class Objective(nn.Module):
 
     @classmethod
     def training_flops(cls, config: RunConfig, model: Config) -> int:
-        """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the backbone's."""
+        """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the
+        backbone's.
+        """
         if not cls.trains_backbone_alone or config.train.lora_rank:
             return on_meta.training_flops(cls, config, replace(model, image_size=config.model.image_size))
         return sum(
@@ -211,11 +230,12 @@ class Objective(nn.Module):
         self.num_steps = 0
 
     def add_teacher(self, *names: str) -> None:
-        """Add `self.teacher`, an average of submodules of this module: `self.teacher["backbone"]` is that of `self.backbone`.
+        """Add `self.teacher`, an average of submodules of this module: `self.teacher["backbone"]` is that of
+        `self.backbone`.
 
-        The last line of a subclass's `__init__`. The teacher gets no gradient; after each step it is refreshed from the fp32
-        average of the trained weights, which a checkpoint holds as "ema", with the momentum that `teacher_momentum` gives. Call
-        it under `torch.no_grad`. The average is what is exported and scored.
+        The last line of a subclass's `__init__`. The teacher gets no gradient; after each step it is refreshed from the
+        fp32 average of the trained weights, which a checkpoint holds as "ema", with the momentum that
+        `teacher_momentum` gives. Call it under `torch.no_grad`. The average is what is exported and scored.
         """
         self.teacher = nn.ModuleDict({name: copy.deepcopy(getattr(self, name)) for name in names})
         self.teacher.requires_grad_(False)
@@ -228,7 +248,9 @@ class Objective(nn.Module):
         return self
 
     def teacher_momentum(self, step: int) -> float:
-        """Returns the weight of the old average after step `step` (from 0): mean = momentum * mean + (1 - momentum) * weights."""
+        """Returns the weight of the old average after step `step` (from 0): mean = momentum * mean + (1 - momentum) *
+        weights.
+        """
         raise NotImplementedError
 
     def extra(self) -> dict[str, Any]:
@@ -236,14 +258,17 @@ class Objective(nn.Module):
         return {}
 
     def load_additions(self, additions: Mapping[str, Tensor], facts: DecoderFacts) -> str:
-        """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where `continues_additions`."""
+        """Copy what init.weights hold beside a backbone, by name; returns a line about it. Only where
+        `continues_additions`.
+        """
         raise NotImplementedError
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all.
 
-        By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which samples are valid.
+        By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which
+        samples are valid.
         """
         assert mixing is None
         groups = [group.to(device, non_blocking=True) for group in batch.views]
@@ -273,8 +298,8 @@ class Objective(nn.Module):
         Not needed where `metrics` is {}.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} declares metrics and has no measure: define it, or let metrics return {{}}, as for a loss that is a "
-            "property of a batch."
+            f"{type(self).__name__} declares metrics and has no measure: define it, or let metrics return {{}}, as for"
+            " a loss that is a property of a batch."
         )
 
     def forward(
@@ -329,7 +354,9 @@ def _trained(config: RunConfig, model: Config) -> int | None:
 
 
 def stored_name(name: str) -> str:
-    """The name in a checkpoint of an objective's tensor: the backbone's own, or objective.NAME for what the objective adds."""
+    """The name in a checkpoint of an objective's tensor: the backbone's own, or objective.NAME for what the objective
+    adds.
+    """
     inner = name.removeprefix(BACKBONE)
     return inner if inner != name else f"{ADDITION}{name}"
 
@@ -340,7 +367,8 @@ def trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of what a checkpoint holds beside the trained parameters: frozen parameters and persistent buffers.
+    """Yields (name, tensor) of what a checkpoint holds beside the trained parameters: frozen parameters and persistent
+    buffers.
 
     Without the teacher's, which are in the average, and those of published weights.
     """
@@ -361,7 +389,9 @@ def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
-    """The sum of the losses (B,) of valid samples, divided by B: an unreadable image contributes nothing, and changes no other."""
+    """The sum of the losses (B,) of valid samples, divided by B: an unreadable image contributes nothing, and changes
+    no other.
+    """
     return (losses * valid).sum() / valid.shape[0]
 
 
@@ -371,7 +401,9 @@ def mean_among_valid(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def same_features(values: Mapping[str, float]) -> str:
-    """For `Objective.collapse`: the beginning of its sentence if `embedding_std` among the values of a log line is nearly 0, else ""."""
+    """For `Objective.collapse`: the beginning of its sentence if `embedding_std` among the values of a log line is
+    nearly 0, else "".
+    """
     std = values["embedding_std"]
     return f"the features of all images are nearly the same (embedding_std {std:.3f})" if std < _SAME else ""
 
@@ -384,8 +416,8 @@ def check_small_views(model: Config, size: int) -> None:
     if size % patch:
         covered = max(size // patch, 1) * patch
         raise UserError(
-            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or {covered + patch}, or "
-            "objective.local_views=0."
+            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or"
+            f" {covered + patch}, or objective.local_views=0."
         )
     if model.grid_at(size, size) != model.grid:
         model.check_any_grid()
@@ -394,7 +426,8 @@ def check_small_views(model: Config, size: int) -> None:
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:
     """Standard deviation over samples of L2-normalised features (B, D), root mean square over D, times the root of D.
 
-    1 if they point in all directions alike, 0 if all are the same. counted: bool (B,), which samples take part. Returns a scalar.
+    1 if they point in all directions alike, 0 if all are the same. counted: bool (B,), which samples take part. Returns
+    a scalar.
     """
     units, kept = F.normalize(features.float(), dim=1), counted.float()
     mean = kept @ units / kept.sum().clamp(min=1)

@@ -1,4 +1,5 @@
-"""An objective on the meta device, where tensors have shapes but no memory: its loss runs there to count memory and arithmetic.
+"""An objective on the meta device, where tensors have shapes but no memory: its loss runs there to count memory and
+arithmetic.
 
 Nothing waits for a device and nothing is computed, so `loss` must choose no shape by a value.
 """
@@ -33,9 +34,11 @@ _IMAGES = 4  # of a micro-batch whose arithmetic is counted
 @cache
 def shallow(config: Config, frozen: str = NOTHING) -> tuple[Config, Config, int] | None:
     """Returns models of depth 2 and 3, and how much deeper than the first the model is; None unless it is a ViT
-    deeper than both, and without a stem, which takes longer than its blocks. Also if blocks of it are frozen, as `train.freeze` says.
+    deeper than both, and without a stem, which takes longer than its blocks. Also if blocks of it are frozen, as
+    `train.freeze` says.
 
-    All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes seconds.
+    All blocks but the first are alike, so what each adds to a count is the difference of the two; counting all 56 takes
+    seconds.
     """
     if (
         not isinstance(config, ViTConfig)
@@ -48,7 +51,9 @@ def shallow(config: Config, frozen: str = NOTHING) -> tuple[Config, Config, int]
 
 
 def of_depth(config: Config, count: Callable[[Config], T], frozen: str = NOTHING) -> T:
-    """What `count` gives for a model, of a deep one from two `shallow` ones. It returns numbers, in any nesting of tuples and dicts."""
+    """What `count` gives for a model, of a deep one from two `shallow` ones. It returns numbers, in any nesting of
+    tuples and dicts.
+    """
     if not (found := shallow(config, frozen)):
         return count(config)
     *models, deeper = found
@@ -116,7 +121,9 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
 
 
 def begin_step(objective: "Objective") -> None:
-    """What is called around the first step of a run, so that a plan, too, fails for an objective that reads what it may not."""
+    """What is called around the first step of a run, so that a plan, too, fails for an objective that reads what it may
+    not.
+    """
     objective.before_step(0)
     if objective.teacher is not None:
         objective.teacher_momentum(0)
@@ -132,8 +139,8 @@ def loss(objective: "Objective", read: "Inputs") -> Tensor:
 def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     """Floating-point operations of training on one image: of matrix products and convolutions, forward and backward.
 
-    They are those that `loss` does and that its gradient does: all views, what is added, and a teacher's forward pass alone.
-    Recomputed activations do not count.
+    They are those that `loss` does and that its gradient does: all views, what is added, and a teacher's forward pass
+    alone. Recomputed activations do not count.
     """
     return of_depth(model, partial(_flops, cls, config), config.train.freeze)
 
@@ -152,7 +159,9 @@ def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
 
 
 def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, Tensor]) -> None:
-    """Raise TypeError for a mistake in an objective that training would not show. values: what `loss` returned; backward was called."""
+    """Raise TypeError for a mistake in an objective that training would not show. values: what `loss` returned;
+    backward was called.
+    """
     name = type(objective).__name__
     if differ := values.keys() ^ objective.values(config).keys():
         raise TypeError(

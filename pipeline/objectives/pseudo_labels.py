@@ -1,10 +1,10 @@
 """Pseudo-labels: learning from few labels and many images without one, as Semi-ViT does (Cai et al., arXiv 2208.05688).
 
-The teacher, an average of the weights, sees a weakly augmented view of each image, its crop and flip alone, and the backbone a view with
-all augmentations. An image with labels is learned as in classification. One without gets the teacher's most likely class as its label if
-the teacher gives it at least `threshold` of the probability, and otherwise contributes nothing, as in FixMatch (Sohn et al., arXiv
-2001.07685), where the backbone is its own teacher. Each image counts the same, as with the paper's weight of 5 for the loss of five times
-as many images without a label.
+The teacher, an average of the weights, sees a weakly augmented view of each image, its crop and flip alone, and the
+backbone a view with all augmentations. An image with labels is learned as in classification. One without gets the
+teacher's most likely class as its label if the teacher gives it at least `threshold` of the probability, and otherwise
+contributes nothing, as in FixMatch (Sohn et al., arXiv 2001.07685), where the backbone is its own teacher. Each image
+counts the same, as with the paper's weight of 5 for the loss of five times as many images without a label.
 
 Shapes: B batch, K classes, M labels per sample.
 """
@@ -45,12 +45,13 @@ _CROP_AND_FLIP = (
 class PseudoLabelsSettings(Settings):
     threshold: Share = setting(
         0.6,
-        "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of ImageNet's "
-        "labels and 0.5 with 10 %.",
+        "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of"
+        " ImageNet's labels and 0.5 with 10 %.",
     )
     momentum: ShareBelow1 = setting(
         0.9999,
-        "Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller for short runs.",
+        "Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller"
+        " for short runs.",
     )
 
 
@@ -106,7 +107,8 @@ class PseudoLabels(Classification):
         learned = torch.where(used[:, None], guess[:, None], labels)
         images, own = views[0], None
         if "own" in facts:
-            # Only where both have a label: in a mixture with what is not known, the other one's label would be learned as if it were alone.
+            # Only where both have a label: in a mixture with what is not known, the other one's label would be learned
+            # as if it were alone.
             known = (learned >= 0).any(1)
             both = known & partner(known)
             images = torch.where(both[:, None, None, None], views[2], images)
@@ -123,7 +125,8 @@ class PseudoLabels(Classification):
 
     # ------------------------------------------------------------------ around a step
     def teacher_momentum(self, step: int) -> float:
-        # The average of a new head would be sure of nothing for long; that of a trained one is better than the weights at high rates.
+        # The average of a new head would be sure of nothing for long; that of a trained one is better than the weights
+        # at high rates.
         return self.given.momentum if self.has_head else min(self.given.momentum, (1 + step) / (10 + step))
 
 

@@ -38,7 +38,9 @@ def read_checksums(path: Any) -> dict[str, Checksum] | None:
 
 
 def _is_outage(error: Exception, path: Any) -> bool:
-    """Whether a checkpoint could not be read for the moment. A stale handle is also what another host's removal of it leaves."""
+    """Whether a checkpoint could not be read for the moment. A stale handle is also what another host's removal of it
+    leaves.
+    """
     return is_outage(error) and path.exists()
 
 
@@ -56,7 +58,9 @@ class _WithFacts:
 
 
 def checkpoints_of(run: Path) -> Path | str:
-    """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in its folder."""
+    """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in
+    its folder.
+    """
     return _place(run, (json_record.read_or_none(run / "run.json", _WithFacts) or _WithFacts()).facts)
 
 
@@ -77,7 +81,8 @@ class _RecordedIdentity:
 def run_of_checkpoint(path: Path) -> Path | None:
     """The folder of the run whose checkpoint.folder a checkpoint is in, or was copied from if that is a bucket.
 
-    path: the checkpoint or a file in it. None if its run is not where its settings say, which may be relative to the current
+    path: the checkpoint or a file in it. None if its run is not where its settings say, which may be relative to the
+    current
     folder: a run of the same name that keeps its checkpoints elsewhere is another one.
     """
     folder = path if os.path.isdir(path) else path.parent  # Path.is_dir raises for a name that is too long.

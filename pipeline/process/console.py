@@ -50,7 +50,8 @@ class Console:
 def progress_line(
     done: int, total: int, metrics: dict[str, float], global_batch: int, logged: Mapping[str, str] | None = None
 ) -> str:
-    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time left.
+    """A line of the training log: step, loss, lr, gradient norm, images/s, MFU, shares of time, memory, skips, time
+    left.
 
     logged: what the objective logs beside its loss: name -> text.
     """
@@ -58,10 +59,10 @@ def progress_line(
     own = "".join(f"{name.removeprefix('train_')} {text}  " for name, text in (logged or {}).items())
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
-        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  "
-        f"grad {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  "
-        f"data {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} "
-        f"opt {metrics['time_optimizer']:.0%} save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f} GiB  "
-        f"skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f}  "
-        f"{f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
+        f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  grad"
+        f" {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  data"
+        f" {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} opt"
+        f" {metrics['time_optimizer']:.0%} save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f}"
+        f" GiB  skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f} "
+        f" {f'retries {retries:.0f}  ' if retries else ''}left {duration(left)}"
     )

@@ -35,7 +35,9 @@ class StopRequest(Protocol):
         """Whether this rank has received a request to stop; other ranks may not have."""
 
     def together(self, items: Iterator[T]) -> Iterator[T]:
-        """Yields the items until all ranks agree to stop, then raises Stopped. Collective: ranks need equal numbers of items."""
+        """Yields the items until all ranks agree to stop, then raises Stopped. Collective: ranks need equal numbers of
+        items.
+        """
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,9 @@ class Ranks:
         return self.agree(value)
 
     def on_all(self, function: Callable[[], T]) -> T:
-        """Call `function`, which reads files that may be others on another host; returns its result. A UserError ends all ranks."""
+        """Call `function`, which reads files that may be others on another host; returns its result. A UserError ends
+        all ranks.
+        """
         try:
             return function()
         except UserError as error:
@@ -143,8 +147,9 @@ def from_environment() -> Ranks:
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise OneRankError(
-                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {counted(torch.cuda.device_count(), 'GPU')} for this process. "
-                "Start as many ranks as there are GPUs (deepspeed --num_gpus; CUDA_VISIBLE_DEVICES hides others)."
+                f"LOCAL_RANK = {local_rank}, but {socket.gethostname()} has {counted(torch.cuda.device_count(), 'GPU')}"
+                " for this process. Start as many ranks as there are GPUs (deepspeed --num_gpus; CUDA_VISIBLE_DEVICES"
+                " hides others)."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -157,8 +162,8 @@ def all_started(
 ) -> Iterator[None]:
     """Enter the block, which initialises the process group, once all ranks have come here. Collective.
 
-    A rank that waits says for which ranks. Raises CrashError after `minutes`, and when rank 0 has ended, because the ranks meet
-    there. meet: called once they can; whether this rank is to host the store where they do.
+    A rank that waits says for which ranks. Raises CrashError after `minutes`, and when rank 0 has ended, because the
+    ranks meet there. meet: called once they can; whether this rank is to host the store where they do.
     """
     if ranks.world_size == 1:
         yield
@@ -179,7 +184,8 @@ def all_started(
         def pause() -> None:
             if wait.left <= 0:
                 raise crash(
-                    f"waited in vain for {wait}: killed, or not started by the launcher. The same command starts the run again."
+                    f"waited in vain for {wait}: killed, or not started by the launcher. The same command starts the"
+                    " run again."
                 )
             time.sleep(min(0.02 + wait.age / 10, 1.0))
 
@@ -202,7 +208,8 @@ def all_started(
             if "EADDRINUSE" in str(error):  # The port was free when the run started.
                 raise busy_port() from None
             raise crash(
-                f"rank 0, where the ranks meet ({address}:{port}), ended before all had started. The same command starts the run again."
+                f"rank 0, where the ranks meet ({address}:{port}), ended before all had started. The same command"
+                " starts the run again."
             ) from None
     yield
 
@@ -228,11 +235,12 @@ def seed_torch(seed: int, on_gpu: bool) -> None:
 
 
 def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> None:
-    """Make a GPU compute float32 as IEEE 754 says, not as TF32, and the same bits each time. Call before the first operation.
+    """Make a GPU compute float32 as IEEE 754 says, not as TF32, and the same bits each time. Call before the first
+    operation.
 
-    deterministic: kernels whose result does not depend on the order in which threads finish; attention's backward pass is slower.
-    An operation without such a kernel raises RuntimeError, of which a run says one line before its first step
-    (`train/setup.py`). No-op for a CPU, whose kernels are deterministic.
+    deterministic: kernels whose result does not depend on the order in which threads finish; attention's backward pass
+    is slower. An operation without such a kernel raises RuntimeError, of which a run says one line before its first
+    step (`train/setup.py`). No-op for a CPU, whose kernels are deterministic.
     """
     if device.type != "cuda":
         return
@@ -242,8 +250,8 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
         # cuBLAS reads it when it starts, and torch insists on it.
         if os.environ.get(_WORKSPACE) not in _FIXED_WORKSPACES:
             os.environ[_WORKSPACE] = _FIXED_WORKSPACES[0]
-        # Not warn_only=True, with which torch leaves the backward passes of flash, memory-efficient and cuDNN attention as they are,
-        # and only warns of them.
+        # Not warn_only=True, with which torch leaves the backward passes of flash, memory-efficient and cuDNN attention
+        # as they are, and only warns of them.
         torch.use_deterministic_algorithms(True)
         # Otherwise each new tensor is filled, for programs that read uninitialised memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

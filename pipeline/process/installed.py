@@ -10,14 +10,18 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def shipped(path: Path) -> Path:
-    """The installed file for a relative path `configs/...` that does not exist in the current folder; else `path` itself."""
+    """The installed file for a relative path `configs/...` that does not exist in the current folder; else `path`
+    itself.
+    """
     if path.parts[:1] == ("configs",) and ".." not in path.parts and not path.exists() and (_ROOT / path).is_file():
         return _ROOT / path
     return path
 
 
 def python_arguments(command: str) -> list[str]:
-    """Python's arguments that run a command: a script that exists, else the module of `pretrain` or `launch/pretrain.py`."""
+    """Python's arguments that run a command: a script that exists, else the module of `pretrain` or
+    `launch/pretrain.py`.
+    """
     if Path(command).is_file():
         return [command]
     name = command.removeprefix("launch/").removesuffix(".py")

@@ -38,8 +38,8 @@ def forget_launcher(starts_one: bool = False) -> None:
 
     starts_one: it starts a launcher, which gets those that are the same for all ranks.
 
-    In a shell that a launcher or a scheduler started, it would take itself and the runs that it starts for one of the ranks: it would
-    leave its mistakes to rank 0 to say, and they would wait for the others.
+    In a shell that a launcher or a scheduler started, it would take itself and the runs that it starts for one of the
+    ranks: it would leave its mistakes to rank 0 to say, and they would wait for the others.
     """
     for name in VARIABLES:
         if not (starts_one and name in _OF_ALL_RANKS):
@@ -47,9 +47,11 @@ def forget_launcher(starts_one: bool = False) -> None:
 
 
 def share_cores() -> None:
-    """Give each of several ranks of a host its share of the cores, by OMP_NUM_THREADS, unless that is set. Before torch is imported.
+    """Give each of several ranks of a host its share of the cores, by OMP_NUM_THREADS, unless that is set. Before torch
+    is imported.
 
-    `deepspeed` does not set it: every rank would start a thread for each core, and the threads wait for each other spinning.
+    `deepspeed` does not set it: every rank would start a thread for each core, and the threads wait for each other
+    spinning.
     """
     if (ranks := ranks_on_host()) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -76,10 +78,11 @@ def ranks_on_host() -> int:
 
 
 def key_of_start(name: str) -> str:
-    """A key of the ranks' store that belongs to this start: the store of torchrun's agent outlives the ranks that it restarts.
+    """A key of the ranks' store that belongs to this start: the store of torchrun's agent outlives the ranks that it
+    restarts.
 
-    Any other store ends with rank 0, and there the agents of two hosts may have different counts: of a rank that fails, one
-    agent sees the failure, and another one, which does not count it, sees that the first one starts again.
+    Any other store ends with rank 0, and there the agents of two hosts may have different counts: of a rank that fails,
+    one agent sees the failure, and another one, which does not count it, sees that the first one starts again.
     """
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if is_of_agent else 0}"
@@ -115,6 +118,6 @@ def free_port() -> int:
 
 def busy_port() -> UserError:
     return UserError(
-        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another: "
-        "deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
+        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another:"
+        " deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
     )

@@ -1,8 +1,9 @@
 """Detects that the launcher of this rank has ended, so that orphaned ranks commit a checkpoint and exit. Linux only.
 
-`deepspeed` is two processes: the runner, started by the user, and its child (with pdsh: a child of each host's sshd), the
-launcher `deepspeed.launcher.launch`, which starts the ranks. A SIGTERM or SIGKILL to the runner does not reach the others, and
-the kernel does not report a grandparent's death. But an orphaned process gets another parent, which /proc shows.
+`deepspeed` is two processes: the runner, started by the user, and its child (with pdsh: a child of each host's sshd),
+the launcher `deepspeed.launcher.launch`, which starts the ranks. A SIGTERM or SIGKILL to the runner does not reach the
+others, and the kernel does not report a grandparent's death. But an orphaned process gets another parent, which /proc
+shows.
 
 Only known launchers are watched, because a shell may end while `nohup torchrun ... &` continues.
 """
@@ -22,7 +23,9 @@ _SSHD = ("sshd", "sshd-session")
 
 @dataclass(frozen=True)
 class LauncherProcess:
-    """The process that started this rank. links: (child, parent) pids of the chain up to it, as they were at the start."""
+    """The process that started this rank. links: (child, parent) pids of the chain up to it, as they were at the
+    start.
+    """
 
     name: str
     pid: int
@@ -56,7 +59,8 @@ def find_launcher() -> LauncherProcess | None:
 
 
 def end_restarts() -> None:
-    """Make torchrun end instead of starting the ranks of this host again, of which a mistake would be repeated, and a stop be undone.
+    """Make torchrun end instead of starting the ranks of this host again, of which a mistake would be repeated, and a
+    stop be undone.
 
     Its agent knows no exit code after which it does not restart, but ends when it is asked to.
     """

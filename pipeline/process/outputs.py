@@ -1,15 +1,15 @@
 """Checks before any work that a command can write its output paths. Standard library only.
 
-A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands check
-these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
+A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands
+check these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
 
-The check creates no visible file and no folder: an existing path must be of the right kind, and an unnamed temporary file must be
-possible in the nearest existing folder. What a killed command left of a file is removed. URLs
+The check creates no visible file and no folder: an existing path must be of the right kind, and an unnamed temporary
+file must be possible in the nearest existing folder. What a killed command left of a file is removed. URLs
 are left to the storage layer.
 
-A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the kind that
-the setting's folder is for, and a folder of another kind is refused. Anything else may be there before, such as the log files of a
-scheduler.
+A folder holds the results of one kind of command, because many write a report.md or a results.json: `holds` names the
+kind that the setting's folder is for, and a folder of another kind is refused. Anything else may be there before, such
+as the log files of a scheduler.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import remove_unfinished
 from pipeline.base.locks import only_writer
 
-# file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent folders.
+# file: its folder must exist. folder: created if missing. new: a new file or folder, created with missing parent
+# folders.
 Output = Literal["file", "folder", "folder or URL", "new"]
 
 Holds = Literal[
@@ -97,8 +98,8 @@ def try_outputs(config: Any, prefix: str = "") -> None:
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
     """Raise UserError unless this path can be written, and a folder for results of one kind holds none of another.
 
-    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything. Raises OSError while its disk
-    or file server fails.
+    name: name of the setting in the error. holds: the kind, None for a folder that may hold anything. Raises OSError
+    while its disk or file server fails.
     """
     try:
         if output != "folder":
@@ -113,7 +114,9 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
 
 @contextlib.contextmanager
 def holding_outputs() -> Iterator[None]:
-    """Of each folder and file that is passed to `hold` in the block, this process is the only writer until the block ends."""
+    """Of each folder and file that is passed to `hold` in the block, this process is the only writer until the block
+    ends.
+    """
     global _held
     with contextlib.ExitStack() as _held:
         try:
@@ -124,7 +127,8 @@ def holding_outputs() -> Iterator[None]:
 
 
 def hold(output: Path, is_file: bool = False) -> None:
-    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command, once for each output.
+    """Refuse a second command that writes the same output at the same time (`only_writer`). No-op but in a command,
+    once for each output.
 
     Raises UserError, with the process that writes it.
     """
@@ -143,12 +147,15 @@ def kind_of(folder: Path) -> Holds | None:
 
 
 def _refuse_among(name: str, path: Path, images: list[str]) -> None:
-    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its pictures, too."""
+    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its
+    pictures, too.
+    """
     for place in images:
         folder = Path(place)
         if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"{name} = {path} is in the folder of the images, {place}, and its pictures would be read as such. Choose another folder."
+                f"{name} = {path} is in the folder of the images, {place}, and its pictures would be read as such."
+                " Choose another folder."
             )
 
 

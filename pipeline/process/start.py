@@ -1,8 +1,9 @@
 """A process and its system: Ctrl-C, signals, memory. Imports little, and only the standard library.
 
-Every file in `launch/` calls `guard` first, because later imports can take seconds. What is imported here comes before it, so
-ctypes and others, which take longer than all the rest, are imported where they are used. A Ctrl-C while the interpreter itself
-starts (`site`, for some hundredths of a second) still ends in its traceback: no code of ours has run by then.
+Every file in `launch/` calls `guard` first, because later imports can take seconds. What is imported here comes before
+it, so ctypes and others, which take longer than all the rest, are imported where they are used. A Ctrl-C while the
+interpreter itself starts (`site`, for some hundredths of a second) still ends in its traceback: no code of ours has run
+by then.
 
     sys.path.insert(0, ...)
     from pipeline.process.start import guard
@@ -29,13 +30,15 @@ _INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
 def guard(module: str) -> None:
-    """Make any text printable, and make Ctrl-C exit with one line and code 130; `interruptible()` restores Python's handling.
+    """Make any text printable, and make Ctrl-C exit with one line and code 130; `interruptible()` restores Python's
+    handling.
 
     module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
     """
     if module != "__main__":
         return
-    # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on stderr.
+    # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on
+    # stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     # In a background job SIGINT is ignored, and stays ignored.
@@ -46,7 +49,8 @@ def guard(module: str) -> None:
 def dying_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
     """Returns what asks Linux to send a process a signal when the thread that started it ends, however that happens.
 
-    To be called in a child process before its program starts (subprocess's preexec_fn), where nothing can be imported safely.
+    To be called in a child process before its program starts (subprocess's preexec_fn), where nothing can be imported
+    safely.
     """
     import ctypes
 
@@ -54,7 +58,9 @@ def dying_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment for a process of this code beside the ranks: one thread, no GPU, and packages found as here."""
+    """Returns the environment for a process of this code beside the ranks: one thread, no GPU, and packages found as
+    here.
+    """
     # Absolute: the process may start in another folder.
     packages = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     path = os.pathsep.join([str(_ROOT), *packages])
@@ -67,17 +73,17 @@ def check_program(program: str, path: str | None = None) -> None:
 
     if which(program, path=path) is None:
         raise UserError(
-            f"{program!r}: there is no such program, or it may not be run. Name the launcher as it is called in a shell, as "
-            "deepspeed or torchrun, or by its path."
+            f"{program!r}: there is no such program, or it may not be run. Name the launcher as it is called in a"
+            " shell, as deepspeed or torchrun, or by its path."
         )
 
 
 def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next tensors, up to 2 GiB at the end of the heap. No-op without glibc.
 
-    Otherwise glibc returns large tensors to the kernel, which has to clear their pages for the next ones, many times in each
-    batch. Inference on a CPU takes 4 to 9 % less time without that; training only 3 %, and 15 % more memory, so it does not
-    call this (docs/performance.md).
+    Otherwise glibc returns large tensors to the kernel, which has to clear their pages for the next ones, many times in
+    each batch. Inference on a CPU takes 4 to 9 % less time without that; training only 3 %, and 15 % more memory, so it
+    does not call this (docs/performance.md).
     """
     import ctypes
 

@@ -1,7 +1,8 @@
 """Waits that may last: what this process waits for, and for how long at most. Standard library only.
 
-Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a run
-(pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over. Time in which this process was stopped does not count.
+Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a
+run (pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over. Time in which this process was
+stopped does not count.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ Say = Callable[[str], None]
 
 @dataclass(eq=False)
 class Wait:
-    """A wait in progress. what: completes "waiting for ...". seconds: its limit. setting: the setting that gives the limit.
+    """A wait in progress. what: completes "waiting for ...". seconds: its limit. setting: the setting that gives the
+    limit.
 
     kind: of several waits of a kind, one is said. is_silent: it is not said. say: for this wait alone.
     """

@@ -1,4 +1,5 @@
 """Reads finished and running runs, compares them and reports on them; from their folders.
 
-Imports rooms above it. Start with record.py (what is known of one run) and table.py (a row for each run). Used by launch/.
+Imports rooms above it. Start with record.py (what is known of one run) and table.py (a row for each run). Used by
+launch/.
 """

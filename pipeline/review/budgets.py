@@ -40,7 +40,8 @@ AXES = (STEPS, IMAGES, FLOPS)
 
 
 def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, Score | None]]:
-    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that, None without).
+    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that,
+    None without).
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
@@ -66,7 +67,8 @@ def in_units(amount: float, axis: Axis) -> str:
 
 # ---------------------------------------------------------------------- figures
 def curves(records: Records) -> list[PngImage]:
-    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log beside.
+    """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log
+    beside.
 
     A metric has a figure for each thing that it measures: for each loss, and for images that are trained on.
     """
@@ -112,10 +114,11 @@ def draw_curves(
     seeds: Sequence[Sequence[str]],
     percent: bool,
 ) -> bytes | None:
-    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if there is no value after step 0.
+    """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if there is no value after step
+    0.
 
-    chosen: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a line of the
-    legend. percent: the values are shares.
+    chosen: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a
+    line of the legend. percent: the values are shares.
     """
     if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
@@ -174,7 +177,9 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred running mean; the window is cut at the ends, and non-finite values are ignored. NaN where it has no other."""
+    """Centred running mean; the window is cut at the ends, and non-finite values are ignored. NaN where it has no
+    other.
+    """
     window = max(1, round(_SMOOTH * len(values))) | 1
     ones, there = np.ones(window), np.isfinite(values)
     sums = np.convolve(np.where(there, values, 0), ones, "same")

@@ -1,4 +1,6 @@
-"""Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more than noise."""
+"""Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more
+than noise.
+"""
 
 import itertools
 import re
@@ -134,8 +136,9 @@ class Group:
             return ""
         interval = of_seeds(found[0].values, found[0].num_samples)
         return (
-            f"{listed(found[0].names, MAX_NAMED)} differ in their seed only, so there is no difference of settings to test: mean "
-            f"{100 * found[0].mean:.2f} %, 95 % interval over seeds {100 * interval.low:.2f} to {100 * interval.high:.2f}."
+            f"{listed(found[0].names, MAX_NAMED)} differ in their seed only, so there is no difference of settings to"
+            f" test: mean {100 * found[0].mean:.2f} %, 95 % interval over seeds {100 * interval.low:.2f} to"
+            f" {100 * interval.high:.2f}."
         )
 
     @property
@@ -199,7 +202,11 @@ def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs if pair.first is group.pairs[0].first):
         d = pair.difference
-        yield f"{pair.first.title} over {pair.second.title}{_budget(pair)}: {100 * d.value:+.2f} points ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}: {in_words(d, pair.corrected)}"
+        yield (
+            f"{pair.first.title} over {pair.second.title}{_budget(pair)}: {100 * d.value:+.2f} points"
+            f" ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}:"
+            f" {in_words(d, pair.corrected)}"
+        )
 
 
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
@@ -237,7 +244,9 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
 
 
 def _differing(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, Table | None]:
-    """Returns (what is known and the same of all runs, a table of what differs if anything does). values: run -> name -> value."""
+    """Returns (what is known and the same of all runs, a table of what differs if anything does). values: run -> name
+    -> value.
+    """
     rows = differences(values)
     differ = [name for name, *_ in rows]
     of_first = next(iter(values.values()))
@@ -262,7 +271,9 @@ def when(seconds: float) -> str:
 
 
 def _budget(pair: Pair) -> str:
-    """What the better one of two runs had more or less of, as ", with 2.5 times the images and 2.5 times the FLOPs"; "" where that is the same."""
+    """What the better one of two runs had more or less of, as ", with 2.5 times the images and 2.5 times the FLOPs"; ""
+    where that is the same.
+    """
     told = []
     for name, amount in (("images", lambda record: record.images_seen), ("FLOPs", lambda record: record.exaflops)):
         first, second = (amount(of.records[0]) for of in (pair.first, pair.second))

@@ -2,8 +2,9 @@
 
     python -m pipeline.review.draw RUN_FOLDER [--final]
 
-Curves, the figures of the last evaluation and MAE's reconstructions are drawn each time; attention and position embeddings, and
-without labels the patches' components, when the run has ended (--final). A figure that cannot be drawn costs one line, and not the others.
+Curves, the figures of the last evaluation and MAE's reconstructions are drawn each time; attention and position
+embeddings, and without labels the patches' components, when the run has ended (--final). A figure that cannot be drawn
+costs one line, and not the others.
 """
 
 import json
@@ -36,7 +37,9 @@ _MAX_SECONDS = 300
 
 
 def draw(folder: Path, final: bool) -> list[str]:
-    """Draw all figures whose inputs exist; returns a line for each that failed. final: also those that need the weights."""
+    """Draw all figures whose inputs exist; returns a line for each that failed. final: also those that need the
+    weights.
+    """
     problems: list[str] = []
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,6 @@
-"""Figures of one run: its curves, and from its last evaluation the confusion matrix, the worst classes and a sheet of predictions."""
+"""Figures of one run: its curves, and from its last evaluation the confusion matrix, the worst classes and a sheet of
+predictions.
+"""
 
 from collections.abc import Sequence
 
@@ -32,8 +34,8 @@ _THREADS = 1
 def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
     """PNG of the curves of one run; None if it has none. others: runs that are drawn in grey, where they compare.
 
-    Accuracies compare with all of them, losses and what objectives log only with those of the same `train.loss`, RankMe also only
-    at the same width.
+    Accuracies compare with all of them, losses and what objectives log only with those of the same `train.loss`, RankMe
+    also only at the same width.
     """
     loss, width = (record.settings.get(name) for name in ("train.loss", "model.width"))
     alike = [other for other in others if other.settings.get("train.loss") == loss]
@@ -127,7 +129,8 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
 
 
 def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:
-    """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then right ones.
+    """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then
+    right ones.
 
     None if no image has both.
     """

@@ -1,4 +1,6 @@
-"""Reads the record of a run from its folder, or from what `mlflow artifacts download` made of it: these are files of the same names."""
+"""Reads the record of a run from its folder, or from what `mlflow artifacts download` made of it: these are files of
+the same names.
+"""
 
 import contextlib
 import os
@@ -29,15 +31,18 @@ def is_run(folder: Path) -> bool:
 
 
 def from_folder(folder: Path) -> RunRecord:
-    """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one line."""
+    """The record of a run folder. Raises UserError for a folder that is not a run, and for a damaged file in one
+    line.
+    """
     if not is_run(folder):
         if kind_of(folder) == "experiment":
             raise UserError(
-                f"{folder} is an experiment that has not ended: results.json is missing. Wait, or continue it by the command that began it."
+                f"{folder} is an experiment that has not ended: results.json is missing. Wait, or continue it by the"
+                " command that began it."
             )
         raise UserError(f"{folder} is not the folder of a run: {RUN_FILE} and {_RESULTS} are missing.")
-    # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end that is
-    # found has its metrics, and is that of a run that was killed only if it was.
+    # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
+    # that is found has its metrics, and is that of a run that was killed only if it was.
     is_free = False
     with contextlib.suppress(OSError):  # Of another user's run, or one whose lock is no file, only the status is known.
         is_free = holder(folder) is None
@@ -103,7 +108,9 @@ def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
 
 
 def read(address: str) -> RunRecord:
-    """The record of a folder that a user names, or of a file in it. Raises UserError in one line if it is not a run, or damaged."""
+    """The record of a folder that a user names, or of a file in it. Raises UserError in one line if it is not a run, or
+    damaged.
+    """
     path = Path(address)
     path = path.parent if path.suffix == ".json" else path
     if not path.exists():

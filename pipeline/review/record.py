@@ -60,8 +60,8 @@ def title_of(name: str) -> str:
 class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
-    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of `Split.groups`; empty
-    without. probability: float32, empty if it was not read.
+    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of
+    `Split.groups`; empty without. probability: float32, empty if it was not read.
     """
 
     rows: np.ndarray
@@ -80,8 +80,8 @@ def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions
 
 @dataclass(frozen=True)
 class Score:
-    """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups, their
-    `effective_number`, else num_samples.
+    """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups,
+    their `effective_number`, else num_samples.
 
     interval: at 95 %, of a proportion; None where the number of images is unknown.
     """
@@ -96,7 +96,9 @@ class Score:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is a proportion of images: such scores are tested for more than noise, and of others the mIoU alone."""
+        """Whether it is a proportion of images: such scores are tested for more than noise, and of others the mIoU
+        alone.
+        """
         return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
@@ -114,10 +116,11 @@ class RunRecord:
     """What is known of one run.
 
     kind: pretrain, finetune, grid, study, vtab, data or explain. settings: by dotted name, complete if the folder has a
-    config.yaml (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as built. parameters: what
-    follows from the settings. origin: the weights that the run began with, as they were then; None for new ones. steps: planned
-    ones. steps, images_per_step, flops_per_image: 0 for a run without steps. results: of a grid, a study or a sweep. num_damaged: lines
-    of metrics.jsonl that could not be read. declared: what the run says of its metrics.
+    config.yaml (has_all_settings), else those that differ from the defaults; `model.*` is the architecture as built.
+    parameters: what follows from the settings. origin: the weights that the run began with, as they were then; None for
+    new ones. steps: planned ones. steps, images_per_step, flops_per_image: 0 for a run without steps. results: of a
+    grid, a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read. declared: what the run says of
+    its metrics.
     """
 
     name: str
@@ -247,7 +250,9 @@ class RunRecord:
 
     @property
     def scored_split(self) -> tuple[str, str]:
-        """(data set, split) of a score that is the probe's of a run in training; ("", "") for scores on the run's evaluation split."""
+        """(data set, split) of a score that is the probe's of a run in training; ("", "") for scores on the run's
+        evaluation split.
+        """
         if self.kind == "evaluation":
             return "", ""
         data = self.settings.get("probe.data") or self.settings.get("data.path")
@@ -260,7 +265,9 @@ class RunRecord:
 
     @cached_property
     def further(self) -> dict[str, str]:
-        """What figures show beside accuracy and losses, of the held-out split, the objective and probes: own name -> metric."""
+        """What figures show beside accuracy and losses, of the held-out split, the objective and probes: own name ->
+        metric.
+        """
         measured = {name.removeprefix(f"{self.split}_"): name for name in self.held_out}
         logged = [
             name

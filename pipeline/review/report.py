@@ -133,7 +133,9 @@ def problems(record: RunRecord) -> Iterator[str]:
 
 
 def lineage(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    """A row for the run, and for each of the runs before it whose folder is here: which weights it began with, as they were then."""
+    """A row for the run, and for each of the runs before it whose folder is here: which weights it began with, as they
+    were then.
+    """
     for _ in range(_MAX_ANCESTORS):
         if (used := record.origin) is None:
             return
@@ -259,5 +261,8 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
         # "dev" is a part of the training split, of which that command knows nothing.
         split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
         words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
-    how = f'python launch/evaluate.py {shlex.join(words)}\n\nfrom pipeline.model import load\nmodel = load("{chosen.path}")'
+    how = (
+        f"python launch/evaluate.py {shlex.join(words)}\n\nfrom pipeline.model import load\nmodel ="
+        f' load("{chosen.path}")'
+    )
     return Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows), how

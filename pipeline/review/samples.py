@@ -74,7 +74,10 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
             table += [{**of_set, **use} for use in uses_of_row]
         table.sort(key=lambda use: (use["step"], use["place"]))
         seen = sum(row["trained"] == "yes" for row in table)
-        said = f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in all {steps:,}"
+        said = (
+            f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in"
+            f" all {steps:,}"
+        )
     _show(table, config.csv)
     for line in [*split.notes(), said]:
         print(line, file=sys.stderr)
@@ -119,7 +122,9 @@ def _settings(path: Path, state: State | None) -> RunConfig:
 
 
 def _where_it_is(data: DataConfig, config: SamplesConfig) -> DataConfig:
-    """The data of a run, in the folders that the settings give. Raises UserError for one of another set than the run's."""
+    """The data of a run, in the folders that the settings give. Raises UserError for one of another set than the
+    run's.
+    """
     moved = {path.rstrip("/"): to for path, to in config.mix.items()}
     known = dict.fromkeys(path.rstrip("/") for path in (data.path, *(entry.path for entry in data.mix)))
     if unknown := moved.keys() - known:
@@ -145,15 +150,17 @@ def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
-            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., those of data.mix "
-            "with mix=..., or put back what was there."
+            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., those"
+            " of data.mix with mix=..., or put back what was there."
         )
 
 
 def _of_step(
     dataset: Dataset, split: Split, order: Order, first: int, rows: np.ndarray, uses: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used before."""
+    """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used
+    before.
+    """
     table = []
     epochs = order.epochs(np.arange(first, first + len(rows)))
     manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)

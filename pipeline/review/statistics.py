@@ -137,7 +137,8 @@ def _but_the_seed(record: RunRecord) -> Hashable:
 
 
 def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Returns (rows with their labels, whether each was right, groups if there are some) of a single run's last evaluation, or None.
+    """Returns (rows with their labels, whether each was right, groups if there are some) of a single run's last
+    evaluation, or None.
 
     Predictions that do not give the last score are of another evaluation, and are not used.
     """
@@ -152,12 +153,16 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 # ---------------------------------------------------------------------- what can be compared
 def by_evaluation(records: Records) -> dict[Hashable, list[str]]:
-    """The names of the runs that were scored by the same measure on the same images; runs without a score are left out."""
+    """The names of the runs that were scored by the same measure on the same images; runs without a score are left
+    out.
+    """
     return _by_value(records, _measure)
 
 
 def _measure(record: RunRecord) -> tuple[str, str, int, str]:
-    """(data, split, number of images, measure unless it is the accuracy of the run's head), in which comparable scores agree; () without a score."""
+    """(data, split, number of images, measure unless it is the accuracy of the run's head), in which comparable scores
+    agree; () without a score.
+    """
     score, results = record.last_score, record.results
     if score is None:
         return ()  # type: ignore[return-value]
@@ -188,7 +193,9 @@ def scored_on(record: RunRecord) -> str:
 
 
 def _fit(record: RunRecord) -> str:
-    """How the probe that is a run's score is fitted, as far as it differs from the defaults: ", probe.neighbour_images=10000"; "" of other scores."""
+    """How the probe that is a run's score is fitted, as far as it differs from the defaults: ",
+    probe.neighbour_images=10000"; "" of other scores.
+    """
     if record.scored not in record.probes:
         return ""
     defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
@@ -201,7 +208,9 @@ def _fit(record: RunRecord) -> str:
 
 
 def _draw_their_own(records: Records) -> bool:
-    """Whether runs scored on split dev hold out different images of the same data: data.dev_share draws them by the seed."""
+    """Whether runs scored on split dev hold out different images of the same data: data.dev_share draws them by the
+    seed.
+    """
     of_dev = [record.settings for record in records.values() if record.split == "dev" and not any(record.scored_split)]
     return len({(str(settings.get("seed")), str(settings.get("data.limit"))) for settings in of_dev}) > 1
 
@@ -209,7 +218,10 @@ def _draw_their_own(records: Records) -> bool:
 def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:
     """Sentences that say what can be compared, and what cannot. groups: names of runs, of `by_evaluation`."""
     if len(groups) > 1:
-        yield "The runs were scored on different images, or by different measures. Scores of different sets are not put in one ranking."
+        yield (
+            "The runs were scored on different images, or by different measures. Scores of different sets are not put"
+            " in one ranking."
+        )
     for number, group in enumerate(groups, 1):
         images = (
             "on other images for each seed"
@@ -234,8 +246,8 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     seen = sorted({record.images_seen for record in records.values() if record.images_seen})
     if len(seen) > 1:
         yield (
-            f"The runs saw different numbers of images, {seen[0]:,} to {seen[-1]:,}: last scores compare whole runs, those at equal "
-            "images and FLOPs what the same amount of training gave."
+            f"The runs saw different numbers of images, {seen[0]:,} to {seen[-1]:,}: last scores compare whole runs,"
+            " those at equal images and FLOPs what the same amount of training gave."
         )
 
 

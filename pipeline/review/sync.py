@@ -23,8 +23,8 @@ _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 def run(config: SyncConfig) -> None:
     """Send each run folder; prints a line for each.
 
-    A folder that another process uses is left to it, with a line. Raises UserError for a folder without runs, and at the end if a run
-    could not be read or sent.
+    A folder that another process uses is left to it, with a line. Raises UserError for a folder without runs, and at
+    the end if a run could not be read or sent.
     """
     folders = [folder for given in config.runs for folder in find_runs(Path(given))]
     num_failed = 0

@@ -109,7 +109,9 @@ def settings_of(record: RunRecord) -> dict[str, Any]:
 
 
 def settings_of_kinds(records: Mapping[str, RunRecord]) -> dict[bool, dict[str, dict[str, Any]]]:
-    """The settings of runs (True), and of evaluations and other reports (False), which have none of the settings of training."""
+    """The settings of runs (True), and of evaluations and other reports (False), which have none of the settings of
+    training.
+    """
     found: dict[bool, dict[str, dict[str, Any]]] = {True: {}, False: {}}
     for name, record in records.items():
         found[record.has_all_settings][name] = settings_of(record)

@@ -1,16 +1,19 @@
-"""What a changed setting means for what was made with it: one rule for checkpoints, finished runs, grids, studies and sweeps.
+"""What a changed setting means for what was made with it: one rule for checkpoints, finished runs, grids, studies and
+sweeps.
 
 Each setting declares it (`on_change` of `setting`), from least to most:
 
     nothing     where things are and how fast: paths, threads, monitoring, limits of time
-    comparison  the run goes on, and if it is finished it stays as it is; but runs are compared with the same value only: rounding, how
+    comparison  the run goes on, and if it is finished it stays as it is; but runs are compared with the same value
+    only: rounding, how
                 they are measured, how long they train
     result      a run may go on with it, but a finished one would have become another
     run         another run: the tensors or the order of samples; no checkpoint is continued with it
 
-A run is continued unless `run` differs, and a finished one taken as it is unless `result` does. From `comparison` on, a grid starts a
-run again, and a study refuses; a run with a checkpoint is refused by a grid, too, if its length differs, or `result` does. A setting
-that did not exist when something was saved counts as its default; one that no longer exists, as nothing.
+A run is continued unless `run` differs, and a finished one taken as it is unless `result` does. From `comparison` on, a
+grid starts a run again, and a study refuses; a run with a checkpoint is refused by a grid, too, if its length differs,
+or `result` does. A setting that did not exist when something was saved counts as its default; one that no longer
+exists, as nothing.
 """
 
 import functools
@@ -52,7 +55,9 @@ class Change:
 
 @functools.cache
 def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Mapping[str, Fact]:
-    """The settings of a class by dotted name. prefix, on_change: of the section that they are. A required one has the default None."""
+    """The settings of a class by dotted name. prefix, on_change: of the section that they are. A required one has the
+    default None.
+    """
     facts = {}
     for name, kind, declared, meaning in schema.leaves(cls, prefix, on_change):
         default = schema.default_of(declared)
@@ -65,14 +70,17 @@ def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Map
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a class by dotted name, as `schema.to_dict` and `schema.flatten` give them; None for a required setting."""
+    """The defaults of a class by dotted name, as `schema.to_dict` and `schema.flatten` give them; None for a required
+    setting.
+    """
     return {name: fact.default for name, fact in facts_of(cls).items()}
 
 
 def differences(
     then: Mapping[str, Any], now: Mapping[str, Any], known: Mapping[str, Fact], least: OnChange = "nothing"
 ) -> list[Change]:
-    """The values that differ, by dotted name, where that means `least` or more. The name of a mapping in `known` stands for its entries.
+    """The values that differ, by dotted name, where that means `least` or more. The name of a mapping in `known` stands
+    for its entries.
 
     What only `now` has and `known` lacks, counts as a result.
     """

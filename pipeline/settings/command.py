@@ -42,10 +42,13 @@ def main(
 ) -> None:
     """Run a command: `function(settings)` with settings of type `cls` from --config and key=value overrides.
 
-    function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in the
+    function: or the name of a module whose function `run` is called. It is imported only then: `--help` and mistakes in
+    the
         settings need no torch, pyarrow or Matplotlib.
-    about: description of the command, shown by `--help` above the fields of `cls`: the docstring of its file (see `description`).
-    subject: a setting that may be given as the first argument without its name, as `report.py runs/vit_b16` for run=runs/vit_b16.
+    about: description of the command, shown by `--help` above the fields of `cls`: the docstring of its file (see
+    `description`).
+    subject: a setting that may be given as the first argument without its name, as `report.py runs/vit_b16` for
+    run=runs/vit_b16.
     more_help: command line -> text at the end of `--help`.
     by_launcher: it may be a rank of a launcher. starts_launcher: see `forget_launcher`.
     Exit codes: 2 after a mistake of the user and 130 after Ctrl-C, each with one line; 0 when `function` returns.
@@ -66,11 +69,14 @@ def main(
                 run(settings)
             sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
     finally:
-        gc.freeze()  # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
+        # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
+        gc.freeze()
 
 
 def description(about: str | None) -> str:
-    """What `--help` says of a command. about: of a docstring, what follows the title by which lists of commands name it."""
+    """What `--help` says of a command. about: of a docstring, what follows the title by which lists of commands name
+    it.
+    """
     text = textwrap.dedent(about or "").strip()
     return text.partition("\n\n")[2] if text.startswith("Command:") else text
 
@@ -112,16 +118,19 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str | None = No
         given.overrides[0] = f"{subject}={given.overrides[0]}"
     if len(given.config) > 1:
         raise UserError(
-            f"--config is given {counted(len(given.config), 'time')} ({', '.join(given.config)}). Give one file, and what differs as setting=value."
+            f"--config is given {counted(len(given.config), 'time')} ({', '.join(given.config)}). Give one file, and"
+            " what differs as setting=value."
         )
     return schema.load(cls, given.config[0] if given.config else None, given.overrides)
 
 
 @contextmanager
 def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
-    """Report a UserError, or an OSError about a path, in one line with exit code 2. by_launcher: it may be a rank of a launcher.
+    """Report a UserError, or an OSError about a path, in one line with exit code 2. by_launcher: it may be a rank of a
+    launcher.
 
-    A CrashError, and the failure of a disk or a file server, is reported in one line with exit code 1, Ctrl-C with exit code 130.
+    A CrashError, and the failure of a disk or a file server, is reported in one line with exit code 1, Ctrl-C with exit
+    code 130.
     """
     try:
         interruptible()
@@ -153,14 +162,19 @@ def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
 
 
 def _let_rank_0_speak() -> None:
-    """Wait until a launcher ends this rank: it ends all when the first has ended, and rank 0, which says the error of all, may be later."""
+    """Wait until a launcher ends this rank: it ends all when the first has ended, and rank 0, which says the error of
+    all, may be later.
+    """
     with suppress(KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
 
 
 def fields_help(cls: type) -> str:
     """Lists every setting with type, range, default and meaning, for `--help`."""
-    how = "required ones first; in the file as nested YAML, on the command line as section.field=value; ~ begins a path in the home folder"
+    how = (
+        "required ones first; in the file as nested YAML, on the command line as section.field=value; ~ begins a path"
+        " in the home folder"
+    )
     return f"settings ({how}):\n{listed(cls)}"
 
 

@@ -1,8 +1,9 @@
-"""Settings that have no effect, because a setting that they need is not set. What each needs is declared at it (`needs` of `setting`).
+"""Settings that have no effect, because a setting that they need is not set. What each needs is declared at it (`needs`
+of `setting`).
 
-needs: names with | between, of settings of the same class (of a section: of its own), or else of one that contains it, of which one has to be
-set to anything but 0, empty, null and false; or `name=value,value`, where of a list one is enough and none is all. What a section needs, its
-settings need, but for those that declare `ignores_section`.
+needs: names with | between, of settings of the same class (of a section: of its own), or else of one that contains it,
+of which one has to be set to anything but 0, empty, null and false; or `name=value,value`, where of a list one is
+enough and none is all. What a section needs, its settings need, but for those that declare `ignores_section`.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ def without_effect(settings: Settings, prefix: str = "") -> list[str]:
 
 
 def refuse_without_effect(settings: Settings, why: str = "", prefix: str = "") -> None:
-    """Raise UserError if settings that are not at their defaults have no effect. why: beginning of the message. prefix: of their names."""
+    """Raise UserError if settings that are not at their defaults have no effect. why: beginning of the message. prefix:
+    of their names.
+    """
     for line in without_effect(settings, prefix):
         raise UserError(f"{why}{line}. Set what is needed, or leave out what has no effect.")
 

@@ -77,7 +77,8 @@ class Length:
         return f"{amount}{'' if self.unit == '%' else ' '}{self.unit}"
 
     def steps(self, num_samples: int, global_batch: int, total_steps: int | None = None) -> int:
-        """Number of optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012 steps).
+        """Number of optimizer steps, rounded to the nearest (90 epochs of 14.2e6 samples at batch 4096 = 312,012
+        steps).
 
         num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
         """
@@ -94,7 +95,9 @@ class Length:
         return math.floor(exact + Fraction(1, 2))
 
     def share_of(self, whole: "Length", global_batch: int) -> Fraction | None:
-        """This length over the whole, the length of a run; None if that depends on the number of samples in an epoch."""
+        """This length over the whole, the length of a run; None if that depends on the number of samples in an
+        epoch.
+        """
         if self.unit == "%":
             return Fraction(self.amount) / 100
         in_samples = [

@@ -1,7 +1,8 @@
-"""The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several of them.
+"""The settings of a run, whose sections are in run_sections.py and run_execution.py, and the checks that cross several
+of them.
 
-`--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or the
-number of ranks are in `pipeline/estimate/plan.py`, those of an objective in its class.
+`--help` of launch/pretrain.py prints every field; `configs/` holds the shipped files. Checks that need the data set or
+the number of ranks are in `pipeline/estimate/plan.py`, those of an objective in its class.
 """
 
 import math
@@ -41,8 +42,8 @@ _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 class RunConfig(Settings):
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
-    # An override may turn off what settings of the file need, and config.yaml keeps both: they are a line of the log and of the plan,
-    # not refused.
+    # An override may turn off what settings of the file need, and config.yaml keeps both: they are a line of the log
+    # and of the plan, not refused.
     notes_without_effect = True
 
     name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
@@ -68,9 +69,11 @@ class RunConfig(Settings):
 
     @property
     def evaluators(self) -> dict[str, RunProbeConfig]:
-        """The section of each evaluator beside "scores", those of the held-out split, by its name in train/evaluators.py.
+        """The section of each evaluator beside "scores", those of the held-out split, by its name in
+        train/evaluators.py.
 
-        Each has `every`, its interval, and `measured()`: metrics by their name in metrics.jsonl, the most telling first.
+        Each has `every`, its interval, and `measured()`: metrics by their name in metrics.jsonl, the most telling
+        first.
         """
         return {"probe": self.probe}
 
@@ -82,7 +85,9 @@ class RunConfig(Settings):
 
     @property
     def labels(self) -> Labels:
-        """What the run does with labels: learn them, learn those that there are, only score classes with them, or neither."""
+        """What the run does with labels: learn them, learn those that there are, only score classes with them, or
+        neither.
+        """
         return OBJECTIVES[self.train.loss].labels
 
     @property
@@ -91,7 +96,9 @@ class RunConfig(Settings):
         return self.labels != "unread"
 
     def without_effect(self) -> list[str]:
-        """A line for each setting that a value of another section takes its effect from; what must be set is named by its `needs`."""
+        """A line for each setting that a value of another section takes its effect from; what must be set is named by
+        its `needs`.
+        """
         decay, freeze = self.optimizer.layer_decay, self.train.freeze
         if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
             return []
@@ -101,7 +108,8 @@ class RunConfig(Settings):
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
         self._check_model_source()
-        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave out.
+        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave
+        # out.
         refuse_without_effect(self.train, prefix="train.")
         self._check_training()
         self._check_engine()
@@ -110,12 +118,14 @@ class RunConfig(Settings):
         name, weights, freeze, init = self.model.name, self.init.weights, self.train.freeze, self.init
         if (name is None) == (weights is None):
             raise UserError(
-                f"model.name = {quoted(name)} and init.weights = {quoted(weights)}: set one of them. model.name=ViT-B/16, say, is a new model; "
-                "init.weights continues from weights, which determine their architecture (model.name=null if the file sets it)."
+                f"model.name = {quoted(name)} and init.weights = {quoted(weights)}: set one of them."
+                " model.name=ViT-B/16, say, is a new model; init.weights continues from weights, which determine their"
+                " architecture (model.name=null if the file sets it)."
             )
         if self.train.lora_rank and freeze != "backbone":
             raise UserError(
-                f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are not trained themselves."
+                f"train.lora_rank = {self.train.lora_rank} needs train.freeze=backbone: LoRA is for weights that are"
+                " not trained themselves."
             )
         if name is not None:
             check_name(name)
@@ -126,12 +136,13 @@ class RunConfig(Settings):
             return
         if init.mean_pool + init.attentive_pool > init.new_head:
             raise UserError(
-                "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with init.new_head=true."
+                "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with"
+                " init.new_head=true."
             )
         if init.attentive_pool and freeze == "backbone":
             raise UserError(
-                "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random values. Use train.freeze=encoder, "
-                "which trains the pool and the head."
+                "train.freeze = backbone would leave the new attention pool of init.attentive_pool at its random"
+                " values. Use train.freeze=encoder, which trains the pool and the head."
             )
         usual = ModelConfig().options
         changed = [of for of, value in self.model.options.items() if value != usual[of] and of not in ONLY_TRAIN]
@@ -152,7 +163,8 @@ class RunConfig(Settings):
             self.probe.check_splits("probe.", self.probe.split)
             if not self.probe.probes:
                 raise UserError(
-                    f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and probe.rankme_images=0: set one of them."
+                    f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and"
+                    " probe.rankme_images=0: set one of them."
                 )
         if self.health.hang_minutes >= self.engine.timeout_minutes:
             raise UserError(
@@ -164,26 +176,30 @@ class RunConfig(Settings):
         engine, freeze = self.engine, self.train.freeze
         if engine.zero_stage not in self.zero_stages:
             raise UserError(
-                f"engine.zero_stage = {engine.zero_stage} with engine.precision = {engine.precision} and optimizer.name = {self.optimizer.name}: "
-                f"use one of {', '.join(map(str, self.zero_stages))}. Stage 0 in 16 bits takes a wrong first Adam step in DeepSpeed; Muon "
-                "multiplies whole matrices, of which stage 3 gives each rank a part."
+                f"engine.zero_stage = {engine.zero_stage} with engine.precision = {engine.precision} and optimizer.name"
+                f" = {self.optimizer.name}: use one of {', '.join(map(str, self.zero_stages))}. Stage 0 in 16 bits"
+                " takes a wrong first Adam step in DeepSpeed; Muon multiplies whole matrices, of which stage 3 gives"
+                " each rank a part."
             )
         if engine.offload and (engine.zero_stage == 0 or self.optimizer.name == "muon"):
             raise UserError("engine.offload needs engine.zero_stage=1, 2 or 3, and optimizer.name=adam or sgd.")
         if self.optimizer.name == "muon" and freeze in _FREEZE_ALL_BLOCKS:
             raise UserError(
-                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {freeze} trains. Use "
-                "optimizer.name=adam or sgd."
+                f"optimizer.name = muon is for the kernels of hidden layers, none of which train.freeze = {freeze}"
+                " trains. Use optimizer.name=adam or sgd."
             )
 
 
 def check_augment(augment: AugmentConfig, prefix: str, size_name: str, image_size: ImageSize | int) -> None:
-    """Raise UserError for an empty range, and sizes that do not fit the image's. prefix, size_name: names in the message."""
+    """Raise UserError for an empty range, and sizes that do not fit the image's. prefix, size_name: names in the
+    message.
+    """
     side = min(ImageSize.parse(image_size))
     for smaller, larger in (("area_min", "area_max"), ("aspect_min", "aspect_max")):
         if getattr(augment, smaller) > getattr(augment, larger):
             raise UserError(
-                f"{prefix}{smaller} = {getattr(augment, smaller)} must not be above {prefix}{larger} = {getattr(augment, larger)}."
+                f"{prefix}{smaller} = {getattr(augment, smaller)} must not be above {prefix}{larger} ="
+                f" {getattr(augment, larger)}."
             )
     for name in ("resize_to", "eval_resize"):
         if 0 < getattr(augment, name) < side:

@@ -1,4 +1,6 @@
-"""The sections of a run's settings that say how it is computed, scored, saved, watched and tracked. `run.py` has them all."""
+"""The sections of a run's settings that say how it is computed, scored, saved, watched and tracked. `run.py` has them
+all.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -24,23 +26,26 @@ class EngineConfig(Settings):
     )
     precision: TrainPrecision = setting(
         "bf16",
-        "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the loss.",
+        "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the"
+        " loss.",
         on_change="result",
     )
     offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
     compile: bool = setting(
         False,
-        "torch.compile the model: about 40 s at the start, then 6 % faster for ViT-L/16 in bf16 on an H100, 31 % for a small hybrid. Losses change by rounding only. Stage 3 gains nothing: its hooks cut the graph at each layer.",
+        "torch.compile the model: about 40 s at the start, then 6 % faster for ViT-L/16 in bf16 on an H100, 31 % for a"
+        " small hybrid. Losses change by rounding only. Stage 3 gains nothing: its hooks cut the graph at each layer.",
     )
     fused: bool | None = setting(
         None,
-        "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless offload is set.",
+        "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless"
+        " offload is set.",
     )
     activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
     deterministic: bool = setting(
         True,
-        "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for bit. "
-        "A CPU always does.",
+        "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit"
+        " for bit. A CPU always does.",
     )
     peak_tflops: NonNegativeFloat = setting(
         0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", on_change="nothing"
@@ -81,8 +86,8 @@ class ProbeConfig(Settings):
 
     rankme_images: NonNegativeInt = setting(
         0,
-        "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the run's training "
-        "split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
+        "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the"
+        " run's training split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
     )
 
     @property
@@ -94,7 +99,9 @@ class ProbeConfig(Settings):
         return self.reads_labels or self.rankme_images > 0
 
     def metrics(self, prefix: str) -> dict[str, Metric]:
-        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths prefix_5shot_l2_1024; SPREAD."""
+        """What these probes measure: prefix_5shot, prefix_5shot_std, prefix_20nn; with several strengths
+        prefix_5shot_l2_1024; SPREAD.
+        """
         several = len(self.l2) > 1
         shots = sorted({*self.shots} - {0})
         names = [f"{prefix}_{n}shot" + (f"_l2_{l2:g}" if several else "") for n in shots for l2 in self.l2]
@@ -136,7 +143,8 @@ class CheckpointConfig(Settings):
     keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
     best: str = setting(
         "",
-        "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently; empty is none.",
+        "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently;"
+        " empty is none.",
     )
     folder: PathText = setting(
         "",
@@ -145,16 +153,17 @@ class CheckpointConfig(Settings):
     )
     wait_minutes: float = minutes(
         30.0,
-        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the end, or to be "
-        "read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
+        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the"
+        " end, or to be read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
     )
 
 
 class HealthConfig(Settings):
     on_spike: Literal["warn", "skip", "rollback"] = setting(
         "warn",
-        "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss "
-        "before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).",
+        "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's"
+        " loss before its backward pass (skip); or return to the last checkpoint before it and skip the data since then"
+        " (rollback).",
     )
     spike_sigma: PositiveFloat = setting(6.0, "A spike is this many standard deviations above the recent mean.")
     spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8, max=1_000_000)
@@ -166,13 +175,14 @@ class HealthConfig(Settings):
     )
     hang_minutes: float = minutes(
         5.0,
-        "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and "
-        "ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint "
-        "(checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
+        "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and"
+        " ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a"
+        " checkpoint (checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
     )
     straggler_ratio: NonNegativeFloat = setting(
         1.5,
-        "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is never.",
+        "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is"
+        " never.",
         on_change="nothing",
     )
 
@@ -187,7 +197,8 @@ class InitConfig(Settings):
     )
     mean_pool: bool = setting(
         False,
-        "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes (model.pool_norm).",
+        "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes"
+        " (model.pool_norm).",
         needs="weights",
     )
     attentive_pool: bool = setting(
@@ -197,9 +208,9 @@ class InitConfig(Settings):
     )
     channels: ChannelRule = setting(
         "auto",
-        "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others get the mean, times "
-        "3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones keep theirs and others begin at 0 (zero) "
-        "or new (random).",
+        "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs,"
+        " others get the mean, times 3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat);"
+        " named ones keep theirs and others begin at 0 (zero) or new (random).",
         needs="weights",
     )
 
@@ -210,8 +221,8 @@ class TrackConfig(Settings):
     experiment: str = setting("vit", "MLflow experiment.")
     figures: bool = setting(
         True,
-        "Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and attention at the end "
-        "(docs/reviewing.md).",
+        "Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and"
+        " attention at the end (docs/reviewing.md).",
     )
     tensorboard: bool = setting(
         False, "Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."
@@ -221,12 +232,13 @@ class TrackConfig(Settings):
     )
     register: str = setting(
         "",
-        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and last; "
-        "empty is none.",
+        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and"
+        " last; empty is none.",
     )
     upload_weights: bool = setting(
         False,
-        "Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.",
+        "Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is"
+        " recorded.",
     )
 
 

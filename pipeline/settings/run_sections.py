@@ -1,4 +1,6 @@
-"""The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule. `run.py` has them all."""
+"""The sections of a run's settings that say what is trained: model, data, augmentation, length, optimizer, schedule.
+`run.py` has them all.
+"""
 
 import re
 from dataclasses import fields
@@ -42,12 +44,14 @@ def _named(text: str) -> list[str]:
 
 
 class ModelConfig(Settings):
-    """The model: its name, its image size, and what a run may set of `ViTConfig`; of a ResNet the width and head_bias, which a ViT has too."""
+    """The model: its name, its image size, and what a run may set of `ViTConfig`; of a ResNet the width and head_bias,
+    which a ViT has too.
+    """
 
     name: str | None = setting(
         None,
-        "Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16, R50+ViT-B/16, "
-        "BiT-R50x1. Leave it out with init.weights.",
+        "Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16,"
+        " R50+ViT-B/16, BiT-R50x1. Leave it out with init.weights.",
     )
     image_size: ImageSize = setting(ImageSize(224, 224), "Input size in pixels: side of a square, or height x width.")
     width: int | None = setting(
@@ -58,19 +62,24 @@ class ModelConfig(Settings):
     num_heads: int | None = setting(None, "Overrides the variant's number of heads.", min=1, max=2**12)
     positions: Positions = setting(
         "learned",
-        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative attention, or none.",
+        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative"
+        " attention, or none.",
     )
     positions_at: Literal["stem", "blocks", "shared"] = setting(
         "stem",
-        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every block with the same table (shared).",
+        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every"
+        " block with the same table (shared).",
     )
     pool: Pool | None = setting(
         None,
-        "Input of the head: class token; global average pool or attention pool (map) of a model without class token; or, beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null is token (axial models: gap).",
+        "Input of the head: class token; global average pool or attention pool (map) of a model without class token;"
+        " or, beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool"
+        " (attentive). null is token (axial models: gap).",
     )
     representation: bool = setting(
         True,
-        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.",
+        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is"
+        " set.",
     )
     gelu: Gelu = setting(
         "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
@@ -96,13 +105,15 @@ class ModelConfig(Settings):
     )
     rope_base: float | None = setting(
         None,
-        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.",
+        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no"
+        " rotation.",
         max=1e9,
         above=1,
     )
     rope_side: int | None = setting(
         None,
-        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0: not stretched; null: from -1 to 1.",
+        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side;"
+        " 0: not stretched; null: from -1 to 1.",
         min=0,
         max=2**17,
     )
@@ -136,7 +147,8 @@ class ModelConfig(Settings):
     class_norm: bool = setting(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
     small_stem: list[int] | None = setting(
         None,
-        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
+        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of"
+        " channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
     )
 
     @property
@@ -164,17 +176,20 @@ class MixedSet(Settings):
     )
     labels: bool = setting(
         True,
-        "Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then be named again.",
+        "Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may"
+        " then be named again.",
     )
     from_step: int = setting(
         0,
-        "Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes its weight.",
+        "Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes"
+        " its weight.",
         min=0,
         max=10**12,
     )
     eval_split: str = setting(
         "",
-        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the folder's name.",
+        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the"
+        " folder's name.",
     )
 
     @property
@@ -256,15 +271,15 @@ class DataConfig(Settings):
     )
     balance: Share = setting(
         1.0,
-        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an epoch, 0 all "
-        "classes equally often, 0.5 is between. A sample's class is its first label.",
+        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once"
+        " an epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.",
         on_change="run",
     )
     threads: Threads = setting(2, "Decoding threads of each rank.", on_change="nothing")
     processes: int = setting(
         0,
-        "Decode training images in so many processes of each rank instead of data.threads threads; of local files only. For small images, whose "
-        "decoding mostly holds Python's lock (docs/performance.md); the batches are the same.",
+        "Decode training images in so many processes of each rank instead of data.threads threads; of local files only."
+        " For small images, whose decoding mostly holds Python's lock (docs/performance.md); the batches are the same.",
         min=0,
         max=MAX_THREADS,
         on_change="nothing",
@@ -278,7 +293,8 @@ class DataConfig(Settings):
 
     @property
     def evaluated(self) -> list[str]:
-        """Beginnings of the names of metrics of the splits that the run is evaluated on: of data.path, then of each other set.
+        """Beginnings of the names of metrics of the splits that the run is evaluated on: of data.path, then of each
+        other set.
 
         The first is the main one: of its predictions are figures and scores.json.
         """
@@ -301,8 +317,9 @@ class AugmentConfig(Settings):
 
     crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
         "inception",
-        "Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop, with a "
-        "log-uniform aspect (random_resized); random crop after resizing the whole image (resize_crop) or its short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
+        "Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop,"
+        " with a log-uniform aspect (random_resized); random crop after resizing the whole image (resize_crop) or its"
+        " short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
     )
     area_min: float = setting(0.05, "inception, random_resized: smallest part of the area.", above=0, max=1, needs=_BOX)
     area_max: float = setting(1.0, "inception, random_resized: largest part of the area.", above=0, max=1, needs=_BOX)
@@ -313,8 +330,8 @@ class AugmentConfig(Settings):
     )
     padding: Side = setting(
         0,
-        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in DeiT III's "
-        "simple crop and for CIFAR-10, with resize_to=model.image_size.",
+        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4"
+        " in DeiT III's simple crop and for CIFAR-10, with resize_to=model.image_size.",
         needs=_RESIZE,
     )
     flip: bool = setting(True, "Flip horizontally with probability 0.5.")
@@ -322,8 +339,9 @@ class AugmentConfig(Settings):
     turns: bool = setting(False, "Turn by 0, 90, 180 or 270 degrees, each with probability 0.25; square views only.")
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
         "linear",
-        "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in evaluation; antialias: Pillow's "
-        "bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic, with antialias.",
+        "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in"
+        " evaluation; antialias: Pillow's bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's"
+        " bicubic, with antialias.",
         ignores_section=True,
     )
     color_jitter: Share = setting(
@@ -338,16 +356,16 @@ class AugmentConfig(Settings):
     )
     channel_brightness: Share = setting(
         0.0,
-        "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 - channel_brightness to 1 + "
-        "channel_brightness.",
+        "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 -"
+        " channel_brightness to 1 + channel_brightness.",
     )
     channel_contrast: Share = setting(
         0.0, "The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."
     )
     three_augment: Share = setting(
         0.0,
-        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of it, before the "
-        "colour jitter.",
+        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third"
+        " of it, before the colour jitter.",
     )
     grey: Share = setting(0.0, "Probability of making a view grey.")
     blur: Share = setting(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
@@ -360,13 +378,14 @@ class AugmentConfig(Settings):
     )
     randaugment_contrast: Literal["mean", "pixel_count"] = setting(
         "mean",
-        "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as "
-        "in the published AugReg and big_vision runs.",
+        "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px),"
+        " as in the published AugReg and big_vision runs.",
         needs="randaugment_layers",
     )
     noise: Share = setting(
         0.0,
-        "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of the channel's range.",
+        "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of"
+        " the channel's range.",
     )
     erase: Share = setting(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
     drop_channels: Share = setting(
@@ -375,7 +394,8 @@ class AugmentConfig(Settings):
     mixup: Share = setting(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
     cutmix: Share = setting(
         0.0,
-        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of the two.",
+        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one"
+        " of the two.",
     )
     eval_resize: Side = setting(
         0,
@@ -385,8 +405,9 @@ class AugmentConfig(Settings):
     )
     eval_crop: Literal["center", "resize", "resize_center"] = setting(
         "center",
-        "Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image (resize); or "
-        "resize the whole image to eval_resize and crop the centre (resize_center, big_vision's few-shot).",
+        "Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image"
+        " (resize); or resize the whole image to eval_resize and crop the centre (resize_center, big_vision's"
+        " few-shot).",
         ignores_section=True,
     )
 
@@ -401,8 +422,9 @@ class AugmentConfig(Settings):
         if not pixels.is_rgb8 and (given := [name for name in _OF_COLOURS if getattr(self, name)]):
             dino = " (of train.loss=dino: objective.solarise=[0,0,0])" if "solarise" in given else ""
             raise UserError(
-                f"{', '.join(f'augment.{name}' for name in given)}{dino}: only for 8-bit RGB, and images have {pixels.describe()}. Set to 0, or "
-                "use channel_brightness, channel_contrast, noise, blur, erase or drop_channels, which are for any images."
+                f"{', '.join(f'augment.{name}' for name in given)}{dino}: only for 8-bit RGB, and images have"
+                f" {pixels.describe()}. Set to 0, or use channel_brightness, channel_contrast, noise, blur, erase or"
+                " drop_channels, which are for any images."
             )
 
     @property
@@ -424,24 +446,26 @@ class TrainConfig(Settings):
     )
     loss: Annotated[str, AfterValidator(_objective)] = setting(
         "sigmoid",
-        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino), "
-        "prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features (distill) or the "
-        "classes (distill_classes) of published weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such "
-        "colours, or of the pixels; or of few labels and of what an average of the weights is sure of in images without one (pseudo_labels).",
+        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation"
+        " (dino), prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of"
+        " the features (distill) or the classes (distill_classes) of published weights, or masked patch prediction of"
+        " the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few"
+        " labels and of what an average of the weights is sure of in images without one (pseudo_labels).",
         choices=OBJECTIVES,
         on_change="run",
     )
     freeze: str = setting(
         "none",
-        "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the attention pool that it "
-        "reads (encoder), or what comes before the first block and so many first blocks (8 blocks).",
+        "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the"
+        " attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8"
+        " blocks).",
         pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$",
         on_change="run",
     )
     lora_rank: int = setting(
         0,
-        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the weights that are scored "
-        "and exported. 0 is none.",
+        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the"
+        " weights that are scored and exported. 0 is none.",
         min=0,
         max=65_536,
         on_change="run",
@@ -470,14 +494,16 @@ class TrainConfig(Settings):
     )
     stop_after_minutes: float = minutes(
         0.0,
-        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is none.",
+        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is"
+        " none.",
     )
 
 
 class OptimizerConfig(Settings):
     name: Literal["adam", "sgd", "muon"] = setting(
         "adam",
-        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the rest.",
+        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for"
+        " the rest.",
         on_change="run",
     )
     lr: PositiveFloat = setting(1e-3, "Peak learning rate.")
@@ -494,7 +520,8 @@ class OptimizerConfig(Settings):
     muon_momentum: ShareBelow1 = setting(0.95, "Muon: Nesterov momentum of the matrices.", needs="name=muon")
     weight_decay: NonNegativeFloat = setting(
         0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the gradient.",
+        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the"
+        " gradient.",
     )
     weight_decay_end: NonNegativeFloat | None = setting(
         None,
@@ -502,8 +529,8 @@ class OptimizerConfig(Settings):
     )
     layer_decay: float = setting(
         1.0,
-        "Factor by which each block learns more slowly than the next one, such as 0.75 for fine-tuning; what comes before the "
-        "first block is the slowest.",
+        "Factor by which each block learns more slowly than the next one, such as 0.75 for fine-tuning; what comes"
+        " before the first block is the slowest.",
         above=0,
         max=1,
     )
@@ -533,16 +560,16 @@ class ScheduleConfig(Settings):
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""
         if (self.decay == "drops") != bool(self.drops):
             raise UserError(
-                f"{prefix}decay = {self.decay} with {prefix}drops = {quoted(self.drops)}: decay=drops needs shares of the run, "
-                f"as {prefix}drops=[0.3,0.6,0.9], and other decays take none."
+                f"{prefix}decay = {self.decay} with {prefix}drops = {quoted(self.drops)}: decay=drops needs shares of"
+                f" the run, as {prefix}drops=[0.3,0.6,0.9], and other decays take none."
             )
 
 
 class RunScheduleConfig(ScheduleConfig):
     cooldown: Length = setting(
         Length.parse("0 steps"),
-        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0 is none. Until it begins, "
-        "runs of any length are the same, so launch/study.py trains them once.",
+        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0 is none."
+        " Until it begins, runs of any length are the same, so launch/study.py trains them once.",
     )
 
     def check_decay(self, prefix: str) -> None:

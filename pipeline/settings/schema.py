@@ -1,9 +1,11 @@
-"""Typed trees of settings: classes filled from YAML and from `key=value` overrides by pydantic, checked before anything runs.
+"""Typed trees of settings: classes filled from YAML and from `key=value` overrides by pydantic, checked before anything
+runs.
 
-A class of settings derives from `Settings`; its fields are made by `setting(default, "what it means", min=0)`. Every field has documentation,
-a type and a range, and a dotted name by which the command line sets it. pydantic checks types and ranges and writes the JSON schemas
-for editors; here is what it does not do: files with overrides, errors of one line with a way out, paths, `--help`, and what a changed
-setting means. A class may have a method `check()` for what depends on several fields. The classes are in `run.py` and the files beside it.
+A class of settings derives from `Settings`; its fields are made by `setting(default, "what it means", min=0)`. Every
+field has documentation, a type and a range, and a dotted name by which the command line sets it. pydantic checks types
+and ranges and writes the JSON schemas for editors; here is what it does not do: files with overrides, errors of one
+line with a way out, paths, `--help`, and what a changed setting means. A class may have a method `check()` for what
+depends on several fields. The classes are in `run.py` and the files beside it.
 """
 
 import dataclasses
@@ -59,12 +61,14 @@ def setting(
 ) -> Any:
     """A documented field.
 
-    default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a number or of the amount
-    of a length, pattern of a text, min_items and max_items of a list. Common ranges are types (quantities.py). choices: for `--help` and editors.
+    default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a
+    number or of the amount of a length, pattern of a text, min_items and max_items of a list. Common ranges are types
+    (quantities.py). choices: for `--help` and editors.
     output: the text is a path that the command writes (`outputs.py`).
-    within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results the output folder is for.
-    on_change: what another value means for what was made with it; a section's is that of its fields which give none, and without any it is
-    "result". needs, ignores_section: see effect.py.
+    within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results
+    the output folder is for.
+    on_change: what another value means for what was made with it; a section's is that of its fields which give none,
+    and without any it is "result". needs, ignores_section: see effect.py.
     """
     metadata = {
         "description": doc,
@@ -86,7 +90,9 @@ def setting(
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of settings and their sections: makes each subclass a frozen dataclass that pydantic fills and that refuses unknown names."""
+    """Base of settings and their sections: makes each subclass a frozen dataclass that pydantic fills and that refuses
+    unknown names.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -111,8 +117,9 @@ type_hints = functools.cache(typing.get_type_hints)
 def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
     """Read settings from a YAML file, then apply `a.b=value` overrides.
 
-    Raises UserError for a missing file, a syntax error, an unknown or missing name, a value of the wrong type or outside its
-    range, and whatever the class's own `check()` refuses; and for one without effect, unless the class `notes_without_effect`.
+    Raises UserError for a missing file, a syntax error, an unknown or missing name, a value of the wrong type or
+    outside its range, and whatever the class's own `check()` refuses; and for one without effect, unless the class
+    `notes_without_effect`.
     """
     from pipeline.settings.effect import refuse_without_effect  # It needs what is declared here.
 
@@ -127,9 +134,11 @@ def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -
 
 
 def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Sequence[str] = ()) -> T:
-    """Make a `cls` of a plain nested dict. where: source named in errors. section: of the settings, "" for all of a command's.
+    """Make a `cls` of a plain nested dict. where: source named in errors. section: of the settings, "" for all of a
+    command's.
 
-    Checks names, types and ranges, not the class's `check()`. Raises UserError. overrides: that are in the tree already, for errors.
+    Checks names, types and ranges, not the class's `check()`. Raises UserError. overrides: that are in the tree
+    already, for errors.
     """
     kind: Any = cls
     try:
@@ -153,7 +162,9 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
 
 
 def _prepared(tree: Any, cls: Any) -> Any:
-    """Settings as pydantic takes them: a section without settings is empty, and one value in place of a list is a list of it."""
+    """Settings as pydantic takes them: a section without settings is empty, and one value in place of a list is a list
+    of it.
+    """
     if isinstance(tree, list):
         return [_prepared(item, cls) for item in tree]
     if not is_section(cls) or not isinstance(tree, dict):
@@ -177,7 +188,9 @@ def is_section(kind: Any) -> bool:
 
 
 def to_dict(value: Any) -> Any:
-    """Settings as plain nested dicts, which checkpoints and MLflow keep and `build` reads back; a value as YAML and JSON can hold it."""
+    """Settings as plain nested dicts, which checkpoints and MLflow keep and `build` reads back; a value as YAML and
+    JSON can hold it.
+    """
     if hasattr(value, "parse"):
         return str(value)
     if isinstance(value, list):
@@ -198,7 +211,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def leaves(
     cls: type, prefix: str = "", on_change: OnChange = "result"
 ) -> Iterator[tuple[str, Any, dataclasses.Field[Any], OnChange]]:
-    """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change: of the section."""
+    """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change:
+    of the section.
+    """
     for field in dataclasses.fields(cls):
         kind, meaning = type_hints(cls, include_extras=True)[field.name], field.metadata["on_change"] or on_change
         if is_section(kind):
@@ -213,7 +228,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(dotted name, type and range, default, meaning) of every field as `--help` lists them: required ones first, else in order."""
+    """(dotted name, type and range, default, meaning) of every field as `--help` lists them: required ones first, else
+    in order.
+    """
     rows = []  # Each followed by those of its items, if it is a list of mappings.
     for name, kind, field, _ in leaves(cls, prefix):
         rule, default = field.metadata, default_of(field)
@@ -265,7 +282,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise UserError(
-            f"{shortened(repr(override))} must be setting=value, as train.global_batch=512; a file is given by --config FILE."
+            f"{shortened(repr(override))} must be setting=value, as train.global_batch=512; a file is given by --config"
+            " FILE."
         )
     *sections, last = name.split(".")
     for section in sections:
@@ -273,7 +291,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             tree[section] = {}
         if not isinstance(tree := tree[section], dict):
             raise UserError(f"{section} is {as_typed(tree)} in the file, so {name} cannot be set in it.")
-    # What is neither a list, a mapping, quoted nor null is taken as typed: name=true is the name "true", and out="trip #2" has no comment.
+    # What is neither a list, a mapping, quoted nor null is taken as typed: name=true is the name "true", and out="trip
+    # #2" has no comment.
     is_yaml = text == "null" or re.fullmatch(r"\[.*\]|\{.*\}|'.*'|\".*\"", text, re.DOTALL)
     try:
         tree[last] = parse_yaml(text) if is_yaml else text

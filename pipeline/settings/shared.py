@@ -56,7 +56,9 @@ def mlflow_of_runs(what: str) -> Any:
 
 
 def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str, ...], reason: str) -> None:
-    """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the sentence."""
+    """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the
+    sentence.
+    """
     if given := [override for override in overrides if override.startswith(prefixes)]:
         raise UserError(f"{subject} {', '.join(given)}, which {reason}")
 
@@ -70,6 +72,7 @@ def group_pattern() -> Any:
     """A setting that finds the groups of images."""
     return setting(
         "",
-        "Regular expression that finds the group of an image, such as its patient or video, in its key (the path without extension, below "
-        "its split or folder): what the first parentheses match, or all of it. '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
+        "Regular expression that finds the group of an image, such as its patient or video, in its key (the path"
+        " without extension, below its split or folder): what the first parentheses match, or all of it."
+        " '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
     )

@@ -18,7 +18,9 @@ T = TypeVar("T")
 
 
 class _YamlLoader(yaml.CBaseLoader):
-    """Leaves every scalar but null as text, because the setting's type decides: `name: 0123` is not 83 and `1e-3` is a number."""
+    """Leaves every scalar but null as text, because the setting's type decides: `name: 0123` is not 83 and `1e-3` is a
+    number.
+    """
 
     def construct_scalar(self, node: Any) -> Any:
         is_null = not node.style and node.value in ("", "null", "~")  # Not in quotes.
@@ -42,7 +44,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError for a missing file, invalid YAML and another content, OSError as the system does.
+    """The mapping in a YAML file. Raises UserError for a missing file, invalid YAML and another content, OSError as the
+    system does.
 
     A relative path `configs/...` that does not exist is the shipped file of that name.
     """

@@ -51,7 +51,8 @@ if TYPE_CHECKING:  # Importing DeepSpeed takes seconds, and `training_step` is a
 class Progress:
     """Progress of a run, counted in optimizer steps.
 
-    start: step at which this process started. step: steps completed. saved: step of the last checkpoint handed to the writer.
+    start: step at which this process started. step: steps completed. saved: step of the last checkpoint handed to the
+    writer.
     skipped_batches: (step, number) for each rollback after a loss spike: so many batches are skipped before that step.
     """
 
@@ -82,10 +83,11 @@ class RunContext(Prepared):
 class RunCounts:
     """Continues the counts of a checkpoint, so that a resumed run reports what an undisturbed one would.
 
-    A rank counts without the others; `gather_on_all_ranks` adds up. A rollback takes nothing back: the images of the discarded
-    steps could not be read, and their batches are not read again.
+    A rank counts without the others; `gather_on_all_ranks` adds up. A rollback takes nothing back: the images of the
+    discarded steps could not be read, and their batches are not read again.
 
-    unreadable: row of the training split -> why it cannot be read. Each row counts once, however often and on whichever rank it was met.
+    unreadable: row of the training split -> why it cannot be read. Each row counts once, however often and on whichever
+    rank it was met.
     """
 
     def __init__(self, before: Counts, retry: Retry, ranks: Ranks) -> None:
@@ -121,7 +123,8 @@ class RunCounts:
 class StartingPoint(RunContext):
     """Where a run begins. resumed: the checkpoint to continue, None without one. state: of it.
 
-    damaged: names of damaged checkpoints, which do not count as kept ones. origin: of the weights that a first start begins with.
+    damaged: names of damaged checkpoints, which do not count as kept ones. origin: of the weights that a first start
+    begins with.
     model: not trained yet; the engine loads the checkpoint's tensors.
     """
 
@@ -165,8 +168,9 @@ class TrainingRun(StartingPoint):
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
 
-        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike and skips
-        the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is exceeded.
+        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike
+        and skips the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is
+        exceeded.
         """
         config, console, progress = self.config, self.console, self.progress
         engine, spikes, tracker = self.engine, self.spikes, self.tracker
@@ -175,9 +179,9 @@ class TrainingRun(StartingPoint):
             console.say(line)
         if engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient or a loss "
-                f"that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower optimizer.lr, use "
-                "a longer schedule.warmup or engine.precision=fp32, or raise the budget."
+                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient"
+                f" or a loss that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
+                " optimizer.lr, use a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
         if roll_back_before is None:
             return False
@@ -192,8 +196,9 @@ class TrainingRun(StartingPoint):
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
         if len(progress.skipped_batches) > config.health.max_rollbacks:
             raise DivergedError(
-                f"the loss has jumped {counted(len(progress.skipped_batches), 'time')}, more than health.max_rollbacks = "
-                f"{config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise health.spike_sigma."
+                f"the loss has jumped {counted(len(progress.skipped_batches), 'time')}, more than health.max_rollbacks"
+                f" = {config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise"
+                " health.spike_sigma."
             )
         spikes.forget(state.losses)
         progress.step = progress.saved = state.step
@@ -203,7 +208,9 @@ class TrainingRun(StartingPoint):
 
     # ------------------------------------------------------------------ log, save
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
-        """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable samples."""
+        """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable
+        samples.
+        """
         plan, ranks, counts, progress = self.plan, self.ranks, self.counts, self.progress
         engine, loader, saver = self.engine, self.feed.loader, self.saver
         counts.gather_on_all_ranks()
@@ -255,8 +262,8 @@ class TrainingRun(StartingPoint):
     def save_before_stop_on_all_ranks(self) -> None:
         """Save this step, unless a loss spike since the last save is to be rolled back.
 
-        Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the outcome is
-        that of a run that was not stopped.
+        Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the
+        outcome is that of a run that was not stopped.
         """
         progress, console = self.progress, self.console
         self.counts.gather_on_all_ranks()
@@ -269,7 +276,8 @@ class TrainingRun(StartingPoint):
             self.save_on_all_ranks()
             return
         console.say(
-            f"step {progress.step:,} is not saved: the resumed run trains from step {progress.saved:,} to the spike again, to roll back"
+            f"step {progress.step:,} is not saved: the resumed run trains from step {progress.saved:,} to the spike"
+            " again, to roll back"
         )
         progress.step = progress.saved
 

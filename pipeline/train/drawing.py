@@ -1,7 +1,8 @@
-"""Draws the figures of a run at evaluations, in a process of low priority, and at its end, which waits for the last drawing.
+"""Draws the figures of a run at evaluations, in a process of low priority, and at its end, which waits for the last
+drawing.
 
-Rank 0 only. The process reads the run folder, so it needs nothing of this one. Which module draws is up to the command that
-starts the run: reports use the same figures, and their rooms are above this one.
+Rank 0 only. The process reads the run folder, so it needs nothing of this one. Which module draws is up to the command
+that starts the run: reports use the same figures, and their rooms are above this one.
 """
 
 import contextlib
@@ -52,7 +53,8 @@ class DrawingProcess:
         if not last:
             return
         with contextlib.suppress(OSError):
-            # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up its end.
+            # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up
+            # its end.
             self._process = self._start((*self.command, "--final"))
             with waiting("the last figures to be drawn", self.timeout) as wait:
                 while self._process.poll() is None and wait.left > 0:

@@ -1,8 +1,8 @@
 """Evaluators that run during training: scores on the held-out split, and probes of the features.
 
-What each measures is declared in `objectives.metrics`, so checkpoint.best can be checked before a run starts. Each writes its last
-result to a file of the run folder. A restarted run compares it, and its records, with its checkpoint, to make up an evaluation that was
-due but did not finish.
+What each measures is declared in `objectives.metrics`, so checkpoint.best can be checked before a run starts. Each
+writes its last result to a file of the run folder. A restarted run compares it, and its records, with its checkpoint,
+to make up an evaluation that was due but did not finish.
 """
 
 import json
@@ -28,7 +28,8 @@ from pipeline.train.bookkeeping import TrainingRun
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of classes.
+    """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of
+    classes.
 
     collapse: what it shows to have collapsed, "" for nothing.
     """
@@ -42,7 +43,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last result."""
+    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last
+    result.
+    """
 
     run: TrainingRun
 
@@ -50,11 +53,15 @@ class Evaluator:
     file: ClassVar[str]
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to stop."""
+        """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to
+        stop.
+        """
         raise NotImplementedError
 
     def is_missing(self, start: int) -> bool:
-        """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and evaluation."""
+        """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and
+        evaluation.
+        """
         if not start or self.name not in self.run.plan.due(start).evaluations:
             return False
         last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
@@ -82,7 +89,9 @@ class Evaluator:
             self.run.drawing.begin(found.predictions, self.run.data.evaluation)
 
     def mark_best_again(self, start: int) -> None:
-        """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record and kept.json."""
+        """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record
+        and kept.json.
+        """
         tracker = self.run.tracker
         if start and tracker and self.run.plan.best_from == self.name:
             value = tracker.value_at_start(self.run.config.checkpoint.best)
@@ -96,7 +105,9 @@ class Evaluator:
 
 
 class SplitEvaluator(Evaluator):
-    """Scores the held-out split. Classes are scored as by launch/evaluate.py; otherwise the scores are what the objective measures."""
+    """Scores the held-out split. Classes are scored as by launch/evaluate.py; otherwise the scores are what the
+    objective measures.
+    """
 
     name = "scores"
     file = "scores.json"

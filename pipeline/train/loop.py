@@ -60,7 +60,9 @@ def train_on_all_ranks(run: TrainingRun) -> None:
 
 
 class Trainer(Protocol):
-    """An objective and its optimizer as `training_step` uses them: DeepSpeed's engine, or a single device without DeepSpeed."""
+    """An objective and its optimizer as `training_step` uses them: DeepSpeed's engine, or a single device without
+    DeepSpeed.
+    """
 
     objective: Objective
     ranks: Ranks
@@ -76,7 +78,8 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss, values: means over this rank's micro-batches, values as the objective names them. grad_norm: before clipping, NaN if unknown.
+    """loss, values: means over this rank's micro-batches, values as the objective names them. grad_norm: before
+    clipping, NaN if unknown.
 
     Scalars on the device: `float` waits for it. The gradient norm is valid until the next step.
     """
@@ -96,9 +99,9 @@ def training_step(
 ) -> StepResult:
     """One optimizer step on this rank's micro-batches. Collective, unless the trainer uses one device.
 
-    step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean loss
-    before the last backward pass; if it returns False, the step is skipped. A step is also skipped when a gradient is
-    non-finite on any rank. A skipped step leaves weights, moments and EMA unchanged.
+    step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean
+    loss before the last backward pass; if it returns False, the step is skipped. A step is also skipped when a gradient
+    is non-finite on any rank. A skipped step leaves weights, moments and EMA unchanged.
     """
     trainer.begin_step(step, lr)
     num_samples = sum(len(batch.rows) for batch in micro_batches)

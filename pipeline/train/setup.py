@@ -96,8 +96,8 @@ _FACTS = {
 
 # In torch's error for an operation, whose name it begins with, under engine.deterministic.
 _NO_SUCH_KERNEL = " does not have a deterministic implementation"
-# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the C compiler
-# that it needs, for a GPU's.
+# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the
+# C compiler that it needs, for a GPU's.
 _NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
@@ -241,7 +241,8 @@ def find_checkpoint_on_all_ranks(
 
 
 def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
-    """Raise UserError if the run has checkpoints where its last start kept them. Call it where checkpoint.folder has none.
+    """Raise UserError if the run has checkpoints where its last start kept them. Call it where checkpoint.folder has
+    none.
 
     It would begin anew otherwise, and remove the metrics of what it has trained.
     """
@@ -249,8 +250,8 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
     before = to_path(str(checkpoints_of(run)), Retry(60 * config.data.retry_minutes, "data.retry_minutes"))
     if there := Checkpoints(before).candidates():
         raise UserError(
-            f"checkpoint.folder = {quoted(config.checkpoint.folder)} has no checkpoint of {run}, whose newest is {there[0]}. Set it back, "
-            "move the checkpoints, or start another run with name=..."
+            f"checkpoint.folder = {quoted(config.checkpoint.folder)} has no checkpoint of {run}, whose newest is"
+            f" {there[0]}. Set it back, move the checkpoints, or start another run with name=..."
         )
 
 
@@ -270,8 +271,9 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     if then_mixed != now_mixed and (MIXTURE in state.identity or MIXTURE in now):
         skipped = f", of which {seen - state.step:,} skipped in a rollback," * (seen > state.step)
         raise UserError(
-            f"{path} cannot be continued: data.path and data.mix of its {counted(seen, 'batch')}{skipped} were {then_mixed}, and are "
-            f"{now_mixed}. Set them back, change the weights or add a set with from_step={seen} or later, or start another run with name=..."
+            f"{path} cannot be continued: data.path and data.mix of its {counted(seen, 'batch')}{skipped} were"
+            f" {then_mixed}, and are {now_mixed}. Set them back, change the weights or add a set with from_step={seen}"
+            " or later, or start another run with name=..."
         )
 
     def listed(least: OnChange) -> str:
@@ -281,8 +283,8 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
         raise UserError(f"{path} cannot be continued: {other}. Set it back, or start another run with name=...")
     if state.step > num_steps:
         raise UserError(
-            f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')} asks for "
-            f"({num_steps:,}). Set it back, or start another run with name=..."
+            f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')}"
+            f" asks for ({num_steps:,}). Set it back, or start another run with name=..."
         )
     if state.step == num_steps and (other := listed("result")):
         raise UserError(
@@ -293,7 +295,9 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
 
 
 def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than before."""
+    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than
+    before.
+    """
     section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
     name = objectives.kind(now["train.loss"]).compares_micro_batch(section) if "train.loss" in now else ""
     if not name or "ranks" not in then:
@@ -306,8 +310,8 @@ def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if before == after:
         return []
     return [
-        f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss from here on "
-        "(train.micro_batch)"
+        f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss"
+        " from here on (train.micro_batch)"
     ]
 
 
@@ -349,11 +353,13 @@ def initial_model(
 
 
 def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:
-    """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows none by name."""
+    """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows
+    none by name.
+    """
     if moved := moved_class(config.data.path, of_data, str(config.init.weights), of_weights):
         raise UserError(
-            f"{moved}: with init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or a data set with the "
-            "classes in the order of the weights (class_list of launch/shard.py)."
+            f"{moved}: with init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or"
+            " a data set with the classes in the order of the weights (class_list of launch/shard.py)."
         )
     if note := classes_note(config.data.path, of_data, str(config.init.weights), of_weights):
         console.say(note)
@@ -398,10 +404,11 @@ def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitSt
 
 
 # ---------------------------------------------------------------------- dry run
-# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once, and so does an operation
-# whose bits a GPU cannot repeat (engine.deterministic).
+# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once, and so
+# does an operation whose bits a GPU cannot repeat (engine.deterministic).
 def dry_run_on_all_ranks(engine: Engine, prepared: Prepared) -> None:
-    """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or optimizer.
+    """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or
+    optimizer.
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
@@ -438,7 +445,9 @@ def _trial(what: str, config: RunConfig, most: int) -> Iterator[int]:
 
 @contextmanager
 def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
-    """Context in which an out-of-memory error on one rank ends all ranks. what: is tried out. way_out: what takes less memory."""
+    """Context in which an out-of-memory error on one rank ends all ranks. what: is tried out. way_out: what takes less
+    memory.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -446,13 +455,14 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
         operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
         if has_no_kernel:
             raise OneRankError(
-                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use engine.deterministic=false "
-                "(a resumed run then differs in the last bits), or compute it otherwise."
+                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use"
+                " engine.deterministic=false (a resumed run then differs in the last bits), or compute it otherwise."
             ) from None
         if any(words in str(error) for words in _NO_COMPILER):
             what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
             raise OneRankError(
-                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use engine.compile=false."
+                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use"
+                " engine.compile=false."
             ) from None
         if not _is_of_memory(error):
             raise
@@ -462,7 +472,9 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory. Only CUDA's allocator has an exception type; CPU, NCCL and cuBLAS have texts."""
+    """Whether an error means out of memory. Only CUDA's allocator has an exception type; CPU, NCCL and cuBLAS have
+    texts.
+    """
     text = str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
@@ -499,8 +511,9 @@ def _begin_run_on_all_ranks(
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     console.say(
-        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image; "
-        f"{counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint}; {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image;"
+        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint};"
+        f" {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
     )
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
@@ -511,8 +524,8 @@ def _begin_run_on_all_ranks(
         )
         for line in tracker.notes:
             console.say(line)
-    # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word of a last
-    # start that had finished, beside settings by which there is more to train.
+    # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word
+    # of a last start that had finished, beside settings by which there is more to train.
     start.stop.committed(state.step)
     if tracker:
         _write_facts(start, engine)

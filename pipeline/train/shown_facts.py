@@ -64,7 +64,9 @@ def run_facts(
     probe: RunProbe | None = None,
     trained_on: Sequence[TrainedSet] = (),
 ) -> RunFacts:
-    """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded. trained_on: see `RunContext`."""
+    """The facts of a run whose model is built. origin: None for new weights, and where it was not recorded. trained_on:
+    see `RunContext`.
+    """
     dataset, split = data.dataset, data.split
     flops = objectives.training_flops(config, model.config)
     exaflops = plan.steps * plan.global_batch * flops / 1e18
@@ -209,8 +211,11 @@ def _description(
     """Markdown: what is trained, on what, from what."""
     what = "Fine-tuning" if config.init.weights else "Pre-training"
     lines = [
-        f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}** "
-        f"{'and other sets ' * (len(split.parts) > 1)}({counted(len(split), 'image')} {of_classes(dataset.num_classes)}, fingerprint `{dataset.fingerprint}`).",
+        (
+            f"**{what} of {resolved['model.name']}** at {resolved['model.image_size']} px on **{dataset.path.name}**"
+            f" {'and other sets ' * (len(split.parts) > 1)}({counted(len(split), 'image')}"
+            f" {of_classes(dataset.num_classes)}, fingerprint `{dataset.fingerprint}`)."
+        ),
         f"Plan: {plan.describe()}.",
     ]
     if isinstance(split, MixedSplit):
@@ -222,7 +227,9 @@ def _description(
 
 
 def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> str:
-    """Markdown for the end of the description: what was measured, and what a reviewer should know of it. Arguments: see `TrainingRun.close`."""
+    """Markdown for the end of the description: what was measured, and what a reviewer should know of it. Arguments: see
+    `TrainingRun.close`.
+    """
     plan, step, meter, counted_by_ranks = (
         run.plan,
         run.progress.step,
@@ -261,7 +268,9 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
 
 
 def caveats(run: "TrainingRun") -> str:
-    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often ""."""
+    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often
+    "".
+    """
     skipped, step, num_classes = (
         run.engine.skipped_steps,
         run.progress.step,
@@ -270,8 +279,8 @@ def caveats(run: "TrainingRun") -> str:
     told = []
     if 2 * skipped > step:
         told.append(
-            f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped: lower optimizer.lr, use a "
-            "longer schedule.warmup or engine.precision=fp32"
+            f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped:"
+            " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
         )
     scores = json_record.read_or_none(run.folder / "scores.json", dict[str, Any]) or {}
     count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
@@ -283,7 +292,9 @@ def caveats(run: "TrainingRun") -> str:
 
 
 def _last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
-    """The last value of each score of the held-out images and of the probe, of accuracies with the 95 % interval over images."""
+    """The last value of each score of the held-out images and of the probe, of accuracies with the 95 % interval over
+    images.
+    """
     last = {name: max(values.items()) for name, values in by_name(read_metrics(folder / METRICS_FILE)[0]).items()}
     for name in [name for name in facts.metrics if name in last]:
         metric, (step, value) = facts.metrics[name], last[name]

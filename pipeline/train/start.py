@@ -1,6 +1,7 @@
 """A complete run: check launcher, settings and data before the slow imports (torch, DeepSpeed), set up, train, end.
 
-The same command starts, resumes and finishes it. Pre-training and fine-tuning differ only in their settings: fine-tuning has `init.weights`.
+The same command starts, resumes and finishes it. Pre-training and fine-tuning differ only in their settings:
+fine-tuning has `init.weights`.
 """
 
 import os
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see `prepare`."""
+    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see
+    `prepare`.
+    """
 
     config: RunConfig
     data: "RunData"
@@ -36,7 +39,9 @@ class Prepared:
 
 
 def run(config: RunConfig, draw: str) -> None:
-    """Train, in a process started by a launcher or directly. draw: see `prepare`. Raises UserError for a user's mistake."""
+    """Train, in a process started by a launcher or directly. draw: see `prepare`. Raises UserError for a user's
+    mistake.
+    """
     check_environment()
     refuse_busy_port()
     quiet_torch()
@@ -73,7 +78,8 @@ def _train(stop: Stop, prepared: Prepared) -> None:
     progress, console = run.progress, run.console
     if reason:
         console.say(
-            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit code 75)"
+            f"stopped by {reason} at step {progress.step:,}, which is committed: the same command resumes it (exit"
+            " code 75)"
         )
         stop.leave(progress.step, reason)
     stop.show_end("finished", stop.caveat)
@@ -82,7 +88,8 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         console.say(f"nothing left to do: the run is finished{but}")
         return
     console.say(
-        f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in {run.folder}{but}"
+        f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in"
+        f" {run.folder}{but}"
     )
 
 
@@ -112,7 +119,9 @@ def _train_until_stopped(run: "TrainingRun") -> str:
 
 @contextmanager
 def _said_by_each_host() -> Iterator[None]:
-    """Context in which the first rank of another host says a UserError, too: rank 0 may not have it, and waits for that host."""
+    """Context in which the first rank of another host says a UserError, too: rank 0 may not have it, and waits for that
+    host.
+    """
     try:
         yield
     except UserError as error:

@@ -304,7 +304,9 @@ def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path) -> N
 def test_the_error_of_one_is_the_error_of_all_and_nothing_stays(
     number: int, kind: type[WriterError], way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a file server is a crash: a supervisor starts the run again, which it does not after a mistake of the user."""
+    """That of a file server is a crash: a supervisor starts the run again, which it does not after a mistake of the
+    user.
+    """
     save_all(tmp_path, 10)
     fsync = os.fsync
 
@@ -394,7 +396,9 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
 def test_a_start_and_the_writer_of_a_killed_run_name_the_newest_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start goes on as soon as the checkpoint is there, and corrected `latest` while the writer wrote it: one of them failed."""
+    """The start goes on as soon as the checkpoint is there, and corrected `latest` while the writer wrote it: one of
+    them failed.
+    """
     save_all(tmp_path, 10)
     newest, fsync = tmp_path / "step-00000010", os.fsync
     (tmp_path / "latest").write_text("step-00000005")
@@ -469,7 +473,9 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
 def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
     s3: tuple[faulty_s3.S3, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0's writer cannot read meanwhile, so it did not hear silence; rank 1's needs a moment to reach the store again."""
+    """Rank 0's writer cannot read meanwhile, so it did not hear silence; rank 1's needs a moment to reach the store
+    again.
+    """
     now = clock(monkeypatch)
     server, url = s3
     folder = faulty_s3.bucket_path(f"{url}/a")

@@ -1,4 +1,6 @@
-"""A rank notices the end of its launcher, and takes nothing else for that. All launchers but one are scripts of the same names."""
+"""A rank notices the end of its launcher, and takes nothing else for that. All launchers but one are scripts of the
+same names.
+"""
 
 import contextlib
 import os
@@ -55,8 +57,9 @@ class Family:
         }
         # The command itself, which finds the real package.
         self.names["DEEPSPEED"] = (
-            f"env DS_ACCELERATOR=cpu PYTHONPATH={without_mlflow(folder)} {sys.executable} {Path(sys.executable).parent}/deepspeed"
-            f" --num_gpus 1 --master_port {free_port()} --no_python --no_local_rank"
+            f"env DS_ACCELERATOR=cpu PYTHONPATH={without_mlflow(folder)} {sys.executable}"
+            f" {Path(sys.executable).parent}/deepspeed --num_gpus 1 --master_port {free_port()} --no_python"
+            " --no_local_rank"
         )
         # A process whose name is sshd, with a session for each command, as sshd has.
         os.symlink("/bin/bash", folder / "sshd")

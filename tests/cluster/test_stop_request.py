@@ -86,7 +86,9 @@ def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) 
     ["os.kill(os.getpid(), 15); until(lambda: stop.reason)", "join, stop._thread.join = stop._thread.join, after"],
 )
 def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, when: str) -> None:
-    """It waits for rank 0 to say the mistake of all: a SIGTERM heard before, or while nobody listens any more, must end that."""
+    """It waits for rank 0 to say the mistake of all: a SIGTERM heard before, or while nobody listens any more, must end
+    that.
+    """
     code = (
         "import os, sys, time; sys.path[:0] = ['tests/cluster', 'tests/helpers']\n"
         "from pipeline.base.errors import OneRankError, UserError\n"
@@ -109,20 +111,16 @@ def test_a_silent_rank_does_not_outlive_its_launchers_sigterm(tmp_path: Path, wh
 
 
 def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -> None:
-    """Rank 0 waits until all ranks know of the request. Training began meanwhile, and a supervisor took the run for killed."""
+    """Rank 0 waits until all ranks know of the request. Training began meanwhile, and a supervisor took the run for
+    killed.
+    """
     code = (
-        "import os, signal, sys, time; from types import SimpleNamespace; sys.path[:0] = ['tests/cluster', 'tests/helpers']\n"
-        "from test_stop_request import Path, read_status, stop_of\n"
-        "from polling import until\n"
-        "with stop_of(Path(sys.argv[1])) as stop:\n"
-        "    assert stop.folder.lock() is None\n"
-        "    nothing = lambda *of: None\n"
-        "    stop._ranks = SimpleNamespace(is_main=True, barrier=nothing)\n"
-        "    stop._store = SimpleNamespace(check=nothing, set=nothing)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    until(lambda: read_status(stop.folder.path))\n"
-        "    stop.begin_training(5)\n"
-        "    time.sleep(300)\n"
+        "import os, signal, sys, time; from types import SimpleNamespace; sys.path[:0] = ['tests/cluster',"
+        " 'tests/helpers']\nfrom test_stop_request import Path, read_status, stop_of\nfrom polling import until\nwith"
+        " stop_of(Path(sys.argv[1])) as stop:\n    assert stop.folder.lock() is None\n    nothing = lambda *of: None\n "
+        "   stop._ranks = SimpleNamespace(is_main=True, barrier=nothing)\n    stop._store ="
+        " SimpleNamespace(check=nothing, set=nothing)\n    os.kill(os.getpid(), signal.SIGTERM)\n    until(lambda:"
+        " read_status(stop.folder.path))\n    stop.begin_training(5)\n    time.sleep(300)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == RESUME, done.stderr
@@ -143,7 +141,9 @@ def test_a_run_that_is_leaving_does_not_say_that_it_is_running(tmp_path: Path) -
 def test_an_end_is_recorded_at_one_place(
     tmp_path: Path, error: Exception, how: str, code: int, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """status.json and what mirrors the run have the same ending and reason, also where the mirror or failures/ cannot be written."""
+    """status.json and what mirrors the run have the same ending and reason, also where the mirror or failures/ cannot
+    be written.
+    """
     stop, shown = stop_of(tmp_path), list[tuple[str, str]]()
 
     def show(how: str, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""The templates for SLURM and Kubernetes, run with stand-ins for the cluster's commands: who is started, stopped, tried again."""
+"""The templates for SLURM and Kubernetes, run with stand-ins for the cluster's commands: who is started, stopped, tried
+again.
+"""
 
 import os
 import re
@@ -16,7 +18,8 @@ from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
-# Says how it was started, trains until the stop file is there (or not at all), and leaves the code and reason that it is told.
+# Says how it was started, trains until the stop file is there (or not at all), and leaves the code and reason that it
+# is told.
 _TORCHRUN = """#!/bin/bash
 printf '%s\\n' "$@" > "$SAID"
 for word in "$@"; do case $word in out=*) out=${word#out=};; name=*) name=${word#name=};; esac; done
@@ -114,7 +117,9 @@ def started(home: Path) -> tuple[dict[str, str], RunConfig]:
     ],
 )
 def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requeued: bool) -> None:
-    """Queued again when the scheduler stopped the run; not when a person did, when it is done, refused, or never said a word."""
+    """Queued again when the scheduler stopped the run; not when a person did, when it is done, refused, or never said a
+    word.
+    """
     folder = home / "runs" / "vit"
     folder.mkdir(parents=True)
     (folder / "status.json").write_text('{"code": 75}')  # Of the job before.
@@ -157,7 +162,9 @@ def test_slurm(home: Path, code: str, stop_by: signal.Signals | str | None, requ
     ],
 )
 def test_kubernetes(home: Path, code: str, stop_by: signal.Signals | None, plan: int, expected: int) -> None:
-    """A pod ends as its run did; 2, which fails the whole job, only when the run was refused. Nor does it as the run's last start."""
+    """A pod ends as its run did; 2, which fails the whole job, only when the run was refused. Nor does it as the run's
+    last start.
+    """
     (home / "bin/vit").write_text(f'#!/bin/bash\n[ "$1" = plan ] && exit {plan}\n')
     (home / "bin/vit").chmod(0o755)
     (home / "runs" / "vit").mkdir(parents=True)
@@ -197,7 +204,9 @@ def test_the_ranks_of_an_evicted_pod_hear_of_it_at_once(home: Path) -> None:
 
 
 def test_evictions_in_kubernetes_use_up_no_retries() -> None:
-    """Each ends all pods, of which Kubernetes knows only one as evicted: after 28 of them a job of 8 nodes had failed."""
+    """Each ends all pods, of which Kubernetes knows only one as evicted: after 28 of them a job of 8 nodes had
+    failed.
+    """
     _, job = yaml.safe_load_all((ROOT / "launch/kubernetes_job.yaml").read_text())
     rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}

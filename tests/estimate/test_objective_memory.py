@@ -1,4 +1,6 @@
-"""Memory and arithmetic of objectives that add to the backbone: counted on the meta device, and of real steps in one process."""
+"""Memory and arithmetic of objectives that add to the backbone: counted on the meta device, and of real steps in one
+process.
+"""
 
 import re
 import sys
@@ -89,7 +91,9 @@ def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
 def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], checkpointing: bool) -> None:
-    """Weights with the teacher's, gradients, activations and inputs of the second micro-batch of a step, within 10 %."""
+    """Weights with the teacher's, gradients, activations and inputs of the second micro-batch of a step, within 10
+    %.
+    """
     config, model = run_of(loss, f"engine.activation_checkpointing={str(checkpointing).lower()}", *more)
     backward = memory.moments(model, config, IMAGES, 2, 1)[0]
     objective = objectives.create(config, build(model, seed=0)).train()
@@ -196,7 +200,9 @@ class Undeclared(Lejepa):
     ],
 )
 def test_a_mistake_in_an_objective_that_training_would_not_show_ends_a_plan(kind: type[Lejepa], message: str) -> None:
-    """The engine trains beside a layer without a gradient, at every ZeRO stage; a value without a declaration has no direction."""
+    """The engine trains beside a layer without a gradient, at every ZeRO stage; a value without a declaration has no
+    direction.
+    """
     config, model = run_of("lejepa", "objective={local_views: 0, hidden: 8, width: 4, directions: 4}")
     with pytest.raises(TypeError, match=message):
         on_meta.training_flops(kind, config, model)

@@ -27,7 +27,10 @@ COMMANDS = {
 
 def hold(out: Path, is_file: bool) -> subprocess.Popen[str]:
     """A process that writes an output."""
-    script = "import sys; from pathlib import Path; from pipeline.base.locks import only_writer\nwith only_writer(Path(sys.argv[1]), sys.argv[2] == 'True'): print(); sys.stdin.read()"
+    script = (
+        "import sys; from pathlib import Path; from pipeline.base.locks import only_writer\nwith"
+        " only_writer(Path(sys.argv[1]), sys.argv[2] == 'True'): print(); sys.stdin.read()"
+    )
     command = [sys.executable, "-c", script, str(out), str(is_file)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout

@@ -1,4 +1,6 @@
-"""launch/choose.py: the choice is the greedy one, what has labels is not chosen again, and the new folder is all or nothing."""
+"""launch/choose.py: the choice is the greedy one, what has labels is not chosen again, and the new folder is all or
+nothing.
+"""
 
 import csv
 import os
@@ -57,7 +59,8 @@ def test_a_large_group_does_not_crowd_out_others() -> None:
     for num in (4, 8, 20):
         assert np.bincount(groups[chosen[:num]]).tolist() == [num // 4] * 4
         assert coverage.choose(images, num, nothing(60), groups).tolist() == chosen[:num].tolist()
-    # Of images without an effect of groups it is the choice among those of the groups whose turn it is; all are chosen at last.
+    # Of images without an effect of groups it is the choice among those of the groups whose turn it is; all are chosen
+    # at last.
     assert chosen[0] == coverage.choose(images, 1, nothing(60))[0]
     assert sorted(coverage.choose(images, 60, nothing(60), groups)) == list(range(60))
     # Groups with a labelled image come later.
@@ -132,7 +135,9 @@ def test_what_resembles_labelled_images_is_not_chosen(weights: Path, photos: Pat
 def test_groups_take_turns_and_are_in_the_table(
     weights: Path, make_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two data sets with the same groups: rows 0 to 7 are of p0, 8 of p1, 9 of p2, and row 0 of the labelled ones of p0."""
+    """Of two data sets with the same groups: rows 0 to 7 are of p0, 8 of p1, 9 of p2, and row 0 of the labelled ones of
+    p0.
+    """
     data = make_dataset({"train": [[]] * 10, "labelled": [[0]]}, ["cat"], groups=lambda row: f"p{max(0, row - 7)}")
     out = tmp_path / "out"
     given = ("split=train", f"labelled={data.path}", "labelled_split=labelled")

@@ -111,7 +111,9 @@ def test_scores_equal_scikit_learns(make_dataset, loss_kind: str) -> None:
 
 
 def test_what_is_no_number_is_wrong(make_dataset) -> None:
-    """It was some class: a model that had diverged could have the best top-1 of a run, as of a split of which most are of that class."""
+    """It was some class: a model that had diverged could have the best top-1 of a run, as of a split of which most are
+    of that class.
+    """
     labels, logits = np.arange(K).repeat(3), np.full((3 * K, K), np.nan, np.float32)
     logits[::3] = 5 * np.eye(K)
     split = make_dataset({"val": [[int(c)] for c in labels]}, list("abcdefg")).split("val")

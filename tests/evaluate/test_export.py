@@ -147,7 +147,9 @@ def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
 
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
 def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
-    """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the folder."""
+    """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the
+    folder.
+    """
     save(create("ViT-mu/4", 16, 5), tmp_path / "model.pt", {"loss": loss})
     run(tmp_path / "model.pt", "huggingface", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text()).get("problem_type") == problem_type
@@ -162,7 +164,10 @@ def test_that_fixed_positions_become_a_table_is_said(tmp_path, capsys, form, pos
     file = tmp_path / FORMS[form]
     run(tmp_path / "model.pt", form, file)
     is_said = positions == "sincos2d" and form != "safetensors"
-    note = "are written as a table, which is resampled at other sizes than 16 x 16, where these weights compute theirs anew"
+    note = (
+        "are written as a table, which is resampled at other sizes than 16 x 16, where these weights compute theirs"
+        " anew"
+    )
     assert (note in capsys.readouterr().out) == is_said
     # The way out that the line names.
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

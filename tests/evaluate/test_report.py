@@ -275,7 +275,10 @@ def test_too_many_unreadable_images_are_no_score(
     settings: list[str], data: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     out = f"out={tmp_path / 'out'}"
-    said = r"samples of 70 cannot be read, more than max_bad_share = 0.05 allows \(3\); the first is val5: .* raise max_bad"
+    said = (
+        r"samples of 70 cannot be read, more than max_bad_share = 0.05 allows \(3\); the first is val5: .* raise"
+        r" max_bad"
+    )
     with pytest.raises(UserError, match=said):
         report.run(config(weights, data, out, *settings, "max_bad_share=0.05"))
     assert not (tmp_path / "out").exists()

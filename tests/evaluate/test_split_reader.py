@@ -1,4 +1,6 @@
-"""What an objective with several views is scored on: its own views, the same at each evaluation and on any number of ranks."""
+"""What an objective with several views is scored on: its own views, the same at each evaluation and on any number of
+ranks.
+"""
 
 from pathlib import Path
 

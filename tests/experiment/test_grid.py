@@ -136,9 +136,13 @@ def test_grid_from_trials_to_table_and_comparison(
     instead_of_commands(monkeypatch, start)
     result = grid.run(config)
     assert result
-    assert started == ["lr-1e+18", "lr-1e-06", "lr-0.3", "final-seed-3", "final-seed-4"], (
-        "what is finished is not run again"
-    )
+    assert started == [
+        "lr-1e+18",
+        "lr-1e-06",
+        "lr-0.3",
+        "final-seed-3",
+        "final-seed-4",
+    ], "what is finished is not run again"
     folder = tmp_path / "tiny"
 
     # Trials: on 30 of the 150 that they do not train on.
@@ -291,7 +295,9 @@ def test_an_ended_run_of_other_data_or_weights_is_not_taken_for_one_of_todays(
 def test_a_run_is_not_trained_partly_with_other_settings(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another best rate, or length, it went on from its checkpoint, and was reported as trained with that from the beginning."""
+    """With another best rate, or length, it went on from its checkpoint, and was reported as trained with that from the
+    beginning.
+    """
     final = tmp_path / "tiny" / "final-seed-3"
 
     def start(cell: RunSpec) -> int:
@@ -387,7 +393,9 @@ def test_what_only_the_final_runs_read_is_looked_at_first(
         "settings=[init.weights=x,train.loss=mae]": "train.loss = mae predicts no classes",
         f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
         f"also=[{moved}:train]": f"also: 'class1' is class 0 of {moved}:train, and class 1 of {data}",
-        f"settings=[init.weights=x,'data.mix=[{{path: {moved}, split: val, weight: 1}}]']": f"data.mix, {moved}: .* has no split",
+        f"settings=[init.weights=x,'data.mix=[{{path: {moved}, split: val, weight: 1}}]']": (
+            f"data.mix, {moved}: .* has no split"
+        ),
     }.items():
         overrides = [
             f"run={file}",
@@ -427,7 +435,9 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
 
 
 def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path, tmp_path: Path) -> None:
-    """With one checkpoint.folder, runs of the same name have the same place. Begun together, the second went on from the first's."""
+    """With one checkpoint.folder, runs of the same name have the same place. Begun together, the second went on from
+    the first's.
+    """
     (tmp_path / "run.yaml").write_text(RUN.replace("DATA", str(data)))
 
     def settings(of: str, lr: float) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The power law: coverage of its bootstrap intervals on synthetic families, the paper's own points, degenerate input."""
+"""The power law: coverage of its bootstrap intervals on synthetic families, the paper's own points, degenerate
+input.
+"""
 
 from dataclasses import astuple
 
@@ -45,7 +47,8 @@ def left_out(x: np.ndarray, errors: np.ndarray) -> Holdout | str:
         ("usual", Design(4, 1), 0.9, 0.6),
         ("usual", Design(4, 2), 0.9, 0.2),
         ("flat floor", Design(5, 1), 0.9, 0.2),
-        # Cells that deviate, seeds that agree: independent resamples of runs would contain the truth in half of the draws.
+        # Cells that deviate, seeds that agree: independent resamples of runs would contain the truth in half of the
+        # draws.
         ("usual", Design(8, 3, 0.0005, 0.005, step=2), 0.88, 0.2),
     ],
 )
@@ -130,7 +133,8 @@ def test_the_largest_runs_are_predicted_from_the_others() -> None:
 
 
 def test_the_best_law_and_how_sure_that_is() -> None:
-    # Errors above 1 are impossible, so the large model is measured from 3 on. The laws cross where 0.5 x**-0.25 = x**-0.5, at 16.
+    # Errors above 1 are impossible, so the large model is measured from 3 on. The laws cross where 0.5 x**-0.25 =
+    # x**-0.5, at 16.
     x = np.repeat(3.0 ** np.arange(1, 6), 2)
     small, large = ({"scale": 0.5, "exponent": 0.25}, {"scale": 1.0, "exponent": 0.5})
     fits = fit_power_laws({"small": (x, noisy(1, x, **small)), "large": (x, noisy(2, x, **large))}, 0)

@@ -1,4 +1,6 @@
-"""A study whose folder was moved, or whose cells are damaged, keeps its results, and says what is wrong with which cell."""
+"""A study whose folder was moved, or whose cells are damaged, keeps its results, and says what is wrong with which
+cell.
+"""
 
 import json
 import shutil

@@ -261,7 +261,9 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
 
 
 def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_path: Path) -> None:
-    """Cells from before and after a list of copies was made, or other weights took the place of the first, stood in one figure."""
+    """Cells from before and after a list of copies was made, or other weights took the place of the first, stood in one
+    figure.
+    """
     data, weights = open_dataset(shutil.copytree(dataset, tmp_path / "data")), tmp_path / "start.pt"
     base = write_run(tmp_path, tmp_path / "data")
     save(create("ViT-mu/4", 16, 0), weights)
@@ -284,7 +286,9 @@ def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_pa
 
 
 def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second job writes experiment.json between the moment at which the first has written its text and that of its rename."""
+    """A second job writes experiment.json between the moment at which the first has written its text and that of its
+    rename.
+    """
     first, second, rename = (*(Study(make(base, SIZES, "seeds=[0]")) for _ in range(2)), files.os.replace)
 
     def between(hidden: str, path: str) -> None:
@@ -360,7 +364,9 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
 
 
 def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path) -> None:
-    """Of continued pre-training only the last run counted, and of a killed run only what it had done by its last log line."""
+    """Of continued pre-training only the last run counted, and of a killed run only what it had done by its last log
+    line.
+    """
 
     def trained(name: str, steps: int, status: str, *settings: str) -> Path:
         run = make_spec(
@@ -397,7 +403,8 @@ def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path)
     save(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
     notes = list[str]()
     models = [
-        f"models=[{{name: a, weights: {third}}}, {{name: b, weights: {continued('other', base.parent / 'other.safetensors')}}}]"
+        f"models=[{{name: a, weights: {third}}}, {{name: b, weights:"
+        f" {continued('other', base.parent / 'other.safetensors')}}}]"
     ]
     longest = pretraining_compute(make(base, SCALING, "question=labels", "budgets=[]", *models), "", notes)
     assert longest == pytest.approx(3 * whole)

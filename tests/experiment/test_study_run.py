@@ -143,7 +143,10 @@ def test_labels_compare_weights_with_a_new_model_at_equal_compute(base: Path, st
     settings = overrides_of(schema.to_dict(schema.load(RunConfig, base, ["name=earlier", "train.length=10 steps"])))
     assert forge.start(1, [*settings, f"out={base.parent}"]).wait() == [0]
     architecture = [s for s in settings if s.startswith("model.") and s.partition("=")[0] != "model.image_size"]
-    models = f"models=[{{name: scratch, settings: {json.dumps(architecture)}}},{{name: early, weights: {base.parent / 'earlier'}}}]"
+    models = (
+        f"models=[{{name: scratch, settings: {json.dumps(architecture)}}},{{name: early, weights:"
+        f" {base.parent / 'earlier'}}}]"
+    )
     own = base.with_name("tune.yaml")  # Its init.weights are of no model.
     given = [f"run={own}", f"out={base.parent / 'runs'}", "name=few", "question=labels", models, "data_sizes=[50]"]
     config = schema.load(StudyConfig, None, given)

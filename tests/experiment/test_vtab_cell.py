@@ -272,7 +272,8 @@ def test_data_or_weights_that_changed_and_images_that_cannot_be_read_are_refused
     settings = config(data)
     with pytest.raises(UserError, match=r"dtd has changed: it was 0{16}, and is "):
         run_cell(job_of(replace(cell_of(data, settings), fingerprint="0" * 16), settings))
-    # Weights that are written anew while a sweep runs, or that are others on this host: their scores were taken for those of the first.
+    # Weights that are written anew while a sweep runs, or that are others on this host: their scores were taken for
+    # those of the first.
     shutil.copy(settings.weights, tmp_path / "copied.pt")
     settings = replace(settings, weights=str(tmp_path / "copied.pt"))
     job = job_of(cell_of(data, settings, "search"), settings)

@@ -1,4 +1,6 @@
-"""A pointer to the newest checkpoint that is wrong, a checkpoint that goes while it is read, and a finished run that is started again."""
+"""A pointer to the newest checkpoint that is wrong, a checkpoint that goes while it is read, and a finished run that is
+started again.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,9 @@ def run(tmp_path: Path) -> Path:
 
 # -------------------------------------------------------------------- the pointer
 def test_a_pointer_that_a_kill_left_behind_is_repaired(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a run that starts, also a finished one; who reads its weights finds the newest, and writes nothing into its folder."""
+    """By a run that starts, also a finished one; who reads its weights finds the newest, and writes nothing into its
+    folder.
+    """
     latest, console = run / "checkpoints" / "latest", Console(run / "log.txt", True)
     latest.write_text("step-00000010")
     setup.find_checkpoint_on_all_ranks(Checkpoints(latest.parent), FACTS, 20, ALONE, console)

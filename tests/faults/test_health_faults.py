@@ -1,4 +1,6 @@
-"""What is planted into a batch, a rank's gradient or a weight never reaches the weights; a jump of the loss is answered."""
+"""What is planted into a batch, a rank's gradient or a weight never reaches the weights; a jump of the loss is
+answered.
+"""
 
 import json
 from pathlib import Path
@@ -177,7 +179,9 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
 
 
 def test_a_mixture_goes_on_after_a_rollback_where_it_was(out: Path) -> None:
-    """Batches are skipped, in one of which the shares change: the steps after them have the batches and shares of an undisturbed run."""
+    """Batches are skipped, in one of which the shares change: the steps after them have the batches and shares of an
+    undisturbed run.
+    """
     trained = rows_of_steps(out, "mixed")
     assert [step for step, _ in trained] == [*range(BAD_STEP), *range(8, STEPS), STEPS]
     run = out / "mixed"
@@ -206,7 +210,9 @@ def test_a_slow_rank_is_named(out: Path) -> None:
 
 
 def test_a_stop_between_a_spike_and_its_discovery_changes_nothing(forge: Forge, tmp_path: Path) -> None:
-    """Spikes are looked for when something is logged or saved; a run that stops before that is resumed before the spike."""
+    """Spikes are looked for when something is logged or saved; a run that stops before that is resumed before the
+    spike.
+    """
     dataset = make_dataset(tmp_path / "data", {"train": 500, "val": 37})
 
     def run(name: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Files that describe a data set and are wrong although their checksums agree, or that are read from a cache of these."""
+"""Files that describe a data set and are wrong although their checksums agree, or that are read from a cache of
+these.
+"""
 
 import hashlib
 import os

@@ -1,7 +1,7 @@
 """Parquet with odd columns, drawn from a seed: each file is read as it says, or refused in one line.
 
-Odd are two columns of one name, types that are no labels or no images, nulls at any level, dictionaries, nested types, huge
-numbers, no rows, and files of one data set whose types differ. A failure is repeated by `make(number, ...)`.
+Odd are two columns of one name, types that are no labels or no images, nulls at any level, dictionaries, nested types,
+huge numbers, no rows, and files of one data set whose types differ. A failure is repeated by `make(number, ...)`.
 """
 
 import shutil

@@ -1,6 +1,7 @@
 """Stopping at every moment of a run: all ranks leave with the code that means "resume me", and nothing is lost.
 
-One run is stopped over and over, each time in another way and at another moment, and must end as one that nobody touched.
+One run is stopped over and over, each time in another way and at another moment, and must end as one that nobody
+touched.
 """
 
 import contextlib
@@ -242,7 +243,9 @@ def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -
 
 
 def leave(overrides: list[str]) -> None:
-    """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to leaving."""
+    """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to
+    leaving.
+    """
     config = schema.load(RunConfig, None, overrides)
     stop._FAREWELL_SECONDS = 2.0
     stops = stop.Stop(Path(config.out, config.name))
@@ -271,7 +274,9 @@ def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path
 
 
 def stand_still(overrides: list[str]) -> None:
-    """In a rank: rank 0, which hosts the ranks' store, stands still once all are connected; rank 2 is in training by then."""
+    """In a rank: rank 0, which hosts the ranks' store, stands still once all are connected; rank 2 is in training by
+    then.
+    """
     config = schema.load(RunConfig, None, overrides)
     stops = stop.Stop(Path(config.out, config.name))
     torch.distributed.init_process_group("gloo")

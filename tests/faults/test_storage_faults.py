@@ -1,4 +1,6 @@
-"""Faults of networks and servers, and changes of a bucket: passing errors are retried and counted, others end in one line."""
+"""Faults of networks and servers, and changes of a bucket: passing errors are retried and counted, others end in one
+line.
+"""
 
 import re
 import subprocess
@@ -82,7 +84,8 @@ def test_an_outage_stops_the_run_with_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert re.search(
-        r"s3://\w+/tiny/train-00000\d.tar was unreachable for 0.00833 minutes \(data.retry_minutes\): .*503.*Check the network",
+        r"s3://\w+/tiny/train-00000\d.tar was unreachable for 0.00833 minutes \(data.retry_minutes\): .*503.*Check the"
+        r" network",
         said,
     )
     assert not loader.bad

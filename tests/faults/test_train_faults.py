@@ -1,4 +1,6 @@
-"""What goes wrong around a run: broken images, full disks, files that do not fit. Nothing is lost, and one line says it."""
+"""What goes wrong around a run: broken images, full disks, files that do not fit. Nothing is lost, and one line says
+it.
+"""
 
 import contextlib
 import errno
@@ -61,7 +63,9 @@ def spoil(dataset: Path, rows: list[int], name: str = "train") -> None:
 def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
     forge: Forge, dataset: Path, tmp_path: Path
 ) -> None:
-    """They count once for all starts, ranks and epochs: in the checkpoint, the metrics, the description and the budget."""
+    """They count once for all starts, ranks and epochs: in the checkpoint, the metrics, the description and the
+    budget.
+    """
     data = tmp_path / "data"
     shutil.copytree(dataset, data)
     spoil(data, [3, 77])
@@ -115,7 +119,9 @@ def test_a_few_bad_images_are_counted_and_named_and_too_many_stop_the_run(
 
 
 def test_a_head_that_is_kept_keeps_its_classes(dataset: Path, tmp_path: Path) -> None:
-    """Only their number was compared: a run went on with the same classes in another order, each in place of another one."""
+    """Only their number was compared: a run went on with the same classes in another order, each in place of another
+    one.
+    """
 
     def begin(*classes: str) -> str:
         models.save(
@@ -187,7 +193,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_line(forge: Forge, datas
 def test_a_disk_without_a_free_byte_ends_all_ranks_in_one_line(
     num_ranks: int, forge: Forge, dataset: Path, small_disk: Path
 ) -> None:
-    """status.json, which could not be replaced, went on saying that the run is running; the other rank printed a traceback."""
+    """status.json, which could not be replaced, went on saying that the run is running; the other rank printed a
+    traceback.
+    """
     more = ["train.length=100000 steps", "evaluate.every=100%", "checkpoint.every=100%"]
     run = forge.start(num_ranks, settings(dataset, small_disk, "full", *more))
     until(lambda: "step 3/" in run.said())
@@ -233,7 +241,9 @@ def test_a_disk_that_fails_one_rank_ends_all_with_its_line(
 
 
 def train_and_be_asked_while_ranks_connect(argument: tuple[str, int, list[str]]) -> None:
-    """In a rank: this one gets SIGTERM right before the ranks make their process group, or use it for the first time."""
+    """In a rank: this one gets SIGTERM right before the ranks make their process group, or use it for the first
+    time.
+    """
     place, asked, overrides = argument
     owner = {"init_distributed": engine.deepspeed, "connect": Stop}[place]
     function = getattr(owner, place)
@@ -292,7 +302,9 @@ def test_a_finished_run_whose_longer_start_is_killed_is_not_taken_for_finished(
 def test_a_start_compiles_nothing_and_leaves_no_shared_memory(
     forge: Forge, tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed would compile a collective on a CPU, behind a lock that outlives a compiler that died, and name its buffers."""
+    """DeepSpeed would compile a collective on a CPU, behind a lock that outlives a compiler that died, and name its
+    buffers.
+    """
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     run = forge.start(2, settings(dataset, tmp_path, "ready", "train.length=1 steps", "schedule.warmup=0 steps"))
     run.finish()
@@ -345,7 +357,9 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket(
 
 
 def train_and_send_often(overrides: list[str]) -> None:
-    """In a rank: a run whose sender looks each half second for what to send, not each half minute, for which two ranks would train on."""
+    """In a rank: a run whose sender looks each half second for what to send, not each half minute, for which two ranks
+    would train on.
+    """
     tracking.ExportTiming = partial(ExportTiming, poll=0.5)  # type: ignore[misc]
     train([overrides])
 
@@ -386,7 +400,8 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(
 
     kill_once(lambda: newest_checkpoint() > 0, "20 steps")
     before = newest_sent()
-    # What this one has sent itself, so no writer of the first one is at work any more. It commits nothing, which could overtake what is sent.
+    # What this one has sent itself, so no writer of the first one is at work any more. It commits nothing, which could
+    # overtake what is sent.
     kill_once(lambda: newest_sent() > max(before, newest_checkpoint()), "100%")
     sent, committed = newest_sent(), newest_checkpoint()
     forge.start(1, settings(dataset, tmp_path, "run", *shared, f"train.length={sent + 5} steps")).finish()

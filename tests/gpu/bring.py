@@ -1,8 +1,9 @@
-"""Packages for a GPU machine without a network: `bring.py fetch FOLDER [3.12]` here, `bring.py install FOLDER TARGET` there.
+"""Packages for a GPU machine without a network: `bring.py fetch FOLDER [3.12]` here, `bring.py install FOLDER TARGET`
+there.
 
-fetch downloads wheels for x86-64 Linux and a version of Python, in this environment's versions: what the library imports and all
-that needs, but for large packages that a machine with PyTorch has. install unpacks those that are not installed there; TARGET
-then goes into PYTHONPATH.
+fetch downloads wheels for x86-64 Linux and a version of Python, in this environment's versions: what the library
+imports and all that needs, but for large packages that a machine with PyTorch has. install unpacks those that are not
+installed there; TARGET then goes into PYTHONPATH.
 """
 
 import re

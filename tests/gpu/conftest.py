@@ -1,4 +1,6 @@
-"""Tests of what differs on a GPU. Without one they run on the CPU as far as they can, so that they are known to work."""
+"""Tests of what differs on a GPU. Without one they run on the CPU as far as they can, so that they are known to
+work.
+"""
 
 import os
 from pathlib import Path

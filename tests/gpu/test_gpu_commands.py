@@ -1,4 +1,6 @@
-"""What is done with a trained model gives on a GPU what it gives on a CPU: predictions, drawings, exports, a task of VTAB."""
+"""What is done with a trained model gives on a GPU what it gives on a CPU: predictions, drawings, exports, a task of
+VTAB.
+"""
 
 import json
 from pathlib import Path

@@ -89,7 +89,9 @@ def test_logits_and_gradients_are_those_of_the_cpu(model: models.Model, device: 
 def test_a_compiled_model_has_the_gradients_of_the_plain_one(
     device: torch.device, backend: str, size: int, images: int, changes: dict[str, Any]
 ) -> None:
-    """In training and after an evaluation of another number of images. aot_eager, which compiles nothing, tells whose fault a difference is."""
+    """In training and after an evaluation of another number of images. aot_eager, which compiles nothing, tells whose
+    fault a difference is.
+    """
     if device == CPU and (backend, images) != ("aot_eager", 6):
         pytest.skip("needs a GPU: make gpu")  # tests/multiprocess/test_compile.py has Inductor's code for a CPU.
     use_exact_arithmetic(device)
@@ -175,7 +177,9 @@ def test_a_batch_is_normalised_and_mixed_as_on_a_cpu(device: torch.device) -> No
 
 
 def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: torch.device, tmp_path: Path) -> None:
-    """Training goes on meanwhile: the tensors change as soon as `save` returns. Twice, the second time with more of them."""
+    """Training goes on meanwhile: the tensors change as soon as `save` returns. Twice, the second time with more of
+    them.
+    """
     saver = Saver(str(tmp_path), Ranks(0, 0, 1, device), 60)
     try:
         for step_number, count in ((1, 1_000_000), (2, 3_000_000)):

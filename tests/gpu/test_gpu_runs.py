@@ -63,7 +63,8 @@ if HAS_GPU:
         "compiled": ["engine.compile=true"],
         "compiled, stage3": ["engine.compile=true", "engine.zero_stage=3"],
     }
-# Files of DeepSpeed and of this project with lines where the host waits in a step (docs/performance.md), by ZeRO stage, in fp32.
+# Files of DeepSpeed and of this project with lines where the host waits in a step (docs/performance.md), by ZeRO stage,
+# in fp32.
 WAITS = {
     0: {"zero/engine.py"},
     1: {"runtime/utils.py"},
@@ -101,7 +102,10 @@ Start = Callable[[str, Any], OwnRun | ForkedRun]
 
 
 def start_own(function: str, argument: Any, output: Path) -> OwnRun:
-    code = f"import sys; sys.path[:] = {sys.path}; from forked import work; import json; work({function!r}, json.loads(sys.argv[1]))"
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; from forked import work; import json; work({function!r},"
+        " json.loads(sys.argv[1]))"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if HAS_GPU else {"DS_ACCELERATOR": "cpu"})}
     with open(output, "wb") as file:
         return OwnRun(
@@ -139,7 +143,9 @@ def train_all(runs: tuple[list[list[str]], list[tuple[str, list[str]]]]) -> None
 
 
 def train_until_told(argument: tuple[int, list[str]]) -> None:
-    """In a rank: a run that stands still after a step until it hears that it is to stop: otherwise it may have ended by then."""
+    """In a rank: a run that stands still after a step until it hears that it is to stop: otherwise it may have ended by
+    then.
+    """
     from forked import told_to_stop, train
 
     from pipeline.train import loop
@@ -164,7 +170,9 @@ def little_memory(arguments: tuple[list[str], float]) -> None:
 
 
 def waits_in_steps(stages: list[int]) -> None:
-    """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each ZeRO stage."""
+    """In a rank: prints the files with lines where the host waits for the GPU in a step that logs nothing, for each
+    ZeRO stage.
+    """
     from rank_memory import make_engine, noise
 
     from pipeline.process.distributed import from_environment
@@ -276,7 +284,9 @@ def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp
 
 
 def test_a_run_that_is_killed_and_stopped_is_the_whole_one(start: Start, out: Path, dataset: Path) -> None:
-    """SIGKILL after the first checkpoint, then SIGTERM, then to the end. On a GPU the whole run is in a process of its own, as every life is."""
+    """SIGKILL after the first checkpoint, then SIGTERM, then to the end. On a GPU the whole run is in a process of its
+    own, as every life is.
+    """
     unbroken = start("forked:train", [settings(dataset, out, "unbroken", *LONG)]) if HAS_GPU else None
     broken = settings(dataset, out, "broken", *LONG)
     latest = out / "broken" / "checkpoints" / "latest"

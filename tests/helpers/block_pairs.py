@@ -15,7 +15,9 @@ COLOURS = np.array([[250, 20, 20], [20, 250, 20], [20, 20, 250]], np.uint8)
 
 
 def write_block_pairs(folder: Path, number: int, size: tuple[int, int] = (24, 32)) -> tuple[Path, Path]:
-    """(folder of images, folder of masks): blocks of 8 px in COLOURS, whose mask is the number of the colour, or 255 in the first block."""
+    """(folder of images, folder of masks): blocks of 8 px in COLOURS, whose mask is the number of the colour, or 255 in
+    the first block.
+    """
     images, masks = folder / "images", folder / "masks"
     rng = np.random.default_rng([number, *folder.name.encode()])
     for i in range(number):

@@ -43,7 +43,9 @@ class Browser:
         return " ".join(self.page.inner_text("body").split())  # type: ignore[attr-defined]
 
     def reads(self, *texts: str) -> None:
-        """Wait until the text of the whole page has each of these, also where a text is spread over several elements."""
+        """Wait until the text of the whole page has each of these, also where a text is spread over several
+        elements.
+        """
         end = time.monotonic() + _SECONDS
         while missing := [text for text in texts if text not in self.text()]:
             if time.monotonic() > end:

@@ -1,4 +1,5 @@
-"""An objective with everything that one may have: DINO's heads, teacher, centres and frozen first steps, and a frozen parameter.
+"""An objective with everything that one may have: DINO's heads, teacher, centres and frozen first steps, and a frozen
+parameter.
 
 `plant` makes an objective that the library does not have a value of train.loss in this process.
 """
@@ -44,7 +45,9 @@ SETTINGS = (
 
 
 class Distillation(Dino):
-    """DINO with iBOT, whose outputs a frozen parameter mixes. skipped: the number of a step whose loss is not finite."""
+    """DINO with iBOT, whose outputs a frozen parameter mixes. skipped: the number of a step whose loss is not
+    finite.
+    """
 
     skipped: ClassVar[int | None] = None
 
@@ -108,7 +111,9 @@ def train_skipping(argument: dict[str, Any]) -> None:
 
 
 def train_losing(argument: dict[str, Any]) -> None:
-    """In a rank: trains classification runs whose step `skipped` has a loss that is not finite; in fp16 too, which any CPU is able to."""
+    """In a rank: trains classification runs whose step `skipped` has a loss that is not finite; in fp16 too, which any
+    CPU is able to.
+    """
     from deepspeed.accelerator import get_accelerator
     from forked import train
 
@@ -130,7 +135,9 @@ def train_losing(argument: dict[str, Any]) -> None:
 
 
 def train_worked(argument: dict[str, Any]) -> None:
-    """In a rank: trains the objective in a file. argument: name, file, runs, and kill_at: the step at which the rank is killed."""
+    """In a rank: trains the objective in a file. argument: name, file, runs, and kill_at: the step at which the rank is
+    killed.
+    """
     from forked import train
 
     spec = importlib.util.spec_from_file_location(argument["name"], argument["file"])

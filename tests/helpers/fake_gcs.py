@@ -20,7 +20,8 @@ def running(bucket: str) -> Iterator[str]:
     (binary,) = Path(package.__file__).parent.rglob("fake-gcs-server-*")
     port = free_port()
     command = [binary, "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
-    # Not by the package's own class, which does not read what the server prints: that stands still when the pipe is full.
+    # Not by the package's own class, which does not read what the server prints: that stands still when the pipe is
+    # full.
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _make_bucket(bucket, port, time.monotonic() + 300)

@@ -1,12 +1,13 @@
-"""Training steps on a GPU that does not exist: fake tensors, which have a device, a shape and a number type, but no values.
+"""Training steps on a GPU that does not exist: fake tensors, which have a device, a shape and a number type, but no
+values.
 
-The real engine with DeepSpeed, as rank 0 of two; collectives do nothing (torch's "fake" backend). Prints what each case found as
-JSON. Must be the first to import torch: started by tests/train/test_fake_gpu.py.
+The real engine with DeepSpeed, as rank 0 of two; collectives do nothing (torch's "fake" backend). Prints what each case
+found as JSON. Must be the first to import torch: started by tests/train/test_fake_gpu.py.
 
     python fake_gpu.py LIBRARY '[["name", ["model.name=...", ...], ""], ...]'
 
-LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the loss ("": none);
-without overrides it is a step without DeepSpeed.
+LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the
+loss ("": none); without overrides it is a step without DeepSpeed.
 """
 
 import ctypes
@@ -48,7 +49,9 @@ def load_library(path: str) -> None:
 
 
 def pretend() -> None:
-    """Make torch and DeepSpeed believe in the GPU where they ask for more than a tensor's device, and in the other rank."""
+    """Make torch and DeepSpeed believe in the GPU where they ask for more than a tensor's device, and in the other
+    rank.
+    """
     import torch
     import torch.distributed as dist
     from torch import library
@@ -95,7 +98,8 @@ def pretend() -> None:
         of_dtype = property(lambda self, dtype=dtype: lambda data: torch.tensor(data, dtype=dtype, device="cuda:0"))
         setattr(Gpu, f"{alias.get(name, 'Double')}Tensor", of_dtype)
     set_accelerator(Gpu())
-    # Compares lists of numbers between the ranks, once for each new order of the modules; here rank 0 would receive zeros.
+    # Compares lists of numbers between the ranks, once for each new order of the modules; here rank 0 would receive
+    # zeros.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # torch has one of AdamW's. It changes tensors in place, whose values are not there.
@@ -208,8 +212,8 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         clock = StepClock(torch.device("cpu"))
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
         object.__setattr__(objective, "loss", planted(mistake, objective.loss))
-        # The first step makes the optimizer's state, and DeepSpeed traces its first micro-batch at stage 3. Its timers, which are those
-        # of any precision, would begin at the third step.
+        # The first step makes the optimizer's state, and DeepSpeed traces its first micro-batch at stage 3. Its timers,
+        # which are those of any precision, would begin at the third step.
         for number in range(3 if (config.engine.zero_stage, config.engine.precision) == (3, "fp32") else 2):
             batch = noise(plan.micro_batch, config.model.image_size, CLASSES, 0)
             shapes = [

@@ -61,7 +61,9 @@ def randomised(model: Any, deviation: float = 0.2) -> Any:
 
 
 def random_family(transformers: Any, family: Family, folder: Path, deviation: float = 0.2, **changes: Any) -> Any:
-    """A random model of the family, saved in the folder with a processor that reads images in [-1, 1]. changes: of its sizes."""
+    """A random model of the family, saved in the folder with a processor that reads images in [-1, 1]. changes: of its
+    sizes.
+    """
     cls = getattr(transformers, family.model)
     model = randomised(cls(cls.config_class(**SIZES | family.config | changes)), deviation)
     model.save_pretrained(folder)

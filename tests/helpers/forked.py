@@ -1,4 +1,6 @@
-"""Ranks of `pipeline.train.start.run`, forked from one process that has imported everything: a start costs a second, not ten."""
+"""Ranks of `pipeline.train.start.run`, forked from one process that has imported everything: a start costs a second,
+not ten.
+"""
 
 import contextlib
 import importlib
@@ -24,7 +26,8 @@ from pipeline.process.launcher import free_port
 _FORGE = """
 import gc, json, os, sys, time, weakref
 sys.path[:] = json.loads(sys.argv[1])
-os.fsync = lambda descriptor: None  # It waits for the disk dozens of times in a run; a SIGKILL loses nothing that was written.
+# It waits for the disk dozens of times in a run; a SIGKILL loses nothing that was written.
+os.fsync = lambda descriptor: None
 import warm_writers
 warm_writers.begin()  # Before torch is there, of which writers need nothing.
 from pipeline.process.launcher import quiet_torch
@@ -47,8 +50,10 @@ class End:
         self.code = code
 
     def __del__(self):
-        # The interpreter has ended all but its modules, and begins with `sys`. To destroy those of torch takes 0.4 s, and copies the
-        # memory that ranks share. What a thread does wrong from here on (see _leave_gloo in pipeline/train/zero/engine.py) still shows.
+        # The interpreter has ended all but its modules, and begins with `sys`. To destroy those of torch takes 0.4
+        # s, and copies the
+        # memory that ranks share. What a thread does wrong from here on (see _leave_gloo in
+        # pipeline/train/zero/engine.py) still shows.
         time.sleep(0.05)
         os._exit(self.code)
 
@@ -126,8 +131,9 @@ def told_to_stop() -> threading.Event:
 def train_with_halts(argument: tuple[str, list[int], list[int], list[str]]) -> None:
     """In a rank: a run that halts (SIGSTOP) at a place, so that what is sent to it is sent there on any machine.
 
-    place: the preparation, or the evaluation or the training step after each of `steps` steps. Where it halts last, the ranks
-    `ears` go on once they have heard that they are to stop. Its checkpoint writers are started as those of a user's run.
+    place: the preparation, or the evaluation or the training step after each of `steps` steps. Where it halts last, the
+    ranks `ears` go on once they have heard that they are to stop. Its checkpoint writers are started as those of a
+    user's run.
     """
     import warm_writers
 
@@ -235,7 +241,9 @@ class ForkedRun:
         os.kill(self.pids[rank], number)
 
     def wait(self, seconds: float = 300) -> list[int]:
-        """The ranks' exit codes; those that are still there after so many seconds, or when a test is given up, are killed."""
+        """The ranks' exit codes; those that are still there after so many seconds, or when a test is given up, are
+        killed.
+        """
         late = threading.Timer(seconds, self.kill)
         late.start()
         try:

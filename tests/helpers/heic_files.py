@@ -1,16 +1,18 @@
 """HEIC files of under 1 KB: no package that the project installs can encode HEIC.
 
-Made once in an environment with `pip install pillow_heif==1.8.1` (it brings x265), from CORNERS of tests/data/loading/test_decode.py:
+Made once in an environment with `pip install pillow_heif==1.8.1` (it brings x265), from CORNERS of
+tests/data/loading/test_decode.py:
 
     pillow_heif.register_heif_opener()
     image, options = Image.fromarray(CORNERS), {"format": "HEIF", "quality": 90, "chroma": 444}
     image.save("turned.heic", exif=tags, **options)  # tags: orientation 6, which it writes as EXIF and as irot
-    pillow_heif.encode("RGB;16", (32, 16), (CORNERS.astype(np.uint16) * 257).tobytes(), "ten_bits.heic", quality=90, chroma=444)
-    pillow_heif.encode("I;16", (32, 16), (CORNERS[..., 0].astype(np.uint16) * 257).tobytes(), "ten_bits_grey.heic", quality=90)
-    image.save("two.heic", save_all=True, append_images=[Image.fromarray(255 - CORNERS)], primary_index=1, **options)
+    pillow_heif.encode("RGB;16", (32, 16), (CORNERS.astype(np.uint16) * 257).tobytes(), "ten_bits.heic", quality=90,
+    chroma=444) pillow_heif.encode("I;16", (32, 16), (CORNERS[..., 0].astype(np.uint16) * 257).tobytes(),
+    "ten_bits_grey.heic", quality=90) image.save("two.heic", save_all=True, append_images=[Image.fromarray(255 -
+    CORNERS)], primary_index=1, **options)
 
-`tiles` is as phones write them: the bitstreams of four images of 64 x 64 in one colour each (quality 50), as items of type hvc1 of a grid of
-2 x 2 that shows 100 x 96 pixels (ISO 23008-12), whose boxes were written with struct.
+`tiles` is as phones write them: the bitstreams of four images of 64 x 64 in one colour each (quality 50), as items of
+type hvc1 of a grid of 2 x 2 that shows 100 x 96 pixels (ISO 23008-12), whose boxes were written with struct.
 """
 
 import base64

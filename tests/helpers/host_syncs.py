@@ -20,13 +20,15 @@ _PRODUCTS = {"mm", "addmm", "convolution"}
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts operators that make the host wait for the device, by where they are called: "copy to cuda, train/file.py:function".
+    """Counts operators that make the host wait for the device, by where they are called: "copy to cuda,
+    train/file.py:function".
 
-    A read of a value (`item`, `float`, `bool`), a copy between host and device that is not both non_blocking and of pinned memory, and an
-    operator whose shape depends on values. A value of a fake tensor is unknown: 1 for a float, else 0. Does not see
-    explicit synchronisation of streams and events, which a caller may `note`.
+    A read of a value (`item`, `float`, `bool`), a copy between host and device that is not both non_blocking and of
+    pinned memory, and an operator whose shape depends on values. A value of a fake tensor is unknown: 1 for a float,
+    else 0. Does not see explicit synchronisation of streams and events, which a caller may `note`.
 
-    products: number types that dense layers and convolutions read (not attention, of which a CPU's build has another kernel).
+    products: number types that dense layers and convolutions read (not attention, of which a CPU's build has another
+    kernel).
     """
 
     def __init__(self, device: str) -> None:
@@ -36,7 +38,9 @@ class HostSyncs(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and torch would keep its compiler away from each operator: a wrapper that takes as long as this mode."""
+        """Nothing is compiled here, and torch would keep its compiler away from each operator: a wrapper that takes as
+        long as this mode.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +70,9 @@ class HostSyncs(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 0
 
     def _reads_ours(self, *given: Any) -> bool:
-        """Whether a tensor among the arguments is on the device. A fake tensor's device is an operator, too: asked only where it counts."""
+        """Whether a tensor among the arguments is on the device. A fake tensor's device is an operator, too: asked only
+        where it counts.
+        """
         return any(isinstance(leaf, Tensor) and leaf.device.type == self.device for leaf in tree_leaves(given))
 
     def _note_copy(self, source: Tensor, target: torch.device, non_blocking: Any) -> None:

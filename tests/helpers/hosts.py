@@ -1,9 +1,9 @@
 """Hosts on this machine: each has processes, a network, a host name, a /tmp and a /dev/shm of its own.
 
 They are Linux namespaces without names, joined by veth pairs to a bridge that lies in a namespace too. So any number of
-such networks can stand side by side, nothing outside of them changes, and there is nothing to clean up: when a host's first
-process ends, the kernel kills the others, unmounts, and takes the network away. That process ends with the `with` block, and
-with this process however it dies, since it waits for the end of a pipe that only this process holds.
+such networks can stand side by side, nothing outside of them changes, and there is nothing to clean up: when a host's
+first process ends, the kernel kills the others, unmounts, and takes the network away. That process ends with the `with`
+block, and with this process however it dies, since it waits for the end of a pipe that only this process holds.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 _UNSHARE = ["unshare", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
-# $@: folders that stay visible under the new /tmp. The first process adopts what others leave behind; with SIGCHLD ignored,
-# the kernel buries it.
+# $@: folders that stay visible under the new /tmp. The first process adopts what others leave behind; with SIGCHLD
+# ignored, the kernel buries it.
 _FIRST_PROCESS = """
 set -e
 mount -t tmpfs tmpfs /mnt
@@ -57,8 +57,9 @@ class Host:
         (first,) = psutil.Process(self._holder.pid).children()
         self.pid = first.pid
         if self._switch:
-            # From outside, where the hosts' process ids mean something. The kernel names the bridge's end, since it takes away
-            # that of a dead host a moment after its death. The same MAC address, because the other hosts remember it.
+            # From outside, where the hosts' process ids mean something. The kernel names the bridge's end, since it
+            # takes away that of a dead host a moment after its death. The same MAC address, because the other hosts
+            # remember it.
             mac = f"02:00:00:00:00:{self.number:02x}"
             cable = f"link add master bridge up type veth peer name eth0 address {mac} netns {self.pid}"
             _ip(self._switch, [cable])
@@ -100,7 +101,9 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """As if the power failed: SIGKILL to every process, and no word to the other hosts. Returns when all is gone."""
+        """As if the power failed: SIGKILL to every process, and no word to the other hosts. Returns when all is
+        gone.
+        """
         if self._holder.poll() is None:
             # The kernel lets it end after all others; then its parent, the holder, ends.
             os.kill(self.pid, signal.SIGKILL)

@@ -8,7 +8,9 @@ from pipeline.objectives.parts.across_ranks import summed
 
 
 def save(argument: tuple[str, str]) -> None:
-    """In a rank: calls "module:function"(rank, ranks), which returns tensors by name, and saves their means in a file. argument: both."""
+    """In a rank: calls "module:function"(rank, ranks), which returns tensors by name, and saves their means in a file.
+    argument: both.
+    """
     module, _, function = argument[0].partition(":")
     torch.distributed.init_process_group("gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

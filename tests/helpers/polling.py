@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 
 def until(is_so: Callable[[], object], seconds: float = 300) -> None:
-    """Ask until the answer is yes. A test that fails takes `seconds`; one that passes, no longer than what it waits for."""
+    """Ask until the answer is yes. A test that fails takes `seconds`; one that passes, no longer than what it waits
+    for.
+    """
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, "it never came"

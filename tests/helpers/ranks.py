@@ -48,7 +48,8 @@ def metrics(run: Path, name: str = "loss") -> dict[int, float]:
 def without_mlflow(folder: Path) -> str:
     """PYTHONPATH of a run that is not tracked, with a stand-in in `folder` for MLflow.
 
-    DeepSpeed's launcher imports MLflow if it is there, for its autotuner: 1.5 s of CPU in each of its processes, on each host.
+    DeepSpeed's launcher imports MLflow if it is there, for its autotuner: 1.5 s of CPU in each of its processes, on
+    each host.
     """
     (folder / "mlflow.py").write_text("raise ImportError\n")
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])

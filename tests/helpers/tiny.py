@@ -34,9 +34,11 @@ def make_dataset(
     order: Sequence[int] = range(NUM_CLASSES),
     pixels: Pixels = RGB8,
 ) -> Path:
-    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order: of the classes.
+    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order:
+    of the classes.
 
-    pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn, stretched to their range.
+    pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn,
+    stretched to their range.
     """
     ext = "png" if pixels.is_rgb8 else "npy"
     path.mkdir(parents=True, exist_ok=True)

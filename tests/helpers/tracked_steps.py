@@ -16,7 +16,9 @@ def warnings_in(said: str) -> list[str]:
 
 
 def log_step(tracker: Tracker, step: int, metrics: dict[str, float]) -> None:
-    """`tracker.log`, which must run no code that talks to MLflow, and nothing that waits. A clock would also show a busy machine."""
+    """`tracker.log`, which must run no code that talks to MLflow, and nothing that waits. A clock would also show a
+    busy machine.
+    """
     seen: list[str] = []
 
     def look(frame: FrameType, event: str, argument: Any) -> None:

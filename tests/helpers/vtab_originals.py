@@ -1,7 +1,7 @@
 """The 16 source data sets of VTAB-1k, tiny, in the byte layouts that their authors publish, and as TFDS prepares them.
 
-Written from the layouts, with other code than the readers'. A `Truth` says what must come out: for every task, and every
-sample of every pool, the label, and the image.
+Written from the layouts, with other code than the readers'. A `Truth` says what must come out: for every task, and
+every sample of every pool, the label, and the image.
 """
 
 import gzip

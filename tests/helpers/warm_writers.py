@@ -1,8 +1,8 @@
 """Checkpoint writers of forked ranks, forked from one process that has imported what they need, and not torch.
 
-A start of Python with numpy takes 0.3 s of CPU, and each run has one for each rank. What a writer does once it runs, and that it is a process
-of its own that outlives its rank, is as in `Saver._start_writer`, whose command tests/checkpoint/test_saver.py and all runs that
-are no forks start.
+A start of Python with numpy takes 0.3 s of CPU, and each run has one for each rank. What a writer does once it runs,
+and that it is a process of its own that outlives its rank, is as in `Saver._start_writer`, whose command
+tests/checkpoint/test_saver.py and all runs that are no forks start.
 """
 
 import io

@@ -2,7 +2,8 @@
 
     python tests/measure/measure_augmentation.py photos.tar --images 200 --rounds 9
 
-CPU time of one thread, which other load on the machine hardly affects. Settings alternate; medians, and ratios to the first line.
+CPU time of one thread, which other load on the machine hardly affects. Settings alternate; medians, and ratios to the
+first line.
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """What all bits and bands are worth: the same small model on images as they are, and on 8-bit and RGB copies of them.
 
-    python tests/measure/measure_bits.py land example_data runs/bits      # that folder of the repository sentinel-hub/eo-learn
-    python tests/measure/measure_bits.py scenes worldview runs/bits       # tiles ms1_00.tif, ... of three scenes, four bands
+    python tests/measure/measure_bits.py land example_data runs/bits      # that folder of the repository
+    sentinel-hub/eo-learn python tests/measure/measure_bits.py scenes worldview runs/bits       # tiles ms1_00.tif, ...
+    of three scenes, four bands
 
-Tiles of one block of a scene are a group, and share no pixel with others. Seed s scores the groups of which the number is s modulo 3, and trains on
-the others. Prints top-1 after training with labels, and the accuracy of 20 nearest neighbours after MAE, with 95 % intervals over three seeds.
+Tiles of one block of a scene are a group, and share no pixel with others. Seed s scores the groups of which the number
+is s modulo 3, and trains on the others. Prints top-1 after training with labels, and the accuracy of 20 nearest
+neighbours after MAE, with 95 % intervals over three seeds.
 """
 
 import json
@@ -24,14 +26,18 @@ from pipeline.settings.commands.data import ShardConfig
 
 _T95 = 4.303  # Student's t of two degrees of freedom
 _Tile = tuple[str, int, np.ndarray]
-_RUN = """model.name=ViT-Ti/3 model.image_size=12 model.width=96 model.depth=4 model.mlp_width=192 model.num_heads=3 model.pool=gap
-    model.representation=false augment.crop=resize_crop augment.flip_vertical=true augment.turns=true augment.eval_crop=resize data.threads=1 data.streams=4
-    train.global_batch=64 train.micro_batch=64 optimizer.name=adam optimizer.lr=1e-3 optimizer.weight_decay=0.05 optimizer.clip=1 schedule.decay=cosine
-    schedule.warmup=10% engine.precision=fp32 evaluate.every=100% checkpoint.every=100% track.enabled=false track.figures=false"""
+_RUN = """model.name=ViT-Ti/3 model.image_size=12 model.width=96 model.depth=4 model.mlp_width=192 model.num_heads=3
+    model.pool=gap model.representation=false augment.crop=resize_crop augment.flip_vertical=true augment.turns=true
+    augment.eval_crop=resize data.threads=1 data.streams=4 train.global_batch=64 train.micro_batch=64
+    optimizer.name=adam optimizer.lr=1e-3 optimizer.weight_decay=0.05 optimizer.clip=1 schedule.decay=cosine
+    schedule.warmup=10% engine.precision=fp32 evaluate.every=100% checkpoint.every=100% track.enabled=false
+    track.figures=false"""
 _OBJECTIVES = {
     "val_top1": "train.loss=softmax",
-    "val_20nn": """train.loss=mae model.positions=sincos2d_mae objective.decoder_width=64 objective.decoder_depth=1 objective.decoder_heads=4
-        probe.every=100% probe.neighbours=20 probe.shots=0""",
+    "val_20nn": (
+        """train.loss=mae model.positions=sincos2d_mae objective.decoder_width=64 objective.decoder_depth=1
+    objective.decoder_heads=4 probe.every=100% probe.neighbours=20 probe.shots=0"""
+    ),
 }
 
 

@@ -1,8 +1,9 @@
-"""What labels of chosen images are worth, beside labels of as many random ones: python tests/measure/measure_choice.py TRAIN TEST
+"""What labels of chosen images are worth, beside labels of as many random ones: python tests/measure/measure_choice.py
+TRAIN TEST
 
-TRAIN, TEST: tables of launch/features.py of images with labels. Images of TRAIN are chosen as by launch/choose.py, or at random. The few-shot
-probe (ridge regression, strength 1,024) learns their labels and is scored on TEST: the mean of five seeds, the mean difference, their 95 %
-intervals, and how many classes were among the labels.
+TRAIN, TEST: tables of launch/features.py of images with labels. Images of TRAIN are chosen as by launch/choose.py, or
+at random. The few-shot probe (ridge regression, strength 1,024) learns their labels and is scored on TEST: the mean of
+five seeds, the mean difference, their 95 % intervals, and how many classes were among the labels.
 """
 
 import sys

@@ -1,11 +1,12 @@
 """Recall, false positives and time of the search for near copies: the numbers in docs/dedup.md.
 
-    python tests/measure/measure_dedup.py recall datasets/photos val               # of up to 2,000 images of a split, to choose max_distance
-    python tests/measure/measure_dedup.py false photos.tar datasets/cifar10        # images that cannot be copies
-    python tests/measure/measure_dedup.py time 1000000 100000                      # numbers of images and test images: noise
+    python tests/measure/measure_dedup.py recall datasets/photos val               # of up to 2,000 images of a split,
+    to choose max_distance python tests/measure/measure_dedup.py false photos.tar datasets/cifar10        # images that
+    cannot be copies python tests/measure/measure_dedup.py time 1000000 100000                      # numbers of images
+    and test images: noise
 
-Recall is the share of planted copies that are found. In `false`, random patches of every second photograph of a tar (no two alike), 32 pixels
-to the whole, are compared with patches of the others and with the test images of a data set.
+Recall is the share of planted copies that are found. In `false`, random patches of every second photograph of a tar (no
+two alike), 32 pixels to the whole, are compared with patches of the others and with the test images of a data set.
 """
 
 import argparse
@@ -109,7 +110,8 @@ class Indexed:
 
 
 def measure_recall(images: Sequence[np.ndarray], max_distance: float, seed: int = 0) -> dict[str, float]:
-    """Returns the share of planted copies that are found, for each of PLANTS. Copies of plain images count as not found.
+    """Returns the share of planted copies that are found, for each of PLANTS. Copies of plain images count as not
+    found.
 
     images: (H, W, 3) uint8 each.
     """
@@ -151,8 +153,8 @@ def measure_false(tar_file: str, data: str, num: int) -> None:
         tests = Indexed(images)
         far = sorted(found[2] for found in queries.distances(ImageIndex(tests.thumbs), tests))
         print(
-            f"{len(queries.rows):,} patches against {len(tests.rows):,} of {name}: {sum(d <= DEFAULT for d in far)} false; "
-            f"nearest {np.round(far[:5], 3)}",
+            f"{len(queries.rows):,} patches against {len(tests.rows):,} of {name}: {sum(d <= DEFAULT for d in far)}"
+            f" false; nearest {np.round(far[:5], 3)}",
             flush=True,
         )
 
@@ -174,7 +176,8 @@ def measure_time(num_images: int, num_tests: int) -> None:
         found += sum(distance(pictures[test], thumbs[row], *how) <= DEFAULT for row, test, *how in pairs)
         planted += len(of)
     print(
-        f"{num_images:,} images against {num_tests:,}: {seconds:.0f} s of CPU, {found:,} pairs found, {planted:,} planted"
+        f"{num_images:,} images against {num_tests:,}: {seconds:.0f} s of CPU, {found:,} pairs found, {planted:,}"
+        " planted"
     )
 
 

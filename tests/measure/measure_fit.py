@@ -1,7 +1,8 @@
 """How often the bootstrap intervals of a study's laws contain the truth: `python tests/measure/measure_fit.py [draws]`.
 
-Synthetic families with known laws. Columns: share of draws whose 95 % interval contains the floor, the exponent, the law at the next
-larger size, and a new run there; the median width of the last as a share of the fall of the error; the share of fits that say something.
+Synthetic families with known laws. Columns: share of draws whose 95 % interval contains the floor, the exponent, the
+law at the next larger size, and a new run there; the median width of the last as a share of the fall of the error; the
+share of fits that say something.
 """
 
 import sys

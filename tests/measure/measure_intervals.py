@@ -1,15 +1,19 @@
-"""How often intervals of scores contain the truth, and equal models are called different: `python tests/measure/measure_intervals.py [draws]`.
+"""How often intervals of scores contain the truth, and equal models are called different: `python
+tests/measure/measure_intervals.py [draws]`.
 
-A model is right on an image with a probability of its own over seeds; two models find mostly the same images hard. There are two
+A model is right on an image with a probability of its own over seeds; two models find mostly the same images hard.
+There are two
 truths: the mean over seeds on these test images, and that on all images there could be.
 
-1,000 draws, 2026-11 (30 s of CPU). One run: Wilson's interval contains the truth on all images in 0.93 to 0.97. Seeds: on these images
-0.92 to 1.00; on all images 0.86 to 1.00 with 2 seeds, 0.68 to 0.98 with 3, 0.27 to 0.46 with 10. Two models that are equal on all images
-differ by McNemar's test in 0.00 to 0.06, by two proportions in 0.00 to 0.02; by Student's t in 0.00 to 0.12 with 2 seeds, 0.06 to
-0.17 with 3, 0.18 to 0.42 with 10, paired 0.00 to 0.08, 0.00 to 0.13 and 0.17 to 0.41. Of 2 to 12 equal models any pair differs by
-Holm's method in 0.03 to 0.06; the interval of the best contains its truth in 0.94 to 0.96 (2 models) and 0.78 to 0.90 (12).
+1,000 draws, 2026-11 (30 s of CPU). One run: Wilson's interval contains the truth on all images in 0.93 to 0.97. Seeds:
+on these images 0.92 to 1.00; on all images 0.86 to 1.00 with 2 seeds, 0.68 to 0.98 with 3, 0.27 to 0.46 with 10. Two
+models that are equal on all images differ by McNemar's test in 0.00 to 0.06, by two proportions in 0.00 to 0.02; by
+Student's t in 0.00 to 0.12 with 2 seeds, 0.06 to 0.17 with 3, 0.18 to 0.42 with 10, paired 0.00 to 0.08, 0.00 to 0.13
+and 0.17 to 0.41. Of 2 to 12 equal models any pair differs by Holm's method in 0.03 to 0.06; the interval of the best
+contains its truth in 0.94 to 0.96 (2 models) and 0.78 to 0.90 (12).
 
-Images in groups of 3 to 29 with an effect of their own on both models, and one on each (`of_groups`): see docs/reviewing.md.
+Images in groups of 3 to 29 with an effect of their own on both models, and one on each (`of_groups`): see
+docs/reviewing.md.
 """
 
 import itertools
@@ -47,7 +51,10 @@ def of_one_model(rng: np.random.Generator, model: tuple[float, float], num_image
         found = intervals.of_seeds(scores, num_images) if seeds > 1 else intervals.of_samples(scores[0], num_images)
         inside.append([found.low <= true <= found.high for true in (float(likely.mean()), everywhere)])
     here, anywhere = np.mean(inside, axis=0)
-    return f"accuracy {everywhere:.2f}: interval contains the truth on these images {here:.3f}, on all images {anywhere:.3f}"
+    return (
+        f"accuracy {everywhere:.2f}: interval contains the truth on these images {here:.3f}, on all images"
+        f" {anywhere:.3f}"
+    )
 
 
 def of_two_models(rng: np.random.Generator, model: tuple[float, float], num_images: int, seeds: int, draws: int) -> str:
@@ -74,9 +81,11 @@ def of_two_models(rng: np.random.Generator, model: tuple[float, float], num_imag
 def of_groups(
     rng: np.random.Generator, num_groups: int, mean: float, deviation: float, draws: int, largest: int = 0
 ) -> str:
-    """One model on images in groups, and two that are equal on all groups there could be; with what ignores the groups beside it.
+    """One model on images in groups, and two that are equal on all groups there could be; with what ignores the groups
+    beside it.
 
-    mean, deviation: of the logits of the groups' accuracies. largest: size of one group, in place of 3 to 29; 0 is none.
+    mean, deviation: of the logits of the groups' accuracies. largest: size of one group, in place of 3 to 29; 0 is
+    none.
     """
     everywhere = float(expit(mean + deviation * ndtri((np.arange(10**5) + 0.5) / 10**5)).mean())
     inside, called = [], []
@@ -95,13 +104,15 @@ def of_groups(
         called.append([test.p < differences.LEVEL for test in tests])
     (grouped, plain), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
     return (
-        f"accuracy {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f}; equal models differ over "
-        f"groups {by_group:.3f}, over images {by_image:.3f}"
+        f"accuracy {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f};"
+        f" equal models differ over groups {by_group:.3f}, over images {by_image:.3f}"
     )
 
 
 def of_many_models(rng: np.random.Generator, num_models: int, seeds: int, draws: int) -> str:
-    """Equal models: how often any pair is called different by Holm's method, and how often the interval of the best contains the truth."""
+    """Equal models: how often any pair is called different by Holm's method, and how often the interval of the best
+    contains the truth.
+    """
     called, inside = [], []
     for _ in range(draws):
         scores = np.array(sorted(rng.normal(0.8, 0.004, (num_models, seeds)).tolist(), key=np.mean))
@@ -109,7 +120,10 @@ def of_many_models(rng: np.random.Generator, num_models: int, seeds: int, draws:
         called.append(min(differences.holm([one.p for one in found])) < differences.LEVEL)
         best = intervals.of_seeds(scores[-1])
         inside.append(best.low <= 0.8 <= best.high)
-    return f"any pair called different {np.mean(called):.3f}, interval of the best contains its truth {np.mean(inside):.3f}"
+    return (
+        f"any pair called different {np.mean(called):.3f}, interval of the best contains its truth"
+        f" {np.mean(inside):.3f}"
+    )
 
 
 def main(draws: int) -> None:

@@ -1,9 +1,11 @@
-"""Bits that kills change: `OMP_NUM_THREADS=1 python tests/measure/measure_kills.py [KILLS] [OBJECTIVES] [STAGES] [PRECISIONS] [SEED]`.
+"""Bits that kills change: `OMP_NUM_THREADS=1 python tests/measure/measure_kills.py [KILLS] [OBJECTIVES] [STAGES]
+[PRECISIONS] [SEED]`.
 
-For each objective, ZeRO stage and precision two ranks train a tiny model on generated images, once in one life and again
-while SIGKILL hits random ranks at random moments, some of them before the first step of a life. A run that was killed is
-compared with the first: all metrics of all steps but the times, and each tensor and count of the last checkpoint: weights and the
-objective's state in them, such as a centre; moments; the mean of the weights, which is the teacher. Ends with 1 if a bit differs.
+For each objective, ZeRO stage and precision two ranks train a tiny model on generated images, once in one life and
+again while SIGKILL hits random ranks at random moments, some of them before the first step of a life. A run that was
+killed is compared with the first: all metrics of all steps but the times, and each tensor and count of the last
+checkpoint: weights and the objective's state in them, such as a centre; moments; the mean of the weights, which is the
+teacher. Ends with 1 if a bit differs.
 OBJECTIVES, STAGES, PRECISIONS: names and numbers between commas.
 """
 
@@ -125,8 +127,8 @@ def measure(
                 ranks.finish()
         differences += [f"{run.name}: {found}" for found in compare(whole, run)]
     print(
-        f"{objective} at stage {stage} in {precision}: {done} kills in {runs} runs, {in_start} of them before the first step of a life, "
-        f"{time.monotonic() - begin:.0f} s; {len(differences)} differences",
+        f"{objective} at stage {stage} in {precision}: {done} kills in {runs} runs, {in_start} of them before the first"
+        f" step of a life, {time.monotonic() - begin:.0f} s; {len(differences)} differences",
         *differences[:9],
         sep="\n    ",
         flush=True,
@@ -135,7 +137,9 @@ def measure(
 
 
 def kill(ranks: ForkedRun, draw: random.Random) -> bool:
-    """SIGKILL rank 0, 1 or both at a random moment; returns whether the run had not ended. What is left ends, or is killed after 2 s."""
+    """SIGKILL rank 0, 1 or both at a random moment; returns whether the run had not ended. What is left ends, or is
+    killed after 2 s.
+    """
     if draw.random() < 0.75:
         until(lambda: has_trained(ranks) or not all(map(is_alive, ranks.pids)))
     time.sleep(_SECONDS * draw.random())

@@ -3,8 +3,9 @@
     python tests/measure/measure_loading.py loading photos.tar --images 4000 --rounds 5
     python tests/measure/measure_loading.py sharding photos.tar --images 4000 --rounds 5
 
-Contestants take turns, each in a process of its own, so that they share no threads, caches or shared memory. Others are measured if they
-are installed (pip install '.[bench]'). Compare only lines of the same decoder and filter; on a busy machine, images per CPU second.
+Contestants take turns, each in a process of its own, so that they share no threads, caches or shared memory. Others are
+measured if they are installed (pip install '.[bench]'). Compare only lines of the same decoder and filter; on a busy
+machine, images per CPU second.
 """
 
 import argparse
@@ -68,7 +69,9 @@ View = Callable[[bytes, int], Any]
 # ---------------------------------------------------------------------- timing
 @dataclass(frozen=True)
 class Contestant:
-    """run: does the work, and yields the number of images of each batch. module: imported, and prepare: called, before timing starts."""
+    """run: does the work, and yields the number of images of each batch. module: imported, and prepare: called, before
+    timing starts.
+    """
 
     name: str
     run: Callable[[], Iterable[int]]
@@ -78,7 +81,9 @@ class Contestant:
 
 
 def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, tuple[float, ...] | str]:
-    """Returns medians (images/s without the first third of the batches, images per CPU second), or why it was not measured."""
+    """Returns medians (images/s without the first third of the batches, images per CPU second), or why it was not
+    measured.
+    """
     found: dict[str, list[tuple[float, ...]]] = {contestant.name: [] for contestant in contestants}
     failed: dict[str, str] = {}
     for number in range(rounds):
@@ -229,7 +234,9 @@ def _pillow(data: bytes, side: int) -> torch.Tensor:
 def _others(
     given: argparse.Namespace, files: Files, folder: Path, shards: Sequence[str], cores: int
 ) -> Iterator[Contestant]:
-    """Other loaders, configured as in their documentation. Each imports its library itself: what is missing is one line of the result."""
+    """Other loaders, configured as in their documentation. Each imports its library itself: what is missing is one line
+    of the result.
+    """
     try:
         _write_mosaic(files, mosaic := folder / "mosaic")
     except ImportError as error:
@@ -396,7 +403,9 @@ def _write(files: Files, out: Path, number: int, finish: Any = None) -> None:
 
 
 def _sync_and_hash(path: str) -> None:
-    """The guarantees of our shards. ShardWriter has no hook for the bytes as they are written, so the file is read again."""
+    """The guarantees of our shards. ShardWriter has no hook for the bytes as they are written, so the file is read
+    again.
+    """
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         hashlib.file_digest(file, "sha256")

@@ -1,11 +1,13 @@
-"""Hashes of what a change of structure must not change: `python tests/measure/measure_reference.py [REPOSITORY] > now.json`.
+"""Hashes of what a change of structure must not change: `python tests/measure/measure_reference.py [REPOSITORY] >
+now.json`.
 
-Runs the commands of a repository (default: this one) on generated data and prints, as JSON, a hash of each result: the losses, gradient
-norms and scores of runs at each ZeRO stage, precision and objective, their checkpoints' tensors, the bytes of shards, and the scores of
-probes. Run it before and after, on the same machine (kernels differ between processors), and compare the two files:
+Runs the commands of a repository (default: this one) on generated data and prints, as JSON, a hash of each result: the
+losses, gradient norms and scores of runs at each ZeRO stage, precision and objective, their checkpoints' tensors, the
+bytes of shards, and the scores of probes. Run it before and after, on the same machine (kernels differ between
+processors), and compare the two files:
 
-    python tests/measure/measure_reference.py ../before > before.json; python tests/measure/measure_reference.py > now.json
-    diff before.json now.json
+    python tests/measure/measure_reference.py ../before > before.json; python tests/measure/measure_reference.py >
+    now.json diff before.json now.json
 
 Only commands and files are used, so the two repositories may differ inside. A minute on two idle cores.
 """
@@ -39,7 +41,8 @@ _AUGMENTED = (
     "augment.mixup=0.8",
     "augment.cutmix=1",
 )
-# Name -> (ranks, overrides). Together they contain each ZeRO stage, precision, objective, crop, distortion and optimizer.
+# Name -> (ranks, overrides). Together they contain each ZeRO stage, precision, objective, crop, distortion and
+# optimizer.
 RUNS = {
     "stage0_fp32": (2, ("engine.zero_stage=0", "optimizer.ema_decay=0.9")),
     "stage1_bf16": (2, ("engine.precision=bf16", "train.loss=sigmoid", "optimizer.ema_decay=0.9")),

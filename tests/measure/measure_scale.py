@@ -1,7 +1,7 @@
 """Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data_format.md.
 
-    python tests/measure/measure_scale.py FOLDER 14200000 4057            # samples, samples a shard; FOLDER is made once
-    python tests/measure/measure_scale.py - 14200000 1000 balance         # data.balance=0.5, of labels in memory
+    python tests/measure/measure_scale.py FOLDER 14200000 4057            # samples, samples a shard; FOLDER is made
+    once python tests/measure/measure_scale.py - 14200000 1000 balance         # data.balance=0.5, of labels in memory
 
 Keys and checksums are all alike, and the shards are empty files.
 """
@@ -77,7 +77,9 @@ def memory() -> str:
 
 
 def start_up(path: Path) -> None:
-    """From the manifest to the address of the first sample, as a rank does it; then batches of steps in other epochs."""
+    """From the manifest to the address of the first sample, as a rank does it; then batches of steps in other
+    epochs.
+    """
     print(f"imports: {memory()}")
     begin, cpu = time.perf_counter(), time.process_time()
     split = open_dataset(path).split("train")

@@ -1,10 +1,11 @@
-"""Bits that a restart changes with any settings: `OMP_NUM_THREADS=1 python tests/measure/measure_settings.py [RUNS] [SEED]`.
+"""Bits that a restart changes with any settings: `OMP_NUM_THREADS=1 python tests/measure/measure_settings.py [RUNS]
+[SEED]`.
 
-Draws settings at random: objective, model, augmentation, optimizer, engine and more together, as no other test combines them. Settings
-that do not fit must be refused in one line, with exit code 2 and before there is a run folder. All others train a tiny model for
-six steps on one or two ranks, again from a checkpoint of one of these steps, as a kill leaves it, and from there on the other number
-of ranks. The second run is compared with the first, bit for bit, as in `measure_kills.py`; the third must end. A line for each; ends
-with 1 if one was wrong.
+Draws settings at random: objective, model, augmentation, optimizer, engine and more together, as no other test combines
+them. Settings that do not fit must be refused in one line, with exit code 2 and before there is a run folder. All
+others train a tiny model for six steps on one or two ranks, again from a checkpoint of one of these steps, as a kill
+leaves it, and from there on the other number of ranks. The second run is compared with the first, bit for bit, as in
+`measure_kills.py`; the third must end. A line for each; ends with 1 if one was wrong.
 """
 
 import random
@@ -94,7 +95,9 @@ _MAYBE: tuple[tuple[float, tuple[str, ...]], ...] = (
 
 
 def draw_settings(draw: random.Random, sources: dict[str, list[str]]) -> list[str]:
-    """Settings of a run beside those of `ranks.settings`. Many of them do not fit together. sources: what words in capitals stand for."""
+    """Settings of a run beside those of `ranks.settings`. Many of them do not fit together. sources: what words in
+    capitals stand for.
+    """
     loss, stage = draw.choice(_LOSSES), draw.choice([0, 1, 1, 2, 3])
     precision = draw.choice(["fp32", "fp32", "bf16", "fp16"]) if stage else "fp32"
     found = [

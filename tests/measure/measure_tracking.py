@@ -1,6 +1,7 @@
 """What tracking costs: `python tests/measure/measure_tracking.py [POINTS] [URI]`.
 
-Creates a store by MLflow's public client, and sends a run of POINTS metric points, ten a step, to it; then continues the run.
+Creates a store by MLflow's public client, and sends a run of POINTS metric points, ten a step, to it; then continues
+the run.
 """
 
 import os
@@ -37,8 +38,8 @@ def main(num_points: int, uri: str) -> None:
             logged = time.perf_counter() - begin
             tracker.finish("FINISHED")
             print(
-                f"{num_points:,} points: logged in {logged:.1f} s, {what} in {time.perf_counter() - begin:.1f} s, CPU time "
-                f"{time.process_time() - cpu:.1f} s"
+                f"{num_points:,} points: logged in {logged:.1f} s, {what} in {time.perf_counter() - begin:.1f} s, CPU"
+                f" time {time.process_time() - cpu:.1f} s"
             )
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 

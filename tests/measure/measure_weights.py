@@ -5,10 +5,11 @@
     python tests/measure/measure_weights.py 'vit_small*' 'deit3_small*'     # timm: each model whose name fits a pattern
     python tests/measure/measure_weights.py 'vit_small*' in_chans=4
 
-transformers: models of the size of ViT-B/16 with random values; the largest difference of features and patch tokens at 224 x 224 px and
-at 384 x 256. timm: models of two blocks with random values, saved as timm saves them. Printed are the largest differences of pooled features,
-logits and patch tokens as a share of the largest, at the configured size and at another one, and of the features of timm's model that reads
-what `to_timm` writes; or the error with which the model is refused.
+transformers: models of the size of ViT-B/16 with random values; the largest difference of features and patch tokens at
+224 x 224 px and at 384 x 256. timm: models of two blocks with random values, saved as timm saves them. Printed are the
+largest differences of pooled features, logits and patch tokens as a share of the largest, at the configured size and at
+another one, and of the features of timm's model that reads what `to_timm` writes; or the error with which the model is
+refused.
 """
 
 import fnmatch
@@ -57,7 +58,8 @@ def of_transformers(folder: Path) -> None:
 
 
 def of_timm(patterns: list[str], folder: Path) -> None:
-    # torchvision's wheel is built for CUDA; without its operators, a CPU's torch can import it only if these are declared.
+    # torchvision's wheel is built for CUDA; without its operators, a CPU's torch can import it only if these are
+    # declared.
     operators = library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")

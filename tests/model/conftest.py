@@ -1,11 +1,14 @@
-"""Reference code that shares nothing with the package: random official weights, the paper's equations in numpy, transformers."""
+"""Reference code that shares nothing with the package: random official weights, the paper's equations in numpy,
+transformers.
+"""
 
 from math import erf
 
 import numpy as np
 import pytest
 
-# D = M = K = 16, H = D/H = 4, P = 4 and a 4 x 4 grid: every kernel is square, so that no shape check finds a transposition.
+# D = M = K = 16, H = D/H = 4, P = 4 and a 4 x 4 grid: every kernel is square, so that no shape check finds a
+# transposition.
 WIDTH, DEPTH, HEADS, PATCH, GRID, CLASSES = 16, 2, 4, 4, 4, 16
 SIDE = PATCH * GRID
 MODULES = {
@@ -136,7 +139,9 @@ def images():
 
 @pytest.fixture
 def npz(tmp_path):
-    """A function that writes random official weights with some keys changed, or left out (None), and returns the path."""
+    """A function that writes random official weights with some keys changed, or left out (None), and returns the
+    path.
+    """
 
     def write(layout="released", representation=True, **changes):
         arrays = random_arrays(layout, representation) | changes

@@ -1,4 +1,6 @@
-"""Models of any channels: what their configuration saves, their arithmetic, and how weights of 8-bit RGB begin on other images."""
+"""Models of any channels: what their configuration saves, their arithmetic, and how weights of 8-bit RGB begin on other
+images.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +124,9 @@ def test_npz_has_no_place_for_channels(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ViT-mu/4", "R+Ti/16", "BiT-R50x1"])
 def test_timm_folders_of_other_channels(name: str, tmp_path: Path) -> None:
-    """Every bit comes back. What does not say its channels, as timm's own folders, takes those of a data set, with its mean."""
+    """Every bit comes back. What does not say its channels, as timm's own folders, takes those of a data set, with its
+    mean.
+    """
     pixels = replace(BANDS, mean=(0.1, 0.2, 0.3, 0.4, 0.5), std=(0.2,) * 5)
     model = build(replace(config_of(name, pixels), **({} if name.startswith("BiT") else {"gelu": "erf"})), seed=1)
     tensors, config = to_timm(model, None, {})

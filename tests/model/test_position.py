@@ -50,7 +50,8 @@ def cubic_matrix(old, new, antialias):
     matrix = np.zeros((new, old))
     for row, centre in enumerate(centres):
         for place in range(int(np.floor(centre - 2 * wide)), int(np.ceil(centre + 2 * wide)) + 1):
-            # Without antialias, a = -0.75 and the border repeats; with it, a = -0.5 (as Pillow) and places outside have weight 0.
+            # Without antialias, a = -0.75 and the border repeats; with it, a = -0.5 (as Pillow) and places outside have
+            # weight 0.
             weight = cubic((place - centre) / wide, -0.5 if antialias else -0.75)
             if not antialias or 0 <= place < old:
                 matrix[row, np.clip(place, 0, old - 1)] += weight

@@ -1,4 +1,6 @@
-"""Weights as facebookresearch, open_clip and timm publish them, made from random models of transformers by the layouts' formulae."""
+"""Weights as facebookresearch, open_clip and timm publish them, made from random models of transformers by the layouts'
+formulae.
+"""
 
 import json
 import math
@@ -249,7 +251,8 @@ def test_clip_of_timm(tmp_path, transformers):
     )
 
 
-# Name of a timm model -> base, patches of a side that the coordinates are stretched to (0: none), whether x comes before y.
+# Name of a timm model -> base, patches of a side that the coordinates are stretched to (0: none), whether x comes
+# before y.
 ROPES = {
     "vit_mu_patch8_rope_reg1_gap_32": (10000.0, 16, False),
     "eva02_mu_patch8_32": (10000.0, 16, False),
@@ -261,7 +264,9 @@ ROPES = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROPES)
 def test_axial_rope_of_timm(tmp_path, name):
-    """Queries times keys are those of neighbouring channels as complex numbers, turned by the numbers of row and column."""
+    """Queries times keys are those of neighbouring channels as complex numbers, turned by the numbers of row and
+    column.
+    """
     base, side, has_x_first = ROPES[name]
     positions = "learned" if "ape" in name or "eva" in name else "none"
     file = model_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])

@@ -21,7 +21,9 @@ def image(channels, height, width, seed=1):
 
 
 def convolve(x, kernel, stride, before, after):
-    """(C, h, w), kernel (D, C, k, k) -> (D, h', w'), with `before` and `after` zeros at the ends of each side; float64."""
+    """(C, h, w), kernel (D, C, k, k) -> (D, h', w'), with `before` and `after` zeros at the ends of each side;
+    float64.
+    """
     x = np.pad(x, ((0, 0), (before, after), (before, after)))
     size = kernel.shape[2]
     rows = range(0, x.shape[1] - size + 1, stride)

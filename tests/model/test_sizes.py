@@ -8,8 +8,8 @@ from pipeline.architecture.variants import VARIANTS, parse_name
 from pipeline.base.errors import UserError
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
 
-# (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly, those
-# for ResNets and hybrids within 4 %.
+# (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly,
+# those for ResNets and hybrids within 4 %.
 EXAFLOPS = {
     "ViT-B/16": (7, 224),
     "ViT-L/32": (7, 196),
@@ -26,8 +26,8 @@ EXAFLOPS = {
     "R50+ViT-L/32": (7, 246),
     "R50+ViT-L/16": (7, 859),
 }
-# Parameters with 1000 classes at 224 px, exactly as google-research/vision_transformer has them (vit_jax/models_test.py);
-# its ViTs without "gap" have a class token, and none has a representation layer.
+# Parameters with 1000 classes at 224 px, exactly as google-research/vision_transformer has them
+# (vit_jax/models_test.py); its ViTs without "gap" have a class token, and none has a representation layer.
 EXACT = {
     "ViT-Ti/16": 5_717_416,
     "ViT-S/32": 22_878_952,

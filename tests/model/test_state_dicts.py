@@ -140,7 +140,8 @@ def test_preprocessing_goes_out_and_comes_back(crop):
     assert images_of.from_huggingface(images_of.to_huggingface(view, (384, 384))).view == view
     tall = images_of.to_huggingface(view, (512, 384))
     assert images_of.from_huggingface(tall).view == view
-    # The frame has the aspect of the crop: a square of 450 would not cover it, and transformers fills the rest with black.
+    # The frame has the aspect of the crop: a square of 450 would not cover it, and transformers fills the rest with
+    # black.
     if crop["eval_crop"] == "resize_center":
         assert tall["size"] == {"height": 600, "width": 450}
 
@@ -310,7 +311,9 @@ def test_timm_gets_layer_scale_whatever_its_initial_value():
 
 @pytest.mark.parametrize("name", ["checksums.json", "weights.pth", "weights.npz"])
 def test_weights_of_a_file_server_that_fails_are_not_called_damaged(tmp_path, monkeypatch, name):
-    """That was exit code 2, after which no supervisor starts the run again, and advice to download a good file again."""
+    """That was exit code 2, after which no supervisor starts the run again, and advice to download a good file
+    again.
+    """
     path = tmp_path / ("a.safetensors" if name == "checksums.json" else name)
     if path.suffix == ".safetensors":
         save(random_model(), path)

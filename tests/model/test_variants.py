@@ -1,4 +1,6 @@
-"""Variants of the ViT from the paper's ablations and later work, each against its formula; and every model in training."""
+"""Variants of the ViT from the paper's ablations and later work, each against its formula; and every model in
+training.
+"""
 
 import copy
 import math

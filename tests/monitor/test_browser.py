@@ -23,7 +23,8 @@ from pipeline.settings.run import TrackConfig
 
 pytestmark = pytest.mark.slow
 
-# What pages of MLflow 3.17.2 complain of by themselves: without logins there is no such user, and a harmless message of Chromium.
+# What pages of MLflow 3.17.2 complain of by themselves: without logins there is no such user, and a harmless message of
+# Chromium.
 OF_MLFLOW_ITSELF = ("ajax-api/2.0/mlflow/users/current", "status of 404", "ResizeObserver loop")
 PHOTOS = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 12_000, 100, "training")
 PETS = DatasetFacts("pets", "/data/pets", "fedcba9876543210", "train", 3_680, 37, "training")
@@ -111,7 +112,9 @@ def fill(out: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def pages(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str, dict[str, str]]]:
-    """A browser, the address of the server, and the IDs of the runs. Pictures go to BROWSER_PICTURES, if that is set."""
+    """A browser, the address of the server, and the IDs of the runs. Pictures go to BROWSER_PICTURES, if that is
+    set.
+    """
     folder = tmp_path_factory.mktemp("browser")
     pictures = Path(os.environ.get("BROWSER_PICTURES", folder))
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,9 @@ from pipeline.monitor.mlflow.refusals import is_refusal
 
 
 class Failing:
-    """A web server whose MLflow behind it fails: it answers each request with one status and a page. requests: what it was asked."""
+    """A web server whose MLflow behind it fails: it answers each request with one status and a page. requests: what it
+    was asked.
+    """
 
     def __init__(self) -> None:
         self.status, self.requests = 504, list[str]()

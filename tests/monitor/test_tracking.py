@@ -56,7 +56,9 @@ def start(
 
 
 def live(out: Path, steps: range, value: float, step: int | None = None, **others: Any) -> list[str]:
-    """One start of a run that continues from `step` and logs `steps`, with an evaluation every tenth; returns its notes."""
+    """One start of a run that continues from `step` and logs `steps`, with an evaluation every tenth; returns its
+    notes.
+    """
     tracker = start(out, step=step, **others)
     for number in steps:
         tracker.log(number, {"loss": value + number, "speed": value})
@@ -180,7 +182,9 @@ def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(out: Path, monk
 
 
 def test_a_page_that_cannot_be_written_does_not_keep_mlflow_from_the_end(out: Path) -> None:
-    """A run that failed on a full disk went on for ever in MLflow, and the error of its page hid that of its metrics."""
+    """A run that failed on a full disk went on for ever in MLflow, and the error of its page hid that of its
+    metrics.
+    """
     tracker = start(out)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

@@ -103,7 +103,8 @@ def _rank(out: Path, rank: int, wait_seconds: float, num_reports: int, is_ready:
         dog.at(13, "data")
         with waits.waiting("s3://bucket/x", wait_seconds, "data.retry_minutes"):
             read_from_a_dead_disk(3 if wait_seconds > 3 else 600)
-            # Here, before its watchdog can say that the wait is over: the others, who began later, would have to end within 1 s.
+            # Here, before its watchdog can say that the wait is over: the others, who began later, would have to end
+            # within 1 s.
             os._exit(0)
     time.sleep(3 if wait_seconds > 3 else 600)
     os._exit(0)
@@ -116,8 +117,8 @@ Start = Callable[..., list[ForkProcess]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts three ranks in a step, which may do nothing for 1 s.
 
-    wait: if given, the limit of an announced wait, in which rank 1 reads data, for 3 s or more. num_reports: of ranks that
-    hang; of two, when rank 0 stands still.
+    wait: if given, the limit of an announced wait, in which rank 1 reads data, for 3 s or more. num_reports: of ranks
+    that hang; of two, when rank 0 stands still.
     """
     processes: list[ForkProcess] = []
 

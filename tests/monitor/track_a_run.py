@@ -14,7 +14,9 @@ from pipeline.settings.run import TrackConfig
 
 
 def main(uri: str, out: Path, names: list[str]) -> int:
-    """A process for each run, forked from one that has imported MLflow as a run does. Returns 1 if one failed, else 0."""
+    """A process for each run, forked from one that has imported MLflow as a run does. Returns 1 if one failed, else
+    0.
+    """
     connect("http://127.0.0.1:1")  # Asks nobody, and imports MLflow.
     pids = []
     for name in names:

@@ -1,9 +1,10 @@
 """`make rehearsal`: the README's three cluster commands in order, on three hosts, one of which is killed during each.
 
-Pre-training is started by torchrun on each host instead of `deepspeed --hostfile`, and goes on with the hosts that are left.
-The hosts are namespaces of this machine (tests/helpers/hosts.py; needs root and iproute2), the data is tiny.
-The commands are read from the README; only /data and sizes are replaced. What each leaves is compared with the same command
-undisturbed on this machine: shards byte for byte, losses and weights bit for bit, every score of the VTAB table.
+Pre-training is started by torchrun on each host instead of `deepspeed --hostfile`, and goes on with the hosts that are
+left. The hosts are namespaces of this machine (tests/helpers/hosts.py; needs root and iproute2), the data is tiny.
+The commands are read from the README; only /data and sizes are replaced. What each leaves is compared with the same
+command undisturbed on this machine: shards byte for byte, losses and weights bit for bit, every score of the VTAB
+table.
 """
 
 import csv
@@ -251,7 +252,8 @@ def compare_training(on: Rehearsal, run: Path, resumed: int) -> None:
     last = f"checkpoints/step-{STEPS:08d}/model.safetensors"
     assert (run / last).read_bytes() == (alone / last).read_bytes(), "the weights differ"
     on.say(
-        f"{STEPS} losses and the weights are those of 3 ranks to step {resumed} and 2 from there, undisturbed, bit for bit"
+        f"{STEPS} losses and the weights are those of 3 ranks to step {resumed} and 2 from there, undisturbed, bit"
+        " for bit"
     )
 
 

@@ -1,4 +1,6 @@
-"""`deepspeed --hostfile` on three hosts, with sshd and pdsh as on any cluster; one of them dies, and the run is finished."""
+"""`deepspeed --hostfile` on three hosts, with sshd and pdsh as on any cluster; one of them dies, and the run is
+finished.
+"""
 
 import contextlib
 import re

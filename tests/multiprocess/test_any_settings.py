@@ -1,4 +1,6 @@
-"""Any valid settings: drawn at random from a seed, they load, plan, round-trip through config.yaml, train two steps, and resume to the same bits."""
+"""Any valid settings: drawn at random from a seed, they load, plan, round-trip through config.yaml, train two steps,
+and resume to the same bits.
+"""
 
 import json
 import random
@@ -103,7 +105,9 @@ def load(overrides: list[str]) -> RunConfig | None:
 
 
 def train_each(runs: list[list[str]]) -> None:
-    """In a rank: each run from its start, then again from its first of two checkpoints. Prints the runs that the data or the model refused."""
+    """In a rank: each run from its start, then again from its first of two checkpoints. Prints the runs that the data
+    or the model refused.
+    """
     from pipeline.train.start import run_training
 
     for overrides in runs:

@@ -23,7 +23,9 @@ class Counter(TorchDispatchMode):
 
 
 def train_both_ways(nothing: Any) -> None:
-    """In a rank: steps of two micro-batches, clipped, with DeepSpeed's own methods and with ours; rank 0 prints what it found."""
+    """In a rank: steps of two micro-batches, clipped, with DeepSpeed's own methods and with ours; rank 0 prints what it
+    found.
+    """
     from rank_memory import make_engine, noise
 
     from pipeline.process.distributed import from_environment

@@ -19,8 +19,9 @@ def begin_again(run: Path, copy: Path) -> None:
 
 
 def without_trials() -> None:
-    """In a rank: keep Inductor from starting processes that import torch, one for each core, and from compiling a library for each of the
-    processor's instruction sets, to find out whether the compiler and Python can do what the kernels then show.
+    """In a rank: keep Inductor from starting processes that import torch, one for each core, and from compiling a
+    library for each of the processor's instruction sets, to find out whether the compiler and Python can do what the
+    kernels then show.
 
     It tries those of 512 bits in any case, for six CPU seconds: the kernels are of 256.
     """
@@ -82,15 +83,17 @@ def test_a_host_without_a_compiler_is_named_in_one_line(
     said = started.said()
     assert "Traceback" not in said, said
     assert (
-        f"engine.compile = true needs a C++ compiler (g++, or what CXX names), which {socket.gethostname()} does not have"
-        in said
+        f"engine.compile = true needs a C++ compiler (g++, or what CXX names), which {socket.gethostname()} does not"
+        " have" in said
     )
     assert "Install it, or use engine.compile=false." in said
 
 
 @pytest.mark.slow
 def test_compiled_graphs_hold_no_layer_of_deepspeed(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    """torch 2.11 loses gradients when it compiles the linear layer that DeepSpeed puts into torch at stage 3, for all later runs too."""
+    """torch 2.11 loses gradients when it compiles the linear layer that DeepSpeed puts into torch at stage 3, for all
+    later runs too.
+    """
     plain, compiled = (
         settings(dataset, tmp_path, name, "engine.zero_stage=3", "train.micro_batch=24", "evaluate.every=100%", *more)
         for name, more in (("plain", []), ("compiled", ["engine.compile=true"]))

@@ -1,4 +1,6 @@
-"""Runs on a mixture of data sets, on two ranks: exact resume, another mix from a step on, and which samples were in a step."""
+"""Runs on a mixture of data sets, on two ranks: exact resume, another mix from a step on, and which samples were in a
+step.
+"""
 
 import json
 from pathlib import Path

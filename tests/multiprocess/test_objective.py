@@ -1,4 +1,6 @@
-"""Objectives that add to the backbone: exact after a restart, and on other ranks; DINO, with a frozen parameter, at every ZeRO stage."""
+"""Objectives that add to the backbone: exact after a restart, and on other ranks; DINO, with a frozen parameter, at
+every ZeRO stage.
+"""
 
 import hashlib
 import importlib
@@ -36,7 +38,8 @@ OF_RUN = (
     *SETTINGS,
 )
 ADDED = ("centre", "patch_centre", "mixer", "head.last.weight", "mask_token")
-# Another objective at a stage of its own, each stopped by SIGTERM in its third step of six. What it logs, and what it adds.
+# Another objective at a stage of its own, each stopped by SIGTERM in its third step of six. What it logs, and what it
+# adds.
 OTHERS = {
     "mae": (
         (
@@ -236,7 +239,9 @@ def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset
 def test_two_ranks_compute_what_one_does_of_the_whole_batch(
     step: str, least: int, forge: Forge, tmp_path: Path
 ) -> None:
-    """DINOv2's recipe, whose Sinkhorn-Knopp and KoLeo compare the images of all ranks, and LeJEPA; ranks can read different numbers of images."""
+    """DINOv2's recipe, whose Sinkhorn-Knopp and KoLeo compare the images of all ranks, and LeJEPA; ranks can read
+    different numbers of images.
+    """
     forge.start_work(2, "mean_of_ranks:save", (step, str(tmp_path / "found.pt"))).finish()
     module, _, function = step.partition(":")
     found, expected = torch.load(tmp_path / "found.pt"), getattr(importlib.import_module(module), function)(0, 1)

@@ -52,7 +52,9 @@ def frozen(forge: Forge, dataset: Path, weights: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def muon(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each stage by Muon, each again from its third step, and one of stages 1 and 2 from there with one rank; a step is skipped."""
+    """A run of each stage by Muon, each again from its third step, and one of stages 1 and 2 from there with one rank;
+    a step is skipped.
+    """
     out = tmp_path_factory.mktemp("muon")
 
     def given(stage: int, precision: str, name: str = "") -> list[str]:

@@ -1,4 +1,5 @@
-"""Predicted bytes of a rank against the live tensors of real steps, at every ZeRO stage; and a rehearsal leaves nothing.
+"""Predicted bytes of a rank against the live tensors of real steps, at every ZeRO stage; and a rehearsal leaves
+nothing.
 
 On 2 ranks, all in one start.
 """
@@ -29,7 +30,8 @@ DINO = [
     "objective.local_views=2",
     "objective.local_size=32",
 ]
-# stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at it.
+# stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at
+# it.
 CASES: list[tuple[int, str, int, int, list[str]]] = [
     (0, "fp32", 2, ALL, ["engine.fused=false"]),
     (1, "fp32", 1, ALL, ["model.dropout=0.1"]),

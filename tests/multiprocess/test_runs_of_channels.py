@@ -1,4 +1,6 @@
-"""Images of 1, 4 and 6 channels of any type, trained on, resumed and scored: in each objective, and from weights of 8-bit RGB."""
+"""Images of 1, 4 and 6 channels of any type, trained on, resumed and scored: in each objective, and from weights of
+8-bit RGB.
+"""
 
 import io
 import json
@@ -63,7 +65,9 @@ OBJECTIVES = {
 
 @pytest.fixture(scope="module")
 def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a data set and a whole and a resumed run of each of `ALL`, and for "bands" a run of each objective."""
+    """Folder with a data set and a whole and a resumed run of each of `ALL`, and for "bands" a run of each
+    objective.
+    """
     out = tmp_path_factory.mktemp("channels")
     starts = []
     for name, pixels in ALL.items():

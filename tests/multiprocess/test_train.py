@@ -329,14 +329,18 @@ def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path,
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
-    """Within bf16's rounding; a wrong first step (stack of 0.73x) or bf16 accumulation of the gradients is far outside."""
+    """Within bf16's rounding; a wrong first step (stack of 0.73x) or bf16 accumulation of the gradients is far
+    outside.
+    """
     expected = plain_losses(settings(dataset, matrix, "plain"))
     found = metrics(matrix / f"stage{stage}-bf16")
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=0.02)
 
 
 def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
-    """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of DeepSpeed."""
+    """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of
+    DeepSpeed.
+    """
     from pipeline.evaluate.classify import predict, score
     from pipeline.evaluate.split_reader import SplitReader
     from pipeline.process.distributed import Ranks
@@ -358,7 +362,9 @@ def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -
 
 @pytest.fixture(scope="module")
 def resumed(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each stage: an unbroken run, and one that was killed in its fifth step and resumed: stage 2 really, the others as copies."""
+    """For each stage: an unbroken run, and one that was killed in its fifth step and resumed: stage 2 really, the
+    others as copies.
+    """
     out = tmp_path_factory.mktemp("resume")
     # Dropout, so that its random numbers have to come back as well.
     more = ["train.length=9 steps", "checkpoint.every=3 steps", "evaluate.every=9 steps", "model.dropout=0.1"]

@@ -21,7 +21,9 @@ STUDENT = configure("ViT-mu/8", 32, 0, representation=False)
 
 @pytest.fixture
 def teacher(tmp_path: Path) -> Path:
-    """Weights with a head, for 16 patches of 12 pixels: of another width, patch size and number of patches than the student's."""
+    """Weights with a head, for 16 patches of 12 pixels: of another width, patch size and number of patches than the
+    student's.
+    """
     path = tmp_path / "teacher.pt"
     save(build(configure("ViT-mu/12", 36, 10, width=48, dropout=0.5), seed=1), path)
     return path
@@ -108,7 +110,9 @@ def test_the_teacher_is_frozen_and_reads_as_many_patches(teacher: Path) -> None:
 
 
 def test_patches_are_compared_place_by_place(tmp_path: Path) -> None:
-    """A student that is its teacher, with heads that change nothing: no patch differs. Not square, so that rows and columns cannot be mixed up."""
+    """A student that is its teacher, with heads that change nothing: no patch differs. Not square, so that rows and
+    columns cannot be mixed up.
+    """
     backbone = build(configure("ViT-mu/8", (16, 32), 0, representation=False))
     save(backbone, tmp_path / "w.pt")
     objective = create(run(tmp_path / "w.pt", "model.image_size=16x32"), backbone)

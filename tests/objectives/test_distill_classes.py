@@ -1,4 +1,6 @@
-"""Distillation of a classifier against its formula, what its teacher reads, and a run on images with and without labels."""
+"""Distillation of a classifier against its formula, what its teacher reads, and a run on images with and without
+labels.
+"""
 
 import shutil
 from collections.abc import Callable, Sequence

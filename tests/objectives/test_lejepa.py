@@ -21,7 +21,9 @@ def config(*settings: str) -> RunConfig:
 
 
 def epps_pulley(projections: np.ndarray, directions: np.ndarray, knots: int, t_max: float) -> float:
-    """N times the integral over [-t_max, t_max], with numpy's complex exponential and trapezoid; mean over directions."""
+    """N times the integral over [-t_max, t_max], with numpy's complex exponential and trapezoid; mean over
+    directions.
+    """
     t = np.linspace(-t_max, t_max, 2 * knots - 1)
     found = []
     for direction in directions.T:

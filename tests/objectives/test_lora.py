@@ -73,7 +73,9 @@ def test_the_exported_weights_compute_the_same() -> None:
 
 
 def test_another_alpha_is_another_run() -> None:
-    """A checkpoint holds the factor: a run said that its alpha was another one, and went on with the factor from before."""
+    """A checkpoint holds the factor: a run said that its alpha was another one, and went on with the factor from
+    before.
+    """
     held = dict(constants(with_trained_factors()))
     assert held["lora.blocks/0/attention/qkv.scale"] == 6 / 3
     assert facts_of(RunConfig)["train.lora_alpha"].means("run")

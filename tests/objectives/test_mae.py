@@ -109,7 +109,9 @@ def test_as_places() -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("official", [True, False])
 def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, normalise: bool, official: bool) -> None:
-    """The same random weights and mask, read from a Hugging Face folder and from a .pth with the names of facebookresearch."""
+    """The same random weights and mask, read from a Hugging Face folder and from a .pth with the names of
+    facebookresearch.
+    """
     from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

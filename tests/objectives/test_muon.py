@@ -1,4 +1,6 @@
-"""Muon: torch's own with its scale, kernels on their own, any cut of the matrices over ranks, and AdamW for the rest."""
+"""Muon: torch's own with its scale, kernels on their own, any cut of the matrices over ranks, and AdamW for the
+rest.
+"""
 
 import threading
 from typing import Any

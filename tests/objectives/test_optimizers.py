@@ -44,7 +44,9 @@ def test_adam_by_hand_with_decoupled_decay(weight_decay: float) -> None:
 
 
 def test_after_frozen_steps_adam_is_as_new() -> None:
-    """As DINO's authors train the prototypes: without a gradient in the first epoch, their optimizer has no moments of them."""
+    """As DINO's authors train the prototypes: without a gradient in the first epoch, their optimizer has no moments of
+    them.
+    """
     frozen_steps, generator = 40, torch.Generator().manual_seed(0)
     start = torch.randn(5, dtype=torch.float64, generator=generator)
     late, new = nn.Parameter(start.clone()), nn.Parameter(start.clone())

@@ -1,4 +1,6 @@
-"""Pseudo-labels against their formula, what the teacher sees, which labels are read, and a run on images with and without labels."""
+"""Pseudo-labels against their formula, what the teacher sees, which labels are read, and a run on images with and
+without labels.
+"""
 
 import shutil
 from dataclasses import replace
@@ -61,7 +63,9 @@ def losses(objective: PseudoLabels, mixing: Mixing | None = None) -> tuple[Tenso
 
 
 def expected(objective: PseudoLabels, own: float, threshold: float, smoothing: float) -> tuple[list[float], int]:
-    """(losses of pairs that are mixed by `own` where both are readable and have a label, the number of pseudo-labels), image by image."""
+    """(losses of pairs that are mixed by `own` where both are readable and have a label, the number of pseudo-labels),
+    image by image.
+    """
     strong, weak = (view[0].permute(0, 3, 1, 2) / 127.5 - 1 for view in batch().views)
     with torch.no_grad():
         sure = objective.teacher["backbone"](weak).softmax(1).tolist()

@@ -1,4 +1,6 @@
-"""Each shipped recipe computes its loss and gradients with parameters as the engine has them: of its own precision, beside buffers in fp32."""
+"""Each shipped recipe computes its loss and gradients with parameters as the engine has them: of its own precision,
+beside buffers in fp32.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The wheel, in a fresh environment and an empty folder: shards images, trains on them, and loads the weights as a library."""
+"""The wheel, in a fresh environment and an empty folder: shards images, trains on them, and loads the weights as a
+library.
+"""
 
 import ast
 import os

@@ -122,7 +122,8 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
     assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
 
 
-# What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes such a folder.
+# What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes
+# such a folder.
 HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "run": (["config.yaml", "status.json", "scores.json", "metrics.jsonl"], run.RunConfig, RUN[1:]),
     "experiment": (["experiment.json", "report.html", "results.json"], reports.GridConfig, ["run=r", "lr=1"]),

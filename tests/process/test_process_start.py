@@ -59,7 +59,8 @@ def interrupt(script: str, when: str, environment: dict[str, str] | None = None)
     return process.returncode, out + err
 
 
-# In short pieces: Python handles a signal between two calls, and one that comes right before a long sleep waits until that ends.
+# In short pieces: Python handles a signal between two calls, and one that comes right before a long sleep waits until
+# that ends.
 SLEEPING = "all(time.sleep(0.01) is None for _ in range(60_000))"
 IMPORTING = (
     f"from pipeline.process.start import guard; guard('__main__'); print('ready', flush=True); import time; {SLEEPING}"
@@ -81,12 +82,10 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
 
 def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
     script = (
-        "import sys, time; from pipeline.process.start import guard; guard('__main__'); sys.argv = ['x', 'source=a', 'out=b']\n"
-        "from pipeline.settings.command import main; from pipeline.settings.commands.data import ShardConfig\n"
-        "def work(config):\n"
-        f"    try: print('ready', flush=True); {SLEEPING}\n"
-        "    finally: print('tidied up')\n"
-        "main(ShardConfig, work, '')"
+        "import sys, time; from pipeline.process.start import guard; guard('__main__'); sys.argv = ['x', 'source=a',"
+        " 'out=b']\nfrom pipeline.settings.command import main; from pipeline.settings.commands.data import"
+        f" ShardConfig\ndef work(config):\n    try: print('ready', flush=True); {SLEEPING}\n    finally: print('tidied"
+        " up')\nmain(ShardConfig, work, '')"
     )
     assert interrupt(script, "ready") == (130, "tidied up\nstopped: to go on, run the same command again\n")
 

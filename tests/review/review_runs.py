@@ -33,9 +33,11 @@ def write_run(
     declared: dict[str, Metric] | None = None,
     beside: tuple[DatasetFacts, ...] = (),
 ) -> Path:
-    """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in <parent>/mlflow.db.
+    """A finished run: a loss of 1 / step at every `every`-th step, and top-1 by step. tracked: also in
+    <parent>/mlflow.db.
 
-    beside: other sets of its mixture. declared: an objective's metrics, which are there in place of top-1: of a step the step, of an evaluation its value.
+    beside: other sets of its mixture. declared: an objective's metrics, which are there in place of top-1: of a step
+    the step, of an evaluation its value.
     """
     overrides = [
         f"name={folder.name}",

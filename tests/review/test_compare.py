@@ -248,7 +248,8 @@ def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
     assert [list(group.records) for group in groups] == [["sweep1", "sweep2", "alone"], ["run"]]
     (best, *_) = groups[0].pairs
     assert (best.first.title, best.second.title, best.difference.method) == ("sweep2", "sweep1", STUDENT)
-    # Means 0.61 and 0.71 of three seeds each, 0.01 apart: a standard error of 0.01 * sqrt(2 / 3) with 4 degrees of freedom.
+    # Means 0.61 and 0.71 of three seeds each, 0.01 apart: a standard error of 0.01 * sqrt(2 / 3) with 4 degrees of
+    # freedom.
     assert best.difference.value == pytest.approx(0.1)
     assert best.difference.high - best.difference.value == pytest.approx(2.776445 * 0.01 * (2 / 3) ** 0.5, rel=1e-5)
     one_each = [folders[2], write_sweep(tmp_path / "alone2", 0.1, 1)]

@@ -51,7 +51,9 @@ def images_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 # ---------------------------------------------------------------------- a whole run
 def train_without_haste(runs: list[list[str]]) -> None:
-    """In a rank: `train`, whose end waits for MLflow and for the last figures longer than a user would, however slow the machine is."""
+    """In a rank: `train`, whose end waits for MLflow and for the last figures longer than a user would, however slow
+    the machine is.
+    """
     tracking.ExportTiming = partial(ExportTiming, finish=300)  # type: ignore[misc, assignment]
     setup.DrawingProcess = partial(DrawingProcess, timeout=300)  # type: ignore[misc, assignment]
     train(runs)
@@ -146,7 +148,9 @@ def test_losses_of_other_objectives_are_not_in_the_background(tmp_path: Path) ->
 
 
 def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its comma made two folders of it, which do not exist. With a dev split, the data set may have no other held-out one."""
+    """Its comma made two folders of it, which do not exist. With a dev split, the data set may have no other held-out
+    one.
+    """
     given: list[tuple[list[str], str]] = []
     monkeypatch.setattr(explain, "run", lambda config, skip: given.append((config.images, config.split)))
     for more in ([], ["data.dev_share=0.1"]):
@@ -185,7 +189,10 @@ def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp
 
 def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
-    code = f"import os, sys, time; open({str(started)!r}, 'a').write(' '.join([str(os.nice(0)), *sys.argv[2:]]) + '.'); time.sleep(600)"
+    code = (
+        f"import os, sys, time; open({str(started)!r}, 'a').write(' '.join([str(os.nice(0)), *sys.argv[2:]]) + '.');"
+        " time.sleep(600)"
+    )
     drawing = DrawingProcess(tmp_path, "not_used", every=0.0, timeout=0.5)
     drawing.command = (sys.executable, "-c", code, str(tmp_path))
     split = open_dataset(dataset).split("val")

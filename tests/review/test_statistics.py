@@ -60,7 +60,9 @@ def test_students_t_is_that_of_scipy() -> None:
 
 
 def test_seeds_with_equal_scores_on_a_few_images_prove_nothing() -> None:
-    """Scores of 20 images are multiples of 0.05, which equal ones may be off by: a deviation of 0.05 / sqrt(12) is assumed."""
+    """Scores of 20 images are multiples of 0.05, which equal ones may be off by: a deviation of 0.05 / sqrt(12) is
+    assumed.
+    """
     pairs = [0.9, 0.9], [0.95, 0.95]
     found = differences.of_seeds(*pairs, 20)
     error = 0.05 / math.sqrt(12)
@@ -121,7 +123,9 @@ def test_an_effective_number_is_that_of_independent_images() -> None:
 
 @pytest.mark.parametrize("largest", [0, 300])
 def test_equal_models_on_groups_differ_rarely_and_intervals_hold(largest: int) -> None:
-    """Where groups have an effect of their own, also if one has half of the images; what ignores them is wrong in every third draw."""
+    """Where groups have an effect of their own, also if one has half of the images; what ignores them is wrong in every
+    third draw.
+    """
     rng = np.random.default_rng(0)
     inside, called = [], []
     for _ in range(300):
@@ -148,7 +152,9 @@ def predictions(folder: Path, right: np.ndarray, **more: np.ndarray) -> None:
 
 
 def test_the_test_that_fits_is_chosen(tmp_path: Path) -> None:
-    """Seeds of one setting are one contender; the same images are paired; predictions of another evaluation are not used."""
+    """Seeds of one setting are one contender; the same images are paired; predictions of another evaluation are not
+    used.
+    """
     rng = np.random.default_rng(0)
     right = {"a": rng.random(400) < 0.9, "b": rng.random(400) < 0.8, "c": rng.random(400) < 0.7}
     folders = [
@@ -215,7 +221,9 @@ def test_a_run_that_ended_halfway_is_no_seed_of_those_that_did_not(tmp_path: Pat
 
 
 def test_runs_from_weights_that_changed_are_no_seeds_of_each_other(tmp_path: Path) -> None:
-    """The folder that both name trained on between them, or more images were excluded. Their mean was called one over two seeds."""
+    """The folder that both name trained on between them, or more images were excluded. Their mean was called one over
+    two seeds.
+    """
     weights = [WeightsOrigin("runs/vit", digest, step=step) for step, digest in ((100, "a" * 64), (200, "b" * 64))]
     origins = dict(zip("abc", (*weights, weights[1]), strict=True))
     records = {

@@ -172,7 +172,9 @@ def test_the_documentation_lists_what_each_setting_means() -> None:
 
 
 def listed(on_change: str) -> str:
-    """The settings of a meaning, as a table of docs/running.md names them: sections, of which all settings have it, by `section.*`."""
+    """The settings of a meaning, as a table of docs/running.md names them: sections, of which all settings have it, by
+    `section.*`.
+    """
     sections: dict[str, list[str]] = {}
     for name in FACTS:
         sections.setdefault(name.partition(".")[0] if "." in name else name, []).append(name)

@@ -176,7 +176,9 @@ _REFUSED = (errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAME
 def test_what_the_system_refuses_is_one_line(
     number: int, path: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk or a server that fails has code 1: after 2, a supervisor, a study and a Kubernetes job would not start a run again."""
+    """A disk or a server that fails has code 1: after 2, a supervisor, a study and a Kubernetes job would not start a
+    run again.
+    """
     printed = ending(OSError(number, "as the system says it", path or None), monkeypatch, capsys, code=code)
     assert (printed.startswith("error: "), path in printed, printed.count("\n")) == (True, True, 1)
 
@@ -249,7 +251,9 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A launcher ends all ranks when the first has ended: a silent one must not be the first, or nothing would be said."""
+    """A launcher ends all ranks when the first has ended: a silent one must not be the first, or nothing would be
+    said.
+    """
     slept: list[float] = []
     monkeypatch.setattr(command, "time", SimpleNamespace(sleep=slept.append))
     assert ending(UserError("wrong"), monkeypatch, capsys, rank="0") == "error: wrong\n"

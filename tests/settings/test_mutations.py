@@ -1,4 +1,6 @@
-"""Broken files of settings and overrides, at random from a seed: each loads and plans, or is refused in one short line."""
+"""Broken files of settings and overrides, at random from a seed: each loads and plans, or is refused in one short
+line.
+"""
 
 import copy
 import random
@@ -76,7 +78,9 @@ _LONGEST = 1000
 
 
 def outcome(cls: type, path: Path | None, overrides: list[str]) -> str:
-    """What the error says, empty when it loads and plans. Any other exception, and an error of two lines, is a failure."""
+    """What the error says, empty when it loads and plans. Any other exception, and an error of two lines, is a
+    failure.
+    """
     said = ""
     try:
         config = schema.load(cls, path, overrides)

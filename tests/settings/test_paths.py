@@ -17,8 +17,10 @@ from pipeline.settings.run import RunConfig
 
 # How the help of a path begins, and what begins in the same way without being one.
 PATH_WORDS = re.compile(
-    r"(YAML |JSON |PNG )?files?\b|folders?\b|data sets?\b|weights:|images:|runs?, as|the run:|run (folders?|files?)|result folders|"
-    r"an image file|deepspeed's hostfile|start from these weights|more data sets|write a slurm script|imagenet1k: labels",
+    r"(YAML |JSON |PNG )?files?\b|folders?\b|data sets?\b|weights:|images:|runs?, as|the run:|run"
+    r" (folders?|files?)|result folders|"
+    r"an image file|deepspeed's hostfile|start from these weights|more data sets|write a slurm script|imagenet1k:"
+    r" labels",
     re.IGNORECASE,
 )
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]

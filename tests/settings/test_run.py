@@ -120,7 +120,9 @@ def test_every_end_of_every_range_is_checked() -> None:
 
 
 def test_a_model_s_settings_are_fields_of_its_configuration() -> None:
-    """With the same types, and defaults unless the model's name implies the value; a new model has a representation layer."""
+    """With the same types, and defaults unless the model's name implies the value; a new model has a representation
+    layer.
+    """
     ours, theirs = schema.type_hints(ModelConfig), schema.type_hints(ViTConfig)
     defaults = {field.name: field.default for field in dataclasses.fields(ViTConfig)}
     implied = {"width", "depth", "mlp_width", "num_heads", "pool"}
@@ -222,7 +224,8 @@ def test_headers_list_the_rows_of_the_papers_tables() -> None:
     assert len(rows["vit_b16_imagenet21k_augreg"]) == 15
 
 
-# ViT paper, Table 3, and its caption for clipping: lr, decay, weight decay, dropout, clip. H/14 on ImageNet-21k is L's row.
+# ViT paper, Table 3, and its caption for clipping: lr, decay, weight decay, dropout, clip. H/14 on ImageNet-21k is L's
+# row.
 TABLE_3 = {
     "vit_b16_jft": (8e-4, "linear", 0.1, 0.0, 0.0),
     "bit_r50x1_jft": (1e-3, "linear", 0.1, 0.0, 0.0),
@@ -257,7 +260,9 @@ def test_recipes_blend_contrast_as_their_sources_do() -> None:
 
 
 def test_fine_tuning_of_l16_has_the_dropout_of_its_authors() -> None:
-    """vit_jax/configs/models.py: 0.1 for L/16, whose weights these files start from, 0 for B/16, which a header row names."""
+    """vit_jax/configs/models.py: 0.1 for L/16, whose weights these files start from, 0 for B/16, which a header row
+    names.
+    """
     shipped = [path for path in SHIPPED if path.stem.endswith("_384px")]
     assert len(shipped) == 5
     for path in shipped:

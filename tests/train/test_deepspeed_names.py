@@ -1,4 +1,6 @@
-"""Names of DeepSpeed that are not public, each looked up in a real engine: one that a new version has changed fails by its name."""
+"""Names of DeepSpeed that are not public, each looked up in a real engine: one that a new version has changed fails by
+its name.
+"""
 
 import inspect
 import json

@@ -16,7 +16,9 @@ from pipeline.train import setup
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: tuple[int, ...] = ()) -> list[Any]:
-    """(what the engine is asked for, number of images) on 4 ranks with splits of so many images and 500 training images."""
+    """(what the engine is asked for, number of images) on 4 ranks with splits of so many images and 500 training
+    images.
+    """
     given = "name=x data.path=x model.name=ViT-Ti/16 train.global_batch=8 data.streams=1 schedule.warmup=0%"
     config = schema.load(RunConfig, None, [*given.split(), "train.length=2 steps", f"train.loss={objective}", *more])
     found: list[Any] = []

@@ -99,7 +99,9 @@ def test_an_objective_without_a_held_out_metric_has_no_evaluator_of_the_split(mo
 
 @pytest.mark.parametrize("done", [True, False])
 def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, done: bool) -> None:
-    """scores.json may be of a later step, whose records were removed when the run went back: it was taken for the one that is due."""
+    """scores.json may be of a later step, whose records were removed when the run went back: it was taken for the one
+    that is due.
+    """
     folder = tmp_path / "x"
     facts = RunFacts("x", "pretrain")
     tracker = Tracker(TrackConfig(enabled=False), tmp_path, folder, facts, start=0)
@@ -118,7 +120,9 @@ def test_an_evaluation_after_a_rollback_is_made_up_after_a_kill(tmp_path: Path, 
 
 
 def test_a_kill_between_a_record_and_kept_json_does_not_lose_the_best(tmp_path: Path) -> None:
-    """The writer process keeps the best one after a save in flight, when the run may have written scores.json already."""
+    """The writer process keeps the best one after a save in flight, when the run may have written scores.json
+    already.
+    """
     folder, facts = tmp_path / "x", RunFacts("x", "pretrain")
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.folder.mkdir()

@@ -1,7 +1,8 @@
-"""Training steps on fake tensors of a GPU: no tensor is on the wrong device, and the host waits only where it is documented.
+"""Training steps on fake tensors of a GPU: no tensor is on the wrong device, and the host waits only where it is
+documented.
 
-Checks what needs neither a GPU nor values: devices, number types, host synchronisations. Streams, events, pinned memory, kernels
-and NCCL are not covered.
+Checks what needs neither a GPU nor values: devices, number types, host synchronisations. Streams, events, pinned
+memory, kernels and NCCL are not covered.
 """
 
 import json

@@ -24,7 +24,9 @@ from pipeline.train import setup
 
 
 def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    """By the run itself, by the one that it began with, and by a teacher; also after a restart without that run's folder."""
+    """By the run itself, by the one that it began with, and by a teacher; also after a restart without that run's
+    folder.
+    """
     base = settings(dataset, tmp_path, "base", "data.eval_split=train", "probe.every=3 steps")
     tuned = [text for text in base if not text.startswith(("model.", "name=", "train.length"))]
     tuned += ["name=tuned", f"init.weights={tmp_path / 'base'}", "model.image_size=16", "data.train_split=val"]

@@ -44,7 +44,9 @@ def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
 
 
 def refused(command: str, *runs: list[str], **environment: str) -> list[str]:
-    """What a training command says of each of several runs before it ends with code 2, in one process without torch and DeepSpeed."""
+    """What a training command says of each of several runs before it ends with code 2, in one process without torch and
+    DeepSpeed.
+    """
     script = f"""
 import runpy, sys
 sys.modules["torch"] = sys.modules["deepspeed"] = None

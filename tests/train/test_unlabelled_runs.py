@@ -110,8 +110,8 @@ def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> 
 def test_probes_of_images_without_labels_are_refused_before_the_long_imports(photos: Path, tmp_path: Path) -> None:
     (said,) = refused("pretrain", settings(photos, tmp_path, "x", *MASKED, "probe.every=2 steps"))
     assert (
-        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%."
-        in said
+        "have no labels. Few-shot and kNN probes need some: set probe.data to any data set with labels, or"
+        " probe.every=0%." in said
     )
 
 

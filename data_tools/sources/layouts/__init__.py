@@ -4,14 +4,15 @@ To add a layout:
 
 1. Write a new file here with a function `walk(source, config, staging, collector)` that reports every image to the
    `Collector` (../listing.py).
-2. Add one line to LAYOUTS, and the name to the choices of `layout` in `pipeline/settings/commands/data.py` (a test compares the two).
+2. Add one line to LAYOUTS, and the name to the choices of `layout` in `pipeline/settings/commands/data.py` (a test
+   compares the two).
 
 3. For layout=auto to recognise it, a check in ../detect.py.
 4. A row in docs/sharding.md, samples in tests/data_tools/sources/test_layouts.py, an entry in IN_BUCKET of
    test_layouts_in_buckets.py beside it, and one in SOURCES of tests/faults/test_file_mutations.py.
 
-flat.py: class folders; webdataset.py: samples in tars; cifar.py: raw pixels at offsets in files. docs/extending.md has a worked
-example. Imports the files of sources/
+flat.py: class folders; webdataset.py: samples in tars; cifar.py: raw pixels at offsets in files. docs/extending.md has
+a worked example. Imports the files of sources/
 beside this folder; used by sources/, and for tars and zips by sharding/, check/ and vtab/.
 """
 

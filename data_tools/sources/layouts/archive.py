@@ -35,7 +35,8 @@ _BLOCK = 512
 
 
 class Member(NamedTuple):
-    """A member of a plain tar or a zip. offset, size, packed: as in `listing.TABLE`. fault: why it cannot be used, else "".
+    """A member of a plain tar or a zip. offset, size, packed: as in `listing.TABLE`. fault: why it cannot be used, else
+    "".
 
     is_file: False for folders, links and devices. hard_link: name of the member that a hard link stands for, else "".
     """
@@ -63,14 +64,16 @@ def kind(source: AnyPath) -> str:
         if start.startswith(LFS_POINTER):
             raise UserError(f"{source} is {LFS_REASON}.") from None
         raise UserError(
-            f"{source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv, .tsv, "
-            ".parquet). Is it whole? Unpack archives of other kinds (zstd, 7z, rar)."
+            f"{source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv,"
+            " .tsv, .parquet). Is it whole? Unpack archives of other kinds (zstd, 7z, rar)."
         ) from None
     return "tar"
 
 
 def plain_path(source: AnyPath, staging: AnyPath) -> AnyPath:
-    """The path of a tar or zip, of an unpacked copy in `staging` for a compressed tar. Raises UserError for any other file."""
+    """The path of a tar or zip, of an unpacked copy in `staging` for a compressed tar. Raises UserError for any other
+    file.
+    """
     found = kind(source)
     return unpack(source, found, staging) if found in COMPRESSED else source
 
@@ -92,7 +95,9 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
 
 @contextlib.contextmanager
 def damage_named(source: AnyPath, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn the errors that readers of a damaged file raise into a UserError; those of a disk or a store are raised unchanged."""
+    """Turn the errors that readers of a damaged file raise into a UserError; those of a disk or a store are raised
+    unchanged.
+    """
     try:
         yield
     except UserError:
@@ -121,7 +126,9 @@ def remove_unpacked(staging: AnyPath) -> None:
 
 
 def walk(source: AnyPath, collector: Collector) -> None:
-    """Report every folder and file of a plain tar or a zip to the collector. Raises tarfile.TarError, or UserError, for a damaged one."""
+    """Report every folder and file of a plain tar or a zip to the collector. Raises tarfile.TarError, or UserError, for
+    a damaged one.
+    """
     container = collector.add_container(source)
     for member in members(source):
         if member.is_folder:
@@ -161,7 +168,9 @@ def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
-    """Yields the members of the plain tar at file[start:end]. Links and devices have a fault. Raises tarfile.TarError for a damaged tar."""
+    """Yields the members of the plain tar at file[start:end]. Links and devices have a fault. Raises tarfile.TarError
+    for a damaged tar.
+    """
     file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
@@ -172,7 +181,10 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
                 is_file = found.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE) and not found.issparse()
                 fault = "" if is_file or found.isdir() else f"not a regular file, but of tar's type {found.type!a}"
                 if found.islnk() or found.issym():
-                    fault = f"a link to {quoted(found.linkname)}; make the tar again with tar --dereference --hard-dereference"
+                    fault = (
+                        f"a link to {quoted(found.linkname)}; make the tar again with tar --dereference"
+                        " --hard-dereference"
+                    )
                 hard_link = found.linkname if found.islnk() else ""
                 yield Member(found.name, found.isdir(), found.offset_data, found.size, fault, is_file, hard_link)
             # tarfile takes a damaged header for the end.

@@ -114,7 +114,9 @@ def _class_names(files: dict[str, _BatchFile], kind: str, label_names: str) -> l
 
 
 def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
-    """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the pixels."""
+    """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the
+    pixels.
+    """
     num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
     if file.size % record or not file.size:

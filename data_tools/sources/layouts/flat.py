@@ -1,4 +1,6 @@
-"""Images in one folder whose names begin with the class, such as `n01440764_tench.JPEG` (published samples of ImageNet)."""
+"""Images in one folder whose names begin with the class, such as `n01440764_tench.JPEG` (published samples of
+ImageNet).
+"""
 
 import re
 from collections.abc import Iterable

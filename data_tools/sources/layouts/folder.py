@@ -59,7 +59,8 @@ def _look_at(entry: os.DirEntry) -> tuple[int, int, str]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             return 0, 0, str(error.strerror)
-        # A broken link: one named as an image is listed, so that the job reports it as unreadable; another may be to a folder.
+        # A broken link: one named as an image is listed, so that the job reports it as unreadable; another may be to a
+        # folder.
         is_image = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
         return 0, 0, "" if is_image else "a link that leads nowhere"
     return found.st_size, found.st_mtime_ns, ""

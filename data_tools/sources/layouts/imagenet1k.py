@@ -1,7 +1,7 @@
 """ImageNet-1k (ILSVRC 2012) as published: a tar of <wnid>.tar for training, a flat tar of images for validation.
 
-The classes of the flat tar are in a separate file (val_labels). In ReaL labels (arXiv 2006.07159) an image has several, or
-none; then it is excluded, as in the ReaL score. Nothing is extracted.
+The classes of the flat tar are in a separate file (val_labels). In ReaL labels (arXiv 2006.07159) an image has several,
+or none; then it is excluded, as in the ReaL score. Nothing is extracted.
 """
 
 import re
@@ -71,7 +71,8 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
             labels, collector.classes = _named(numbers, config)
         elif config.label_names:
             raise UserError(
-                f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names. Leave it out."
+                f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names."
+                " Leave it out."
             )
     container = collector.add_container(path)
     for stem, name, offset, size in members:
@@ -106,7 +107,8 @@ def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
     missing = [stem for stem in stems if stem not in wnids]
     if missing:
         raise UserError(
-            f"val_labels = {val_labels} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as {missing[0]}."
+            f"val_labels = {val_labels} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as"
+            f" {missing[0]}."
         )
     return {stem: wnids[stem] for stem in stems}
 
@@ -115,7 +117,8 @@ def _named(numbers: dict[str, list[int]], config: ShardConfig) -> tuple[dict[str
     """(classes of each image, all classes in order), where labels are numbers, as in real.json and Caffe's val.txt."""
     if not config.label_names:
         raise UserError(
-            f"val_labels = {config.val_labels} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
+            f"val_labels = {config.val_labels} has class numbers: label_names=FILE names the wnids, one a line, from"
+            " number 0 on."
         )
     names = ClassNumbers(read_names(config.label_names, "label_names"))
     labels = {

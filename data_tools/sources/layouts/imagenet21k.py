@@ -1,7 +1,7 @@
 """ImageNet-21k as published: one tar for each class, `<wnid>.tar`, in a folder or in one big tar.
 
-Each inner tar is treated as the class folder `<wnid>/`; nothing is extracted. Headers are about 100 KB apart, so listing a
-tar in an object store reads nearly all of it: tars are listed in parallel, and their member lists are cached.
+Each inner tar is treated as the class folder `<wnid>/`; nothing is extracted. Headers are about 100 KB apart, so
+listing a tar in an object store reads nearly all of it: tars are listed in parallel, and their member lists are cached.
 """
 
 import contextlib
@@ -115,7 +115,8 @@ def _walk_classes(source: AnyPath, tars: Iterator[_ClassTar], staging: AnyPath, 
                     collector.file(f"{folder}/{name}", tar.container, offset, size, fault=fault)
     if damaged:
         raise UserError(
-            f"{source} has {counted(len(damaged), 'damaged tar')}, to be fetched again: {'; '.join(damaged[:_NAMED])}{'; ...' * (len(damaged) > _NAMED)}"
+            f"{source} has {counted(len(damaged), 'damaged tar')}, to be fetched again:"
+            f" {'; '.join(damaged[:_NAMED])}{'; ...' * (len(damaged) > _NAMED)}"
         )
 
 

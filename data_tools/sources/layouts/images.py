@@ -1,4 +1,6 @@
-"""Images without labels: any tree of folders, an archive, a bucket, or a tree that holds archives. Folders name no classes."""
+"""Images without labels: any tree of folders, an archive, a bucket, or a tree that holds archives. Folders name no
+classes.
+"""
 
 import tarfile
 

@@ -1,7 +1,8 @@
 """Parquet files with a column of encoded images, the format of Hugging Face data sets, or of arrays, which become .npy.
 
-An image in a Parquet file cannot be read by offset, and shards need samples in random order. So the column is unpacked once,
-into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image costs more.)
+An image in a Parquet file cannot be read by offset, and shards need samples in random order. So the column is unpacked
+once, into one file of concatenated images for each Parquet file. (Reading a row group of 100 images for each image
+costs more.)
 """
 
 import io
@@ -76,7 +77,9 @@ def _values(file: pq.ParquetFile, columns: tuple[str, str]) -> Iterator[tuple[An
 
 
 def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
-    """Class names of the numbers in `column`, from the schema metadata that Hugging Face's `datasets` writes; [] without."""
+    """Class names of the numbers in `column`, from the schema metadata that Hugging Face's `datasets` writes; []
+    without.
+    """
     metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
     feature: Any = json.loads(metadata).get("info", {}).get("features", {}).get(column, {})
     # Lists of labels: {"feature": {"names": ...}, "_type": "Sequence"}, or in older versions [{"names": ...}].
@@ -93,7 +96,9 @@ def holds_images(field: pa.Field) -> bool:
 
 
 def _holds_arrays(field: pa.Field) -> bool:
-    """Whether each row is an array of numbers: lists of lists, as of Hugging Face's Array2D, Arrow's tensors, or those of Ray Data."""
+    """Whether each row is an array of numbers: lists of lists, as of Hugging Face's Array2D, Arrow's tensors, or those
+    of Ray Data.
+    """
     kind, depth = field.type, 0
     if isinstance(kind, pa.FixedShapeTensorType):
         kind, depth = kind.value_type, len(kind.shape)
@@ -116,7 +121,9 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _npy(value: pa.Scalar, shape: list[int]) -> bytes:
-    """An .npy of one row of arrays. shape: of a flat list, else []. Lists of different lengths become a flat array, which the job finds bad."""
+    """An .npy of one row of arrays. shape: of a flat list, else []. Lists of different lengths become a flat array,
+    which the job finds bad.
+    """
     if not value.is_valid:
         return b""
     if isinstance(value, pa.FixedShapeTensorScalar):
@@ -138,8 +145,8 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     field = file.schema_arrow.field(column)
     if not holds_images(field):
         raise UserError(
-            f"{path}: column {column!r} holds {shortened(str(field.type))}, not encoded images (binary, or struct<bytes, path>), and not "
-            "arrays (lists of lists of numbers, or tensors)."
+            f"{path}: column {column!r} holds {shortened(str(field.type))}, not encoded images (binary, or"
+            " struct<bytes, path>), and not arrays (lists of lists of numbers, or tensors)."
         )
     if sorted(axes := getattr(field.type, "permutation", None) or []) != axes:
         # pyarrow 25 writes the inverse of what Arrow's specification says, and reads neither.
@@ -162,8 +169,8 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
                 data = image["bytes"] if is_struct and image else image
                 if data is None and image and image.get("path"):
                     raise UserError(
-                        f"{path}, row {len(sizes)}: {column!r} names a file ({image['path']}) instead of holding it. Shard a "
-                        "list of such paths and their labels (CSV or Parquet): layout=list."
+                        f"{path}, row {len(sizes)}: {column!r} names a file ({image['path']}) instead of holding it."
+                        " Shard a list of such paths and their labels (CSV or Parquet): layout=list."
                     )
                 # A row without an image is an empty file, which the job reports as unreadable.
                 sizes.append(target.write(data or b""))

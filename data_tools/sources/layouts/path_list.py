@@ -34,10 +34,10 @@ _ROWS_AT_ONCE = 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every split's list to the collector.
 
-    source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or URLs. With channel_columns,
-    each file of a row is reported as a sample, whose key ends in @ and the number of its column; an empty cell is not reported.
-    Missing files are listed too: the job reports them as unreadable images. Rows of a list with a split_column are of the splits with
-    its values.
+    source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or
+    URLs. With channel_columns, each file of a row is reported as a sample, whose key ends in @ and the number of its
+    column; an empty cell is not reported. Missing files are listed too: the job reports them as unreadable images. Rows
+    of a list with a split_column are of the splits with its values.
     """
     given = read_names(config.label_names, "label_names") if config.label_names else []
     labels: LabelColumn | None = None
@@ -102,7 +102,9 @@ def path_columns(config: ShardConfig) -> list[str]:
 
 
 def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
-    """Split -> its value in the list's split_column; empty without this column. Raises UserError for values that cannot name splits."""
+    """Split -> its value in the list's split_column; empty without this column. Raises UserError for values that cannot
+    name splits.
+    """
     column = _split_column(source, config)
     if not column:
         return {}
@@ -110,14 +112,17 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
     values = sorted(set(_as_text(table[column]).unique().to_pylist()) - MISSING - {None})
     if not all(re.fullmatch("[a-z0-9_]+", value) for value in values):
         raise UserError(
-            f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters, digits and _: {', '.join(values)}. "
-            "Say which splits they are: splits.train=VALUE ... To have all rows in one split: split_column= ."
+            f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters,"
+            f" digits and _: {', '.join(values)}. Say which splits they are: splits.train=VALUE ... To have all rows in"
+            " one split: split_column= ."
         )
     return dict(zip(values, values, strict=True))
 
 
 def _split_column(source: AnyPath, config: ShardConfig) -> str:
-    """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the default name."""
+    """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the
+    default name.
+    """
     column, others = config.split_column, (*path_columns(config), config.label_column, config.group_column)
     if not source.is_file() or (
         column == ShardConfig.split_column and column not in set(_column_names(source)) - {*others}
@@ -175,7 +180,9 @@ def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str,
 
 
 def _refuse_line_break(value: str, where: str) -> None:
-    """Raises UserError for a path or label of a CSV that goes on in the next line: the rows until its end would be lost."""
+    """Raises UserError for a path or label of a CSV that goes on in the next line: the rows until its end would be
+    lost.
+    """
     if "\n" in value or "\r" in value:
         raise UserError(f"{where}: {quoted(value)} has a line break. Is a quotation mark missing, or one too many?")
 
@@ -211,7 +218,9 @@ def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:
 
 
 def _look_at(path: AnyPath, listed: dict[BucketPath, dict[str, tuple[int, int]]]) -> tuple[int, int]:
-    """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its listing is put here."""
+    """(bytes, mtime) of a file, zeros for a missing one. listed: in an object store, each folder is listed once; its
+    listing is put here.
+    """
     if isinstance(path, BucketPath):
         if path.parent not in listed:
             listed[path.parent] = {file.name: (size, mtime) for file, size, mtime in path.parent.walk(recursive=False)}

@@ -1,9 +1,10 @@
 """Tiny-ImageNet as published: a folder, or a zip or tar of it.
 
-    train/<wnid>/images/<wnid>_0.JPEG ...   val/images/val_0.JPEG ...   val/val_annotations.txt   test/images/test_0.JPEG ...
+    train/<wnid>/images/<wnid>_0.JPEG ...   val/images/val_0.JPEG ...   val/val_annotations.txt
+    test/images/test_0.JPEG ...
 
-val_annotations.txt has the classes of val, in lines `val_0.JPEG wnid x y w h`; those of test were not published. words.txt has
-the readable names of wnids, in lines `wnid name`. Boxes are not read.
+val_annotations.txt has the classes of val, in lines `val_0.JPEG wnid x y w h`; those of test were not published.
+words.txt has the readable names of wnids, in lines `wnid name`. Boxes are not read.
 """
 
 import re
@@ -36,7 +37,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
 
 def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes) -> Callable[[str], str]:
-    """Returns `Collector.rename`. before, text: the top folder and the annotations. Raises UserError for a split without labels."""
+    """Returns `Collector.rename`. before, text: the top folder and the annotations. Raises UserError for a split
+    without labels.
+    """
     wanted = {split: folder.strip("/").removeprefix(before) for split, folder in splits.items()}
     for split, folder in wanted.items():
         if folder not in SPLITS:

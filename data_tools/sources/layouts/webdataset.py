@@ -1,4 +1,6 @@
-"""Tars in the format of the webdataset library: `<key>.jpg` and `<key>.cls` or `<key>.json`; or images without labels."""
+"""Tars in the format of the webdataset library: `<key>.jpg` and `<key>.cls` or `<key>.json`; or images without
+labels.
+"""
 
 import itertools
 import re
@@ -41,8 +43,8 @@ class TarSample:
 
     Without an image: the file that there is instead, and the reason why it cannot be used.
 
-    labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of captions, or cannot be
-    read.
+    labels: ascending and distinct. has_label_file: False without .cls and with a .json that names no labels, as of
+    captions, or cannot be read.
     """
 
     key: str
@@ -73,13 +75,15 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.restart()
     if not _report(files, ClassNumbers(names), collector) and names:
         raise UserError(
-            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the tars). For "
-            "images without labels: layout=images."
+            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the"
+            " tars). For images without labels: layout=images."
         )
 
 
 def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None, collector: Collector) -> bool:
-    """Report every sample. Returns whether any has a label, even one that cannot be read. Without numbers, stops at the first that has one."""
+    """Report every sample. Returns whether any has a label, even one that cannot be read. Without numbers, stops at the
+    first that has one.
+    """
     has_labels, bare = False, Few()
     for split, where, container, sample in _samples(files, collector):
         has_labels = has_labels or sample.has_label_file
@@ -100,7 +104,9 @@ def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None,
 
 
 def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Iterator[tuple[str, str, int, TarSample]]:
-    """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for each tar."""
+    """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for
+    each tar.
+    """
     for split, name, path in files:
         container = collector.add_container(path)
         collector.prefixes.append(name.removesuffix(".tar"))
@@ -110,7 +116,8 @@ def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Ite
 
 
 def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], label_names: str) -> list[str]:
-    """Class names from the file label_names, else from the dataset.json in source, else from those beside the tars (`split_files`), else empty.
+    """Class names from the file label_names, else from the dataset.json in source, else from those beside the tars
+    (`split_files`), else empty.
 
     Raises UserError for tars of data sets with different classes: one number would be two of them.
     """
@@ -126,14 +133,16 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
 
 
 def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group_pattern: str) -> list[str]:
-    """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded samples."""
+    """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded
+    samples.
+    """
     lines = []
     for folder, dataset in _data_sets(source, files).items():
         has_groups = not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}
         if left := [*["groups"] * bool(has_groups), *paths_of_lists(dataset)]:
             lines.append(
-                f"warning: {', '.join(left)} of {folder} are not taken over. group_pattern finds groups in keys; launch/verify.py and "
-                "launch/dedup.py make lists of excluded samples anew"
+                f"warning: {', '.join(left)} of {folder} are not taken over. group_pattern finds groups in keys;"
+                " launch/verify.py and launch/dedup.py make lists of excluded samples anew"
             )
     return lines
 
@@ -168,10 +177,11 @@ def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
-    """Yields every sample with an image, and those that should have one but do not. members: the files of a tar, in order.
+    """Yields every sample with an image, and those that should have one but do not. members: the files of a tar, in
+    order.
 
-    Consecutive files with one key are a sample, and hidden files (._1.jpg beside 1.jpg in a tar made on a Mac) belong to none, as in
-    webdataset; a .cls takes precedence over a .json. read: returns bytes of the tar by offset and size.
+    Consecutive files with one key are a sample, and hidden files (._1.jpg beside 1.jpg in a tar made on a Mac) belong
+    to none, as in webdataset; a .cls takes precedence over a .json. read: returns bytes of the tar by offset and size.
     """
     named = ((*split_name(member.name), member) for member in members)
     parts = (part for part in named if part[0] and not part[0].endswith("/"))

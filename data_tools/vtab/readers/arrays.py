@@ -50,7 +50,9 @@ def cifar100(files: DatasetFiles, task: Task) -> Original:
 
 
 def svhn(files: DatasetFiles, task: Task) -> Original:
-    """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, where 10 is the digit 0; keys are image numbers."""
+    """{train,test}_32x32.mat: X (32, 32, 3, n), y (n, 1) from 1 to 10, where 10 is the digit 0; keys are image
+    numbers.
+    """
     pools = {}
     for pool in ("train", "test"):
         path = files.plain(f"{pool}_32x32.mat")
@@ -80,7 +82,9 @@ def mat(path: AnyPath, name: str) -> np.ndarray:
 
 
 def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
-    """camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5.gz: x (n, 96, 96, 3), y (n, 1, 1, 1); keys are <part>_<number>."""
+    """camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5.gz: x (n, 96, 96, 3), y (n, 1, 1, 1); keys are
+    <part>_<number>.
+    """
     pools = {}
     for pool, part in {"train": "train", "validation": "valid", "test": "test"}.items():
         stem = f"camelyonpatch_level_2_split_{part}"
@@ -171,7 +175,9 @@ def _norb(files: DatasetFiles, name: str) -> Iterator[tuple[IO[bytes], str]]:
 
 
 def _norb_header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Read shape and dtype of a matrix. Header, in int32: magic number, number of dimensions, at least three dimensions."""
+    """Read shape and dtype of a matrix. Header, in int32: magic number, number of dimensions, at least three
+    dimensions.
+    """
     magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
     if magic not in _NORB_TYPES:
         raise UserError(f"{where} is not a matrix of small NORB (it begins with {magic}). Fetch it again.")
@@ -198,8 +204,8 @@ def _check_count(where: AnyPath | str, num_images: int, num_labels: int) -> None
     """Raises UserError if images and labels are not of the same samples."""
     if num_images != num_labels:
         raise UserError(
-            f"{where} has {counted(num_images, 'image')}, but there are {counted(num_labels, 'label')} for it. Is it the file of "
-            "another split, or of another version? Fetch images and labels again."
+            f"{where} has {counted(num_images, 'image')}, but there are {counted(num_labels, 'label')} for it. Is it"
+            " the file of another split, or of another version? Fetch images and labels again."
         )
 
 

@@ -1,7 +1,8 @@
-"""Conversion of images for the data sets whose images tensorflow_datasets or VTAB, and so the official benchmark, converts.
+"""Conversion of images for the data sets whose images tensorflow_datasets or VTAB, and so the official benchmark,
+converts.
 
-OpenCV is used as there for SUN397 and retinopathy. JPEG decoders and encoders of different builds differ by about one grey level, and the results
-differ from the official copies by as much.
+OpenCV is used as there for SUN397 and retinopathy. JPEG decoders and encoders of different builds differ by about one
+grey level, and the results differ from the official copies by as much.
 """
 
 import cv2
@@ -20,7 +21,8 @@ _RETINOPATHY_QUALITY = 72
 
 def sun397(data: bytes) -> bytes:
     """Resize to at most 120,000 pixels, as JPEG (sun397/tfds). Raises DecodeError."""
-    # The official copy's OpenCV did not read GIFs. TensorFlow's RGB pixels were then encoded as BGR: red and blue are swapped.
+    # The official copy's OpenCV did not read GIFs. TensorFlow's RGB pixels were then encoded as BGR: red and blue are
+    # swapped.
     pixels = decode(data) if data.startswith(b"GIF8") else _decode(data)
     height, width = pixels.shape[:2]
     if height * width > _SUN_PIXELS:
@@ -30,7 +32,8 @@ def sun397(data: bytes) -> bytes:
 
 
 def retinopathy(data: bytes) -> bytes:
-    """Scale the eye to a radius of 300 pixels, and subtract its local average (btgraham-300, by the winner of the competition).
+    """Scale the eye to a radius of 300 pixels, and subtract its local average (btgraham-300, by the winner of the
+    competition).
 
     In the middle row, pixels brighter than a tenth of the row's mean belong to the eye. Raises DecodeError.
     """
@@ -54,12 +57,16 @@ def retinopathy(data: bytes) -> bytes:
 
 
 def as_stored(data: bytes) -> bytes:
-    """The file; in a JPEG that its EXIF would turn, the EXIF is hidden: TensorFlow, and so VTAB, ignores it. Raises DecodeError."""
+    """The file; in a JPEG that its EXIF would turn, the EXIF is hidden: TensorFlow, and so VTAB, ignores it. Raises
+    DecodeError.
+    """
     return data.replace(b"Exif\0\0", bytes(6)) if exif_orientation(data) != 1 else data
 
 
 def dsprites(data: bytes) -> bytes:
-    """The sprite in white: tensorflow_datasets stores its pixels as 0 and 1, and VTAB multiplies them by 255. Raises DecodeError."""
+    """The sprite in white: tensorflow_datasets stores its pixels as 0 and 1, and VTAB multiplies them by 255. Raises
+    DecodeError.
+    """
     pixels = decode(data)[..., 0]
     return png(pixels * np.uint8(255) if pixels.max() <= 1 else pixels)
 

@@ -28,7 +28,10 @@ _PROTO = """
         field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tf.Int64List" oneof_index: 0 }
     }
     message_type {
-        name: "Features" field { name: "feature" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: ".tf.Features.FeatureEntry" }
+        name: "Features"
+        field {
+            name: "feature" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: ".tf.Features.FeatureEntry"
+        }
         nested_type {
             name: "FeatureEntry" options { map_entry: true }
             field { name: "key" number: 1 type: TYPE_STRING }
@@ -68,7 +71,9 @@ class Example:
         return value
 
     def list(self, name: str) -> np.ndarray:
-        """Returns all numbers of a feature, float32 or int64; none if it is missing, which stands for an empty sequence."""
+        """Returns all numbers of a feature, float32 or int64; none if it is missing, which stands for an empty
+        sequence.
+        """
         feature = self._features[name]
         floats = feature.float_list.value
         return np.array(floats, np.float32) if floats else np.array(feature.int64_list.value, np.int64)
@@ -94,6 +99,8 @@ def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """The CRC as TFRecord masks it: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are weak."""
+    """The CRC as TFRecord masks it: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are
+    weak.
+    """
     crc = crc32c(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)

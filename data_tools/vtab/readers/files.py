@@ -24,7 +24,9 @@ _BLOCK = 2**24
 
 
 class FileLocation(NamedTuple):
-    """Location of the bytes of a file; see `sources.listing.TABLE`. archive: path, or "" for a file outside archives."""
+    """Location of the bytes of a file; see `sources.listing.TABLE`. archive: path, or "" for a file outside
+    archives.
+    """
 
     name: str
     archive: str
@@ -40,8 +42,8 @@ class MissingError(UserError):
 class DatasetFiles:
     """All files of one data set, by name. Published archives take precedence over unpacked folders.
 
-    staging: folder for files that must be unpacked for random access. check: compare size and checksum of published files.
-    Raises UserError for a damaged archive, or a file that fails the check.
+    staging: folder for files that must be unpacked for random access. check: compare size and checksum of published
+    files. Raises UserError for a damaged archive, or a file that fails the check.
     """
 
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
@@ -66,7 +68,9 @@ class DatasetFiles:
             self._places.setdefault(name, FileLocation(name, "", 0, size))
 
     def below(self, *folders: str) -> dict[str, FileLocation]:
-        """Returns name inside the folder -> place, for all files in folders of these names at any depth. Raises MissingError."""
+        """Returns name inside the folder -> place, for all files in folders of these names at any depth. Raises
+        MissingError.
+        """
         found: dict[str, FileLocation] = {}
         for folder, (name, place) in itertools.product(folders, self._places.items()):
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
@@ -77,7 +81,9 @@ class DatasetFiles:
         return dict(sorted(found.items()))
 
     def beginning(self, start: str) -> list[FileLocation]:
-        """Returns all files whose name, without folders, begins with start, sorted. Raises MissingError if there are none."""
+        """Returns all files whose name, without folders, begins with start, sorted. Raises MissingError if there are
+        none.
+        """
         found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
         if not found:
             raise self.missing(f"{start}*")

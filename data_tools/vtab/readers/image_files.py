@@ -51,7 +51,9 @@ def caltech101(files: DatasetFiles, task: Task) -> Original:
 
 
 def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
-    """A random draw as in tensorflow_datasets, from sorted names of images. (Its own draw includes a file that is no image, tmp.)"""
+    """A random draw as in tensorflow_datasets, from sorted names of images. (Its own draw includes a file that is no
+    image, tmp.)
+    """
     state = np.random.RandomState(_CALTECH_SEED)
     train: set[str] = set()
     for folder in sorted(by_folder):
@@ -85,7 +87,9 @@ def flowers102(files: DatasetFiles, task: Task) -> Original:
 
 
 def pets(files: DatasetFiles, task: Task) -> Original:
-    """images/<name>.jpg; lists of `name class species breed`, classes from 1. Class names are taken from the images' names."""
+    """images/<name>.jpg; lists of `name class species breed`, classes from 1. Class names are taken from the images'
+    names.
+    """
     places = files.below("images")
     names: dict[int, str] = {}
     pools = {}
@@ -134,7 +138,9 @@ def _class_folders(found: dict[str, FileLocation]) -> Original:
 
 
 def retinopathy(files: DatasetFiles, task: Task) -> Original:
-    """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is the validation set."""
+    """train/<name>.jpeg and test/<name>.jpeg; levels in two tables. The public part of the test set is the validation
+    set.
+    """
     rows = {"train": _table(files, "trainLabels.csv"), "test": _table(files, "retinopathy_solution.csv")}
     pools = {}
     for pool, folder, usage in (
@@ -151,7 +157,9 @@ def retinopathy(files: DatasetFiles, task: Task) -> Original:
 
 
 def clevr(files: DatasetFiles, task: Task) -> Original:
-    """CLEVR_v1.0/images/{train,val}/<name>.png, and the objects of each in CLEVR_v1.0/scenes/CLEVR_<part>_scenes.json."""
+    """CLEVR_v1.0/images/{train,val}/<name>.png, and the objects of each in
+    CLEVR_v1.0/scenes/CLEVR_<part>_scenes.json.
+    """
     is_count = task.name == "clevr_count"
     pools = {}
     for pool, part in {"train": "train", "validation": "val"}.items():
@@ -173,7 +181,9 @@ def _needed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def kitti(files: DatasetFiles, task: Task) -> Original:
-    """training/image_2/<number>.png and training/label_2/<number>.txt, split by video, according to mapping/ of the devkit."""
+    """training/image_2/<number>.png and training/label_2/<number>.txt, split by video, according to mapping/ of the
+    devkit.
+    """
     places = {name: place for name, place in files.below("training/image_2").items() if name.endswith(".png")}
     annotations = files.below("training/label_2")
     numbers = _kitti_numbers(files.text("mapping/train_rand.txt"), files.text("mapping/train_mapping.txt"))
@@ -228,6 +238,7 @@ def _pool(keys: list[str], places: dict[str, FileLocation], label: Callable[[str
 def _all(places: dict[str, FileLocation], names: list[str]) -> list[FileLocation]:
     if missing := [name for name in names if name not in places]:
         raise UserError(
-            f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}. Is a part of an archive missing?"
+            f"{len(missing):,} of {counted(len(names), 'image')} are missing, such as {missing[0]}. Is a part of an"
+            " archive missing?"
         )
     return [places[name] for name in names]

@@ -1,4 +1,5 @@
-"""Labels that VTAB derives from the annotations of its structured data sets (google-research/task_adaptation, data/*.py).
+"""Labels that VTAB derives from the annotations of its structured data sets (google-research/task_adaptation,
+data/*.py).
 
 Distances are compared as float32, as tensorflow_datasets stores them.
 """

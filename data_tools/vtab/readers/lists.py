@@ -1,4 +1,5 @@
-"""Reads the copies of VTAB-1k that are common among users of PyTorch: images, and lists of `images/train800/000000.jpg 12`.
+"""Reads the copies of VTAB-1k that are common among users of PyTorch: images, and lists of `images/train800/000000.jpg
+12`.
 
 They were exported from tensorflow_datasets (NOAH/get_vtab1k.py and its derivatives); the images were encoded again and
 named by number. Without the original keys, the splits cannot be proved.

@@ -107,7 +107,9 @@ def _pool(samples: list[tuple[str | None, int, FileLocation]], keys: list[str]) 
 
 
 def _version(dataset: DataSet, folder: AnyPath) -> tuple[AnyPath, list[str]]:
-    """Returns (newest version with the major number of the official task, else of a later one; notes). Raises MissingError."""
+    """Returns (newest version with the major number of the official task, else of a later one; notes). Raises
+    MissingError.
+    """
     later = [(dataset.tfds_later.major, [dataset.tfds_later.note])] if dataset.tfds_later else []
     paths: list[AnyPath] = [*folder.iterdir()] if folder.is_dir() else []
     for major, notes in [(dataset.tfds_major, list[str]()), *later]:
@@ -137,7 +139,9 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
 
 
 def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
-    """Returns the keys of a pool's records; records without keys get numbers in the order of the hash. Raises UserError."""
+    """Returns the keys of a pool's records; records without keys get numbers in the order of the hash. Raises
+    UserError.
+    """
     known = [str(number) for number in range(len(keys))] if None in keys else [str(key) for key in keys]
     order = hashed_order(pool, known)
     if None in keys:

@@ -55,8 +55,8 @@ def shared_path(name: str, value: str) -> AnyPath:
 def connect(num_cpus: int = 0) -> int:
     """Join the cluster of RAY_ADDRESS or `ray job submit`, else start one on this machine. Returns its number of CPUs.
 
-    num_cpus: size of a cluster that is started here; 0 is all CPUs. SIGTERM to this process is as Ctrl-C from here on. Raises UserError
-    when the cluster cannot be reached, or started.
+    num_cpus: size of a cluster that is started here; 0 is all CPUs. SIGTERM to this process is as Ctrl-C from here on.
+    Raises UserError when the cluster cannot be reached, or started.
     """
     _prepare_environment()
     _check_reachable(os.environ.get("RAY_ADDRESS", ""))
@@ -69,7 +69,8 @@ def connect(num_cpus: int = 0) -> int:
         elif os.environ.get("RAY_ADDRESS"):
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
         else:
-            # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other options.
+            # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other
+            # options.
             options = {
                 "address": "local",
                 "num_cpus": num_cpus or None,
@@ -80,17 +81,20 @@ def connect(num_cpus: int = 0) -> int:
             "the cluster of this job" if _JOB in os.environ else "this machine"
         )
         try:
-            # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was about.
+            # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was
+            # about.
             with waits.waiting(f"Ray to start on {where}", _START_SECONDS):
                 ray.init(logging_level="ERROR", log_to_driver=False, **options)
         except SystemExit as error:
             if error.code != signal.SIGTERM:
                 raise
-            raise KeyboardInterrupt from None  # Ray's handler of SIGTERM exits with the signal's number, without a word.
+            # Ray's handler of SIGTERM exits with the signal's number, without a word.
+            raise KeyboardInterrupt from None
         except Exception as error:  # Ray raises a bare one when its node does not start in time.
             raise UserError(
-                f"Ray did not start on {where}: {on_one_line(error)[:600] or type(error).__name__} Run the same command again when the machine "
-                "is less busy, check RAY_ADDRESS, or set RAY_TMPDIR to another folder (a short path, free space), where Ray writes its logs."
+                f"Ray did not start on {where}: {on_one_line(error)[:600] or type(error).__name__} Run the same command"
+                " again when the machine is less busy, check RAY_ADDRESS, or set RAY_TMPDIR to another folder (a short"
+                " path, free space), where Ray writes its logs."
             ) from None
     # As Ctrl-C. Ray's own handler aborts this process 3 s later, while it waits for the tasks that it cancels.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -98,7 +102,9 @@ def connect(num_cpus: int = 0) -> int:
 
 
 def disconnect() -> None:
-    """Leave the cluster, and end it if it was started here; otherwise it takes processor time until this process exits."""
+    """Leave the cluster, and end it if it was started here; otherwise it takes processor time until this process
+    exits.
+    """
     import ray
 
     ray.shutdown()
@@ -107,7 +113,8 @@ def disconnect() -> None:
 def capacity(num_cpus: int, gpus: float) -> tuple[int, float]:
     """Returns (number of tasks that fit at a time, GPUs of each task).
 
-    num_cpus: CPUs of a task. gpus: GPUs of a task, or a share of one, if the cluster has any. Raises UserError when no node can run one.
+    num_cpus: CPUs of a task. gpus: GPUs of a task, or a share of one, if the cluster has any. Raises UserError when no
+    node can run one.
     """
     import ray
 
@@ -157,8 +164,8 @@ def _check_reachable(address: str) -> None:
 
 def _no_cluster(address: str, reason: str) -> UserError:
     return UserError(
-        f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the address of "
-        "its head node, or unset RAY_ADDRESS to use this machine alone."
+        f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the"
+        " address of its head node, or unset RAY_ADDRESS to use this machine alone."
     )
 
 

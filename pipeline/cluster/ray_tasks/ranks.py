@@ -1,4 +1,6 @@
-"""Runs the ranks of a training on a Ray cluster, each in an actor: whether they fit, what a launcher tells them, output and exit code."""
+"""Runs the ranks of a training on a Ray cluster, each in an actor: whether they fit, what a launcher tells them, output
+and exit code.
+"""
 
 import math
 import os
@@ -27,7 +29,9 @@ _KEPT_LINES = 50
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1. port: free there."""
+    """Where a rank runs. address: of its node. gpu: index of its GPU there, as CUDA counts them in the rank, or -1.
+    port: free there.
+    """
 
     address: str
     gpu: int
@@ -37,9 +41,11 @@ class RankPlacement:
 def ranks_that_fit(
     nodes: Sequence[tuple[str, Mapping[str, float]]], num_ranks: int, cpus: int
 ) -> tuple[int, dict[str, float]]:
-    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node has a GPU.
+    """Returns (number of ranks, resources of each). A rank needs a GPU and a CPU of one node, or `cpus` CPUs if no node
+    has a GPU.
 
-    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the arithmetic.
+    nodes: (address, number of "CPU" and "GPU") of each. num_ranks: 0 is as many as fit. Raises UserError with the
+    arithmetic.
     """
     on_gpus = any(has.get("GPU") for _, has in nodes)
     share: dict[str, float] = {"CPU": 1, "GPU": 1} if on_gpus else {"CPU": cpus}
@@ -49,7 +55,8 @@ def ranks_that_fit(
         return num_ranks or most, share
     arithmetic = ", ".join(f"{count} on {address}" for count, (address, _) in zip(fitting, nodes, strict=True) if count)
     raise UserError(
-        f"--ranks {num_ranks} do not fit on this cluster. A rank needs {amounts(share)} of one node, so {most} fit: {arithmetic or 'none'}."
+        f"--ranks {num_ranks} do not fit on this cluster. A rank needs {amounts(share)} of one node, so {most} fit:"
+        f" {arithmetic or 'none'}."
     )
 
 
@@ -61,7 +68,8 @@ def amounts(resources: Mapping[str, float]) -> str:
 def local_gpu(identity: str, visible: str | None) -> int:
     """The index by which CUDA knows a GPU: its place in CUDA_VISIBLE_DEVICES (`visible`), if that is set.
 
-    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another one.
+    identity: as Ray says it, an entry of that variable: the GPU's number, or its UUID. Raises ValueError for another
+    one.
     """
     return int(identity) if not visible else [entry.strip() for entry in visible.split(",")].index(identity)
 
@@ -138,8 +146,9 @@ def wait_for_ranks(
 ) -> int:
     """Wait until all ranks have exited; returns the largest exit code.
 
-    poll, terminate: `RankProcess.poll` and `.terminate` of all ranks. say: called with rank 0's output, and with the last
-    lines of a rank that fails. stopping: True once the ranks are to be terminated. exit_seconds: time that the others get to exit after one fails.
+    poll, terminate: `RankProcess.poll` and `.terminate` of all ranks. say: called with rank 0's output, and with the
+    last lines of a rank that fails. stopping: True once the ranks are to be terminated. exit_seconds: time that the
+    others get to exit after one fails.
     """
     last_lines = [deque[str](maxlen=_KEPT_LINES) for _ in range(num_ranks)]
     codes: list[int | None] = [None] * num_ranks
@@ -179,13 +188,15 @@ def run_ranks(
 ) -> int:
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
-    command: Python's arguments (a script, or -m and a module, and its settings); it finds RANK, LOCAL_RANK, ... in its environment, as under any other launcher.
+    command: Python's arguments (a script, or -m and a module, and its settings); it finds RANK, LOCAL_RANK, ... in its
+    environment, as under any other launcher.
     num_ranks: 0 is as many as fit: one per GPU, or per `cpus` CPUs if the cluster has no GPU.
-    say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by SIGTERM,
-    after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would wait for it.
+    say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by
+    SIGTERM, after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would
+    wait for it.
     wait_minutes: how long to wait for resources that other jobs hold.
-    Raises UserError when the ranks do not fit or their resources do not become free; CrashError when a rank is lost; Stopped if `stopping`
-    before they run.
+    Raises UserError when the ranks do not fit or their resources do not become free; CrashError when a rank is lost;
+    Stopped if `stopping` before they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -218,11 +229,13 @@ def run_ranks(
         free = ray.available_resources()
         left = amounts({name: free.get(name, 0) for name in share})
         busy = UserError(
-            f"the resources of {counted(num_ranks, 'rank')} ({needed}) did not become free within {wait_minutes:g} minutes (--wait-minutes); when "
-            f"this began, these were: {left}. End other jobs, use fewer --ranks, or wait longer."
+            f"the resources of {counted(num_ranks, 'rank')} ({needed}) did not become free within {wait_minutes:g}"
+            f" minutes (--wait-minutes); when this began, these were: {left}. End other jobs, use fewer --ranks, or"
+            " wait longer."
         )
         get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})", busy)
-        # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs visible.
+        # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs
+        # visible.
         visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         actors = [
             ray.remote(RankProcess)

@@ -1,4 +1,6 @@
-"""Runs many tasks on a Ray cluster with bounded memory: a limited number at a time, each retried when its node is lost."""
+"""Runs many tasks on a Ray cluster with bounded memory: a limited number at a time, each retried when its node is
+lost.
+"""
 
 import itertools
 import time
@@ -27,13 +29,16 @@ _STILL_SECONDS, _STILL_FACTOR = 600.0, 10.0
 
 
 class LostError(Exception):
-    """A task failed through no fault of its own: its worker died, or it reports a failure of its machine. It is retried."""
+    """A task failed through no fault of its own: its worker died, or it reports a failure of its machine. It is
+    retried.
+    """
 
 
 class RunJobs(Protocol):
     """Runs function(job) for each job; yields (index of the job, result) as they finish. Jobs are taken one by one.
 
-    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails: the others continue.
+    on_retry is called with the reason when a job is run again, on_failure with index and reason when one fails: the
+    others continue.
     """
 
     def __call__(
@@ -52,7 +57,9 @@ def run_here(
     on_retry: Callable[[str], None],
     on_failure: Callable[[int, str], None],
 ) -> Iterator[tuple[int, R]]:
-    """A `RunJobs` in this process: one job after the other. A job that raises LostError is tried again, as on a cluster."""
+    """A `RunJobs` in this process: one job after the other. A job that raises LostError is tried again, as on a
+    cluster.
+    """
     for index, job in enumerate(jobs):
         for pause in (*RETRY_PAUSES, None):
             try:
@@ -82,15 +89,17 @@ def run_tasks(
     num_cpus: int = 1,
     num_gpus: float = 0.0,
 ) -> Generator[tuple[int, R]]:
-    """Run function(argument) for each argument on the cluster, with `limit` a `RunJobs`; yields (index of the argument, result) as tasks finish.
+    """Run function(argument) for each argument on the cluster, with `limit` a `RunJobs`; yields (index of the argument,
+    result) as tasks finish.
 
-    limit: most tasks in flight; arguments are taken one by one as tasks finish. num_cpus, num_gpus: resources of a task.
-    A task whose worker or node dies, or that raises LostError, is retried after each of RETRY_PAUSES, and on_retry is called with
-    the reason. Any other exception of a task is raised here, and the tasks in flight are cancelled.
-    on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that raises
-    anything but a UserError is then retried, too.
-    Without it, tasks are taken to be of similar size, and it is said when they seem to stand still, as where a server of files does not
-    answer.
+    limit: most tasks in flight; arguments are taken one by one as tasks finish. num_cpus, num_gpus: resources of a
+    task. A task whose worker or node dies, or that raises LostError, is retried after each of RETRY_PAUSES, and
+    on_retry is called with the reason. Any other exception of a task is raised here, and the tasks in flight are
+    cancelled.
+    on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that
+    raises anything but a UserError is then retried, too.
+    Without it, tasks are taken to be of similar size, and it is said when they seem to stand still, as where a server
+    of files does not answer.
     """
     import ray
 
@@ -98,8 +107,8 @@ def run_tasks(
         time.sleep(pause)
         return function(argument)
 
-    # No retries by Ray itself, which does not report them. With a GPU, and if all options are given here, not by options(),
-    # each task gets a process of its own, which frees its GPU memory at the end.
+    # No retries by Ray itself, which does not report them. With a GPU, and if all options are given here, not by
+    # options(), each task gets a process of its own, which frees its GPU memory at the end.
     options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
     remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     remaining = enumerate(arguments)
@@ -117,9 +126,10 @@ def run_tasks(
         while not (ended := ray.wait(list(in_flight), num_returns=1, timeout=seconds)[0]):
             waits.say(
                 "tasks",
-                f"no {function.__name__} has ended for {duration(seconds or 0)}, and none took more than {duration(longest)} before: "
-                f"{counted(len(in_flight), 'task')} may stand still, or the storage that they use. On the nodes, `ps` shows them as "
-                f"ray::{function.__name__}; one that is killed is run again.",
+                f"no {function.__name__} has ended for {duration(seconds or 0)}, and none took more than"
+                f" {duration(longest)} before: {counted(len(in_flight), 'task')} may stand still, or the storage that"
+                f" they use. On the nodes, `ps` shows them as ray::{function.__name__}; one that is killed is run"
+                " again.",
             )
         return ended[0]
 
@@ -174,16 +184,16 @@ def _final_error(error: Exception) -> Exception:
     if not isinstance(error, LostError):
         return error
     return UserError(
-        f"Ray gave up on a task after {counted(len(RETRY_PAUSES), 'retry')}: {error} If memory ran out, use fewer tasks at a time "
-        "(num_tasks=...); run the same command again to continue."
+        f"Ray gave up on a task after {counted(len(RETRY_PAUSES), 'retry')}: {error} If memory ran out, use fewer tasks"
+        " at a time (num_tasks=...); run the same command again to continue."
     )
 
 
 def _cancel(references: list[Any]) -> None:
     """Cancel tasks by an exception, so that they remove unfinished files; kill those that do not end in time.
 
-    Tasks that are about to end may do so: Ray 2.60 aborts this process, without a word of ours, when it is told to cancel a
-    task whose result is just arriving ("Tried to complete task that was not pending").
+    Tasks that are about to end may do so: Ray 2.60 aborts this process, without a word of ours, when it is told to
+    cancel a task whose result is just arriving ("Tried to complete task that was not pending").
     """
     import ray
 

@@ -9,10 +9,11 @@ from pipeline.data.dataset.manifest import Split
 
 @dataclass(frozen=True)
 class BadBudget:
-    """How many distinct samples may be unreadable: a share of all that are read, and at least `least` unless the share is 0.
+    """How many distinct samples may be unreadable: a share of all that are read, and at least `least` unless the share
+    is 0.
 
-    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error. least: 1 where samples are trained on or
-    scored; more where each is reported by itself.
+    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error. least: 1 where
+    samples are trained on or scored; more where each is reported by itself.
     """
 
     share: float
@@ -25,14 +26,16 @@ class BadBudget:
         return max(self.least, int(self.share * num_samples)) if self.share else 0
 
     def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
-        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else empty."""
+        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else
+        empty.
+        """
         if len(bad) <= self.allowed(num_samples):
             return ""
         row = min(bad)
         limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
         return (
-            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is {split.keys([row])[0]}: {bad[row]}. "
-            f"{self.remedy}"
+            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is"
+            f" {split.keys([row])[0]}: {bad[row]}. {self.remedy}"
         )
 
     def excess_of_any_set(self, bad: Mapping[int, str], split: Split) -> str:

@@ -22,7 +22,9 @@ class SearchedData:
 
 @dataclass(frozen=True)
 class TestSet:
-    """A split whose images' copies were searched for. name: as FOLDER:SPLIT. copies: images of the data set that are copies."""
+    """A split whose images' copies were searched for. name: as FOLDER:SPLIT. copies: images of the data set that are
+    copies.
+    """
 
     name: str
     fingerprint: str

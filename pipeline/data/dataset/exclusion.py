@@ -1,8 +1,9 @@
-"""Samples that are in a data set but excluded when a split is opened: damaged ones, copies of test images, a random part.
+"""Samples that are in a data set but excluded when a split is opened: damaged ones, copies of test images, a random
+part.
 
-A job that judges samples (verify, dedup), or a person, writes a list, `exclude/<name>.parquet` in the data set's folder. The
-shards stay as they are. A list is valid for the samples.parquet that it was made for, by its SHA-256: a tar indexed again may have other
-rows, if more of its images are skipped.
+A job that judges samples (verify, dedup), or a person, writes a list, `exclude/<name>.parquet` in the data set's
+folder. The shards stay as they are. A list is valid for the samples.parquet that it was made for, by its SHA-256: a tar
+indexed again may have other rows, if more of its images are skipped.
 """
 
 import io
@@ -53,8 +54,8 @@ def write_list(dataset: ManifestTables, name: str, samples: pa.Table) -> AnyPath
 def read_lists(dataset: ManifestTables, choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
-    choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError for a list that is
-    missing, damaged or made for other data.
+    choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError
+    for a list that is missing, damaged or made for other data.
     """
     paths = paths_of_lists(dataset)
     if isinstance(choice, str):
@@ -70,7 +71,9 @@ def read_lists(dataset: ManifestTables, choice: str | Collection[str] = "all") -
 
 
 def earlier_list(dataset: ManifestTables, name: str) -> pa.Table:
-    """The list of earlier runs of a job (EXCLUDED); empty if it is missing, damaged or of other data, since it will be replaced."""
+    """The list of earlier runs of a job (EXCLUDED); empty if it is missing, damaged or of other data, since it will be
+    replaced.
+    """
     try:
         return read_lists(dataset, name)[name]
     except StorageError:
@@ -84,7 +87,8 @@ def excluded_rows(
 ) -> tuple[np.ndarray, dict[str, int]]:
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
-    The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as `read_lists`.
+    The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as
+    `read_lists`.
     """
     lists = read_lists(dataset, choice).items()
     rows = {name: np.unique(table.filter(pc.equal(table["split"], split))["row"].to_numpy()) for name, table in lists}
@@ -95,8 +99,8 @@ def excluded_rows(
 def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: int) -> np.ndarray:
     """Rows to exclude besides `excluded` so that `limit` samples are left: int64, ascending.
 
-    The seed puts the samples in a random order, of which the first are kept; so a smaller subset is inside a larger one.
-    Raises UserError for a limit of no sample, of more than there are, or of a part of one.
+    The seed puts the samples in a random order, of which the first are kept; so a smaller subset is inside a larger
+    one. Raises UserError for a limit of no sample, of more than there are, or of a part of one.
     """
     if limit.unit == "samples" and not limit.amount.is_integer():
         raise UserError(f"data.limit = {limit} must be a whole number of samples, or a share as 10%.")

@@ -1,4 +1,6 @@
-"""Groups of samples that are alike although none is a copy, such as those of a patient: how they are found and stored."""
+"""Groups of samples that are alike although none is a copy, such as those of a patient: how they are found and
+stored.
+"""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -23,8 +25,8 @@ def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
             group = match[min(1, compiled.groups)] if match else None
             if not group:
                 raise UserError(
-                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such images into a data "
-                    "set of their own."
+                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such"
+                    " images into a data set of their own."
                 )
             groups.append(group)
         return groups
@@ -36,6 +38,7 @@ def refuse_one_group(pattern: str, groups: Collection[str], num_images: int) -> 
     """Raises UserError if all images are of one group. groups: at least two of them, if there are two."""
     if num_images > 1 and len(set(groups)) == 1:
         raise UserError(
-            f"group_pattern = {quoted(pattern)} finds one group, {next(iter(groups))!r}, for all {num_images:,} images, so that none could be "
-            "held out. Match what differs between groups, too, as 'patient[0-9]+' does and 'patient' does not."
+            f"group_pattern = {quoted(pattern)} finds one group, {next(iter(groups))!r}, for all {num_images:,} images,"
+            " so that none could be held out. Match what differs between groups, too, as 'patient[0-9]+' does and"
+            " 'patient' does not."
         )

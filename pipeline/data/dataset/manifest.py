@@ -1,11 +1,13 @@
-"""A data set on disk: a folder of tars that plain webdataset reads, and a manifest that makes their samples addressable.
+"""A data set on disk: a folder of tars that plain webdataset reads, and a manifest that makes their samples
+addressable.
 
     train-000000.tar ...   `<key>.jpg` and `<key>.cls` of each sample
     samples.parquet, shards.parquet, dataset.json   the manifest (`tables.py`)
-    index/, exclude/       what training maps into memory (`mapped_index.py`), lists of excluded samples (`exclusion.py`)
+    index/, exclude/       what training maps into memory (`mapped_index.py`), lists of excluded samples
+    (`exclusion.py`)
 
-Jobs that make shards or index existing ones call `write_dataset`, all others `open_dataset`. The folder is local or in a
-bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
+Jobs that make shards or index existing ones call `write_dataset`, all others `open_dataset`. The folder is local or in
+a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
 import itertools
@@ -122,12 +124,14 @@ class Dataset(ManifestTables):
         """Raise UserError if the range of the values of its images is not known."""
         if not self.pixels.is_measured:
             raise UserError(
-                f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure it: python "
-                f"launch/stats.py data={self.path} values=percentiles"
+                f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure"
+                f" it: python launch/stats.py data={self.path} values=percentiles"
             )
 
     def refuse_without_labels(self, setting: str, way_out: str) -> None:
-        """Raise UserError if its images have no labels. setting: with which it was named. way_out: what to do instead."""
+        """Raise UserError if its images have no labels. setting: with which it was named. way_out: what to do
+        instead.
+        """
         if not self.classes:
             raise UserError(f"{setting} = {self.path}: the images of this data set have no labels. {way_out}")
 
@@ -153,8 +157,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     if not path.exists():
         raise UserError(f"{path}: no such data set. Shard it first: python launch/shard.py source=... out={path}")
     remedy = (
-        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was interrupted, run its "
-        "command again."
+        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was"
+        " interrupted, run its command again."
     )
     with reading(path / INFO, remedy):
         text = read_bytes(path / INFO)
@@ -162,7 +166,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
 
 
 def location_and_split(entry: str) -> tuple[str, str]:
-    """(folder or URL, split) of 'folder:split', 's3://bucket/set:split?region=...' or a folder alone, whose split is "".
+    """(folder or URL, split) of 'folder:split', 's3://bucket/set:split?region=...' or a folder alone, whose split is
+    "".
 
     The name of a folder may itself have a colon: if there is a data set of the whole name, it is meant.
     """
@@ -188,8 +193,9 @@ def write_dataset(
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
-    GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory. class_names: readable names of
-    classes, where they have others. pixels: what the values of images mean. left_out: see `ManifestTables.left_out`.
+    GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory.
+    class_names: readable names of classes, where they have others. pixels: what the values of images mean. left_out:
+    see `ManifestTables.left_out`.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -223,7 +229,9 @@ def write_dataset(
 
 
 def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
-    """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed data set."""
+    """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed
+    data set.
+    """
     info = {**dataset.info, "fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels)}
     info["pixels"] = pixels.to_dict()
     changed = Dataset(dataset.path, info, dataset.storage)
@@ -270,10 +278,11 @@ def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
 def _check_shards(
     paths: list[str], num_bytes: np.ndarray, used: np.ndarray, is_complete: np.ndarray, retry: Retry
 ) -> None:
-    """Raise UserError for a shard that is missing or has another size. used: numbers of those of which samples are used.
+    """Raise UserError for a shard that is missing or has another size. used: numbers of those of which samples are
+    used.
 
-    A shard whose samples are all excluded may be missing. A local one of which some are excluded may be cut; in a bucket
-    it must not, since its readers compare its size or checksum.
+    A shard whose samples are all excluded may be missing. A local one of which some are excluded may be cut; in a
+    bucket it must not, since its readers compare its size or checksum.
     """
     # From one listing of each folder: 4,000 single requests would take minutes.
     sizes: dict[str, int] = {}

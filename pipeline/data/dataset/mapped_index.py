@@ -4,8 +4,8 @@
         offsets, sizes, label_starts, labels, hashes     plain little-endian arrays (COLUMNS)
         index.json                                       their lengths and checksums, and its own checksum (Info)
 
-The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums. It goes
-into a cache folder when the data set's folder cannot be written.
+The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums.
+It goes into a cache folder when the data set's folder cannot be written.
 """
 
 import contextlib
@@ -67,7 +67,9 @@ class ManifestIndex:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other fields."""
+    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other
+    fields.
+    """
 
     format: str
     lengths: dict[str, int]
@@ -78,7 +80,9 @@ class IndexInfo:
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
-    """Map the index `name` from the first of these folders that has it or can store it. Raises UserError if none can."""
+    """Map the index `name` from the first of these folders that has it or can store it. Raises UserError if none
+    can.
+    """
     reasons = []
     for place in places:
         try:
@@ -87,7 +91,8 @@ def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
         except OSError as error:  # Read-only, full, or without locks: try the next folder.
             reasons.append(f"{place}: {error.strerror or error}")
     raise UserError(
-        f"the index of {name} cannot be stored ({'; '.join(reasons)}). Set XDG_CACHE_HOME to a folder that can be written."
+        f"the index of {name} cannot be stored ({'; '.join(reasons)}). Set XDG_CACHE_HOME to a folder that can be"
+        " written."
     )
 
 

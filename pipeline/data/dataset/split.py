@@ -24,7 +24,9 @@ NOTHING_EXCLUDED = "none"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for training."""
+    """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for
+    training.
+    """
 
     file: pq.ParquetFile
     row_groups: Sequence[int]
@@ -73,11 +75,13 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class Split:
-    """The samples of one split that are not excluded: n of them in S shards; sample i of shard s is row shard_starts[s] + i.
+    """The samples of one split that are not excluded: n of them in S shards; sample i of shard s is row shard_starts[s]
+    + i.
 
     shard_paths: S file names or URLs. shard_sizes: (S,) int64, samples of each.
     shard_bytes: (S,) int64, of each tar. shard_sha256: (S,) hex. storage: how they are read.
-    index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the manifest.
+    index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the
+    manifest.
     excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
     left_out: see `ManifestTables.left_out`; None if the images were not looked at.
     """
@@ -123,7 +127,9 @@ class Split:
         return self.index.max_labels
 
     def refuse_without_score(self, where: object, reads_labels: bool) -> None:
-        """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those. where: its data set."""
+        """Raise UserError if nothing can be scored on it: without images, and for a score of labels, without those.
+        where: its data set.
+        """
         missing = (
             "no images" if not len(self) else "" if self.max_labels or not reads_labels else "images, but no labels"
         )
@@ -134,7 +140,9 @@ class Split:
 
     @cached_property
     def groups(self) -> np.ndarray | None:
-        """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if it has no groups."""
+        """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if
+        it has no groups.
+        """
         if self._group_column is None:
             return None
         numbers = [np.from_dlpack(chunk.indices) for chunk in self._group_column.chunks]
@@ -184,8 +192,8 @@ class Split:
             raise UserError(f"split {self.name!r} has no sample {key!r}.")
         if len(rows) > 1:
             raise UserError(
-                f"split {self.name!r} has {counted(len(rows), 'sample')} {key!r}, so the key does not tell which. Ask by step=..., or "
-                "write the tars anew with launch/shard.py, which gives each sample a key of its own."
+                f"split {self.name!r} has {counted(len(rows), 'sample')} {key!r}, so the key does not tell which. Ask"
+                " by step=..., or write the tars anew with launch/shard.py, which gives each sample a key of its own."
             )
         row = rows[0]
         before = int(np.searchsorted(self.excluded_rows, row))

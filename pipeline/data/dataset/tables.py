@@ -35,7 +35,8 @@ REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 # The columns of a sample that are known before its shard has a number. offset and size: of the image's bytes inside the
-# tar. width and height: as stored, before any EXIF rotation (of a HEIC: after its own). xxh128: of the image's bytes (`data/storage/content.py`).
+# tar. width and height: as stored, before any EXIF rotation (of a HEIC: after its own). xxh128: of the image's bytes
+# (`data/storage/content.py`).
 ROWS = pa.schema(
     [
         ("key", pa.string()),
@@ -106,7 +107,9 @@ class ManifestTables:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of images of which decoding leaves something out, by names of `stored.LEFT_OUT`, as sharding counted them."""
+        """Number of images of which decoding leaves something out, by names of `stored.LEFT_OUT`, as sharding counted
+        them.
+        """
         return self.info.get("left_out", {})
 
     @property
@@ -184,12 +187,13 @@ def parse_info(text: bytes, where: str) -> dict[str, Any]:
     info = json_record.parse(text, dict[str, Any], where)
     if info.get("format") != FORMAT:
         raise UserError(
-            f"{where} has format {json_record.quoted(info.get('format'))}, but this code reads {FORMAT!r}. Make the data set again."
+            f"{where} has format {json_record.quoted(info.get('format'))}, but this code reads {FORMAT!r}. Make the"
+            " data set again."
         )
     if info.get(CHECKSUM) not in (None, info_checksum(info)):
         raise UserError(
-            f"{where} is damaged: its content does not match its checksum. Copy it again, or remove the folder and shard again. If it was "
-            f"changed on purpose, remove its field {CHECKSUM!r}."
+            f"{where} is damaged: its content does not match its checksum. Copy it again, or remove the folder and"
+            f" shard again. If it was changed on purpose, remove its field {CHECKSUM!r}."
         )
     return info
 
@@ -201,7 +205,9 @@ def info_checksum(info: dict[str, Any]) -> str:
 
 
 def fingerprint(shards: Sequence[Shard], classes: Sequence[str], pixels: Pixels = RGB8) -> str:
-    """16 hex characters that identify these shards (names and bytes), classes, and what values mean if not 8-bit RGB."""
+    """16 hex characters that identify these shards (names and bytes), classes, and what values mean if not 8-bit
+    RGB.
+    """
     # The last part of the name: the location of tars that were indexed in place does not count.
     content: list[Any] = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
     if pixels != RGB8:

@@ -32,7 +32,9 @@ def open_arrays(data: bytes) -> StoredImage:
 
 
 def chosen_array(data: bytes, name: str) -> bytes:
-    """The array of this name of an .npz, as an .npy; any other file, and without a name, is returned as it is. Raises DecodeError."""
+    """The array of this name of an .npz, as an .npy; any other file, and without a name, is returned as it is. Raises
+    DecodeError.
+    """
     if not (name and data.startswith(b"PK")):
         return data
     try:
@@ -61,7 +63,8 @@ def _open_array(data: bytes, ext: str) -> StoredImage:
 def _header(data: bytes) -> tuple[int, np.dtype, tuple[int, ...], Literal["C", "F"]]:
     """(offset of the values, their type, shape, order) of an .npy. Raises DecodeError.
 
-    numpy reads the header by ast.literal_eval, which fails now and then in several threads of Python 3.11 (python/cpython#106905).
+    numpy reads the header by ast.literal_eval, which fails now and then in several threads of Python 3.11
+    (python/cpython#106905).
     """
     size_of_length = 2 if data[6:7] == b"\1" else 4
     begin = 8 + size_of_length + int.from_bytes(data[8 : 8 + size_of_length], "little")

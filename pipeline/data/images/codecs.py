@@ -99,7 +99,9 @@ def open_jpeg2000(data: bytes) -> StoredImage:
 
 
 def open_jpeg_xl(data: bytes) -> StoredImage:
-    """Decodes it, since no library here reads its header alone. A second or fourth channel is alpha, as JPEG XL numbers it."""
+    """Decodes it, since no library here reads its header alone. A second or fourth channel is alpha, as JPEG XL numbers
+    it.
+    """
     values = imagecodecs.jpegxl_decode(data)
     if values.ndim > 3:
         raise DecodeError(f"JPEG XL with {len(values)} frames")

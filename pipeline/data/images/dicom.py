@@ -1,7 +1,7 @@
 """Opens DICOM, by pydicom, whose compressed pixels imagecodecs decodes. A page is a frame.
 
-The modality LUT (rescale slope and intercept) is always applied, the window never: values are Hounsfield units and the like. MONOCHROME1 is
-inverted, so that larger values are brighter. Palettes become colours. Padding is missing pixels.
+The modality LUT (rescale slope and intercept) is always applied, the window never: values are Hounsfield units and the
+like. MONOCHROME1 is inverted, so that larger values are brighter. Palettes become colours. Padding is missing pixels.
 """
 
 import io
@@ -51,7 +51,8 @@ def decode_frame(data: bytes, runner: DecodeRunner) -> bytes:
     """pydicom's plug-in: the values of a compressed frame, in the order row, column, sample."""
     syntax = runner.transfer_syntax
     if syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit) and runner.samples_per_pixel == 3:
-        # As they are stored: pydicom converts them, by the header. With Adobe's marker, libjpeg knows which colours these are.
+        # As they are stored: pydicom converts them, by the header. With Adobe's marker, libjpeg knows which colours
+        # these are.
         as_stored = {} if _ADOBE in data[:1024] else {"colorspace": "YCBCR", "outcolorspace": "YCBCR"}
         values = imagecodecs.jpeg_decode(data, **as_stored)
         if not as_stored:

@@ -1,6 +1,7 @@
 """What an image file stores: `open_image` reads its header, `StoredImage` its pages in their own type.
 
-Values are never scaled. Alpha is left out, as the only values; a page is one of several images of a file: a channel, a slice, a frame.
+Values are never scaled. Alpha is left out, as the only values; a page is one of several images of a file: a channel, a
+slice, a frame.
 """
 
 import json
@@ -55,11 +56,12 @@ class DecodeError(ValueError):
 class StoredImage:
     """An image file, of which the header was read.
 
-    ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of this size and
-    type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say. nodata: value of missing
-    pixels by the header. alpha: whether an alpha channel is left out. profile: whether there is a colour profile other than sRGB, which is
-    not applied. channel_names: of all channels of its data set, if the file names them. lacking: places among these of channels that it
-    does not have. read: page number -> `Page`; raises any error.
+    ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of
+    this size and type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say.
+    nodata: value of missing pixels by the header. alpha: whether an alpha channel is left out. profile: whether there
+    is a colour profile other than sRGB, which is not applied. channel_names: of all channels of its data set, if the
+    file names them. lacking: places among these of channels that it does not have. read: page number -> `Page`; raises
+    any error.
     """
 
     ext: str
@@ -104,8 +106,8 @@ class StoredImage:
         return values, missing
 
     def values(self, pixels: Pixels) -> np.ndarray:
-        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there is none; channels
-        that the image lacks become their mean (`Pixels.fill`).
+        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there
+        is none; channels that the image lacks become their mean (`Pixels.fill`).
 
         Raises DecodeError as `values_and_missing`.
         """
@@ -120,8 +122,8 @@ class StoredImage:
     def values_and_missing(self, pixels: Pixels) -> tuple[np.ndarray, np.ndarray | None]:
         """((H, W, C) of the data set's type, which of them the file calls missing or lacks, bool (H, W, C), or None).
 
-        The channels are those of the first page, or of all pages if only these together have as many. Raises DecodeError for an image of
-        other channels, or with infinite values or such that the type does not hold.
+        The channels are those of the first page, or of all pages if only these together have as many. Raises
+        DecodeError for an image of other channels, or with infinite values or such that the type does not hold.
         """
         if self.channels + len(self.lacking) == pixels.num_channels:
             pages = [self.page(0)]
@@ -176,7 +178,8 @@ def describe_left_out(counts: Mapping[str, int]) -> list[str]:
 
 
 def open_image(data: bytes) -> StoredImage | None:
-    """Read the header of an image that may have any channels and type; None for bytes of another kind. Raises DecodeError.
+    """Read the header of an image that may have any channels and type; None for bytes of another kind. Raises
+    DecodeError.
 
     8-bit PNG and PGM are read by Pillow: None for these, too.
     """
@@ -211,12 +214,16 @@ def _opener(data: bytes) -> Callable[[bytes], StoredImage | None] | None:
 
 
 def is_dicom(data: bytes) -> bool:
-    """Whether it is a DICOM file. Its preamble of 128 bytes may look like a TIFF; old files have none, and begin with group 8."""
+    """Whether it is a DICOM file. Its preamble of 128 bytes may look like a TIFF; old files have none, and begin with
+    group 8.
+    """
     return data[128:132] == b"DICM" or (data[:3] in (b"\x08\0\x05", b"\x08\0\x08", b"\0\x08\0") and data[4:6].isupper())
 
 
 def describe_channels(names: Sequence[str], lacking: Sequence[int]) -> str:
-    """The description of a TIFF that may lack channels of its data set. names: of all. lacking: places of those that it does not have."""
+    """The description of a TIFF that may lack channels of its data set. names: of all. lacking: places of those that it
+    does not have.
+    """
     return json.dumps({"channels_of_data_set": list(names), "lacking": list(lacking)})
 
 

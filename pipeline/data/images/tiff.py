@@ -1,4 +1,6 @@
-"""Opens TIFF of every kind (BigTIFF, OME-TIFF, GeoTIFF, ImageJ), by tifffile and imagecodecs. Of a pyramid, the largest level is read."""
+"""Opens TIFF of every kind (BigTIFF, OME-TIFF, GeoTIFF, ImageJ), by tifffile and imagecodecs. Of a pyramid, the largest
+level is read.
+"""
 
 import io
 import logging

@@ -1,7 +1,8 @@
-"""Turns decoded pixels into the model's view: crops, flips and resizes in the type of the batch, written directly into it.
+"""Turns decoded pixels into the model's view: crops, flips and resizes in the type of the batch, written directly into
+it.
 
-Random numbers are hashed from (seed, epoch, sample, draw); no worker has a state. The region of the image that a view needs
-depends on the image's size only, so it is known before decoding.
+Random numbers are hashed from (seed, epoch, sample, draw); no worker has a state. The region of the image that a view
+needs depends on the image's size only, so it is known before decoding.
 """
 
 import math
@@ -40,7 +41,9 @@ _SHRINK = {"linear": cv2.INTER_AREA, "antialias": ANTIALIAS, "bilinear": cv2.INT
 def write_train_view(
     image: np.ndarray, out: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Write the augmented view of `image`, (H, W, C) of the type of a batch of `pixels`, into `out`, (height, width, C) of the same."""
+    """Write the augmented view of `image`, (H, W, C) of the type of a batch of `pixels`, into `out`, (height, width, C)
+    of the same.
+    """
     top, left, height, width = train_region(image.shape[0], image.shape[1], config, seed, epoch, sample)
     part = image[top : top + height, left : left + width]
     write_train_view_of_region(part, out, config, seed, epoch, sample, pixels)
@@ -106,8 +109,8 @@ def _train_method(config: AugmentConfig) -> int:
 def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callable[[int], float]) -> Region:
     """(top, left, height, width) of a crop of random area and aspect, as TensorFlow's sample_distorted_bounding_box.
 
-    The aspect is uniform in its range; then the height is uniform among those that keep the area in its range. Returns the
-    whole image when 100 tries give no valid crop. draw: uniform numbers of this sample; each try uses the next 4.
+    The aspect is uniform in its range; then the height is uniform among those that keep the area in its range. Returns
+    the whole image when 100 tries give no valid crop. draw: uniform numbers of this sample; each try uses the next 4.
     """
     min_area, max_area = config.area_min * height * width, config.area_max * height * width
     for attempt in range(_CROP_TRIES):
@@ -155,10 +158,10 @@ def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Ca
 def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, unit: int = 1) -> None:
     """Write the deterministic evaluation view of `image`, (H, W, C), into `out`, (height, width, C) of the same type.
 
-    eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image. "resize_center":
-    resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by area
-    (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the model's, with whose
-    sizes the frame and the crop are computed.
+    eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image.
+    "resize_center": resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by
+    area (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the
+    model's, with whose sizes the frame and the crop are computed.
     """
     height, width = out.shape[:2]
     if config.eval_crop != "resize":
@@ -196,7 +199,9 @@ def resize_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfi
 
 
 def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig, unit: int = 1) -> np.ndarray:
-    """Resize to `unit` times the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images first."""
+    """Resize to `unit` times the smallest size that covers (height, width), keeping the aspect; crop the ends of very
+    long images first.
+    """
     height, width = image.shape[:2]
     longest = MAX_ASPECT * min(height, width)
     top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
@@ -221,10 +226,12 @@ def _resize_into(image: np.ndarray, out: np.ndarray, method: int) -> None:
 
 
 def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarray | None = None) -> np.ndarray:
-    """(H, W, C) of the type of a batch -> (height, width, C) for size (width, height). method: one of OpenCV's, ANTIALIAS or BICUBIC.
+    """(H, W, C) of the type of a batch -> (height, width, C) for size (width, height). method: one of OpenCV's,
+    ANTIALIAS or BICUBIC.
 
-    ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale; BICUBIC is Pillow's bicubic. Torch's uint8 kernel takes a quarter of
-    Pillow's time, is equal to within one level, and releases the GIL as OpenCV does. Integers of 16 bits are resized in float32 there, and rounded.
+    ANTIALIAS is Pillow's bilinear: a triangle filter that widens with the scale; BICUBIC is Pillow's bicubic. Torch's
+    uint8 kernel takes a quarter of Pillow's time, is equal to within one level, and releases the GIL as OpenCV does.
+    Integers of 16 bits are resized in float32 there, and rounded.
     """
     if method not in _TORCH:
         if method == cv2.INTER_AREA and image.shape[2] > _AREA_CHANNELS:
@@ -233,8 +240,8 @@ def resize(image: np.ndarray, size: tuple[int, int], method: int, out: np.ndarra
             resized = [cv2.resize(part, size, interpolation=method).reshape(*size[::-1], -1) for part in parts]
             return np.concatenate(resized, axis=2, out=out)
         return cv2.resize(image, size, dst=out, interpolation=method).reshape(*size[::-1], -1)
-    # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane and
-    # takes twice the time.
+    # Adding the batch dimension before permuting gives channels_last strides; otherwise torch computes plane by plane
+    # and takes twice the time.
     channels_first = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     if image.dtype != np.uint8:  # Its kernel of floats is quicker plane by plane.
         channels_first = channels_first.to(torch.float32, memory_format=torch.contiguous_format)

@@ -1,13 +1,15 @@
-"""Balanced epochs: classes drawn with probability proportional to (their number of samples) ** power, by a sample's first label.
+"""Balanced epochs: classes drawn with probability proportional to (their number of samples) ** power, by a sample's
+first label.
 
-An epoch keeps its length, the N samples of the split. Of them, class c with m_c samples gets n_c = N * m_c**power / sum(m**power),
-rounded down or up. Numbers of an epoch are rounded together, by one offset u in [0, 1): with C_c the sum of the exact numbers of
-the classes up to c, class c gets floor(C_c + u) - floor(C_(c-1) + u). So they sum to N, and each has exactly its expectation,
-because u is uniform over the seeds. Over epochs u moves by the golden ratio, which keeps sums over many epochs within a few samples of
-their expectation, too.
+An epoch keeps its length, the N samples of the split. Of them, class c with m_c samples gets n_c = N * m_c**power /
+sum(m**power), rounded down or up. Numbers of an epoch are rounded together, by one offset u in [0, 1): with C_c the sum
+of the exact numbers of the classes up to c, class c gets floor(C_c + u) - floor(C_(c-1) + u). So they sum to N, and
+each has exactly its expectation, because u is uniform over the seeds. Over epochs u moves by the golden ratio, which
+keeps sums over many epochs within a few samples of their expectation, too.
 
-The samples of a class are in one shuffled order, through which its places run in a circle, from one epoch to the next. So in any
-epoch the samples of a class are used equally often, or one more time, and the same holds from the start to the end of any epoch.
+The samples of a class are in one shuffled order, through which its places run in a circle, from one epoch to the next.
+So in any epoch the samples of a class are used equally often, or one more time, and the same holds from the start to
+the end of any epoch.
 
 Samples without a label are a class of their own.
 """
@@ -26,7 +28,8 @@ from pipeline.data.dataset.split import Split
 _ORDER, _ROUNDING = Purpose.named("order within a class"), Purpose.named("rounding of classes")
 # 2**64 / golden ratio: multiples of it, modulo 2**64, are spread evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Of exp and log, which decimal rounds correctly: numpy's power differs between processors in its last bit, and so would orders.
+# Of exp and log, which decimal rounds correctly: numpy's power differs between processors in its last bit, and so would
+# orders.
 _DECIMAL = decimal.Context(prec=40)
 # Numbers compared at a time.
 _BLOCK = 2**22
@@ -36,9 +39,9 @@ _BLOCK = 2**22
 class EpochContents:
     """The uses of samples in an epoch, in blocks: all first uses of the samples of a shard, all second ones, and so on.
 
-    rows: int32 or int64 (N,), rows of the split, all first uses before all others. starts: int64 (blocks + 1,), where each block begins
-    in `rows`. copies: int64 (blocks,), number of a block's uses in this epoch, from 0. used: int32 (N,), how often each sample was
-    used before.
+    rows: int32 or int64 (N,), rows of the split, all first uses before all others. starts: int64 (blocks + 1,), where
+    each block begins in `rows`. copies: int64 (blocks,), number of a block's uses in this epoch, from 0. used: int32
+    (N,), how often each sample was used before.
     """
 
     rows: np.ndarray
@@ -54,8 +57,8 @@ class EpochContents:
     def unmerge(self, place: np.ndarray) -> np.ndarray:
         """Places of an epoch in which first uses and others take turns, to places where all first uses come first.
 
-        So every window has the same share of both. Without that, the small blocks of later uses, of rare classes alone, would lie in
-        heaps between the large ones.
+        So every window has the same share of both. Without that, the small blocks of later uses, of rare classes alone,
+        would lie in heaps between the large ones.
         """
         num, later = len(self.rows), len(self.rows) - self.num_first
         before = place * later // num
@@ -72,7 +75,9 @@ class ClassBalance:
     """Which samples each epoch uses and how often; a pure function of (seed, epoch)."""
 
     def __init__(self, labels: np.ndarray, shard_starts: np.ndarray, power: float, seed: int) -> None:
-        """labels: (N,), the first label of each sample, -1 without any. shard_starts: int64 (shards + 1,). power: 0 to 1."""
+        """labels: (N,), the first label of each sample, -1 without any. shard_starts: int64 (shards + 1,). power: 0 to
+        1.
+        """
         self.shard_starts = shard_starts
         sizes = np.bincount(labels + 1)
         self.classes = np.flatnonzero(sizes) - 1
@@ -145,7 +150,9 @@ def balance_of(split: Split, power: float, seed: int) -> ClassBalance | None:
 
 
 def describe_balance(split: Split, names: list[str], power: float) -> str:
-    """How often an epoch uses samples of the rarest and of the most common class; "" if power is 1. names: of all labels."""
+    """How often an epoch uses samples of the rarest and of the most common class; "" if power is 1. names: of all
+    labels.
+    """
     if power == 1:
         return ""
     sizes = np.bincount(first_labels(split) + 1)
@@ -159,8 +166,8 @@ def describe_balance(split: Split, names: list[str], power: float) -> str:
         return f"{uses[at]:.3g} times ({name}, {counted(int(sizes[at]), 'sample')})"
 
     return (
-        f"data.balance = {power:g}: on average, an epoch uses each sample of the rarest class {of_class(int(np.argmin(sizes)))}, of the "
-        f"most common one {of_class(int(np.argmax(sizes)))}"
+        f"data.balance = {power:g}: on average, an epoch uses each sample of the rarest class"
+        f" {of_class(int(np.argmin(sizes)))}, of the most common one {of_class(int(np.argmax(sizes)))}"
     )
 
 
@@ -176,7 +183,9 @@ def first_labels(split: Split) -> np.ndarray:
 
 
 def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
-    """(wholes, fractions) of the sums of exact places: int64 (classes,), differences of their floors; uint64 (classes + 1,), in 2**-64."""
+    """(wholes, fractions) of the sums of exact places: int64 (classes,), differences of their floors; uint64 (classes +
+    1,), in 2**-64.
+    """
     exponent, weights = decimal.Decimal(power), {}
     for size in np.unique(sizes).tolist():
         logarithm = _DECIMAL.multiply(_DECIMAL.ln(decimal.Decimal(size)), exponent)
@@ -188,7 +197,9 @@ def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _sorted_by(groups: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Places ordered by group, then by hash: int32 or int64. Overwrites hashes, of which it uses the bits that group and place leave of 64."""
+    """Places ordered by group, then by hash: int32 or int64. Overwrites hashes, of which it uses the bits that group
+    and place leave of 64.
+    """
     num_bits = np.uint64(len(groups).bit_length())
     free = np.uint64(64 - int(groups.max()).bit_length())
     hashes >>= np.uint64(64) - free + num_bits

@@ -1,5 +1,5 @@
-"""Decodes image files to pixels (H, W, C): libjpeg-turbo for JPEG, libheif for HEIC, Pillow for other 8-bit photographs, and
-`pipeline/data/images` for images of other types and channels.
+"""Decodes image files to pixels (H, W, C): libjpeg-turbo for JPEG, libheif for HEIC, Pillow for other 8-bit
+photographs, and `pipeline/data/images` for images of other types and channels.
 
 Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
@@ -41,7 +41,9 @@ warnings.filterwarnings("ignore", module="PIL")
 
 
 def _silence_libtiff() -> None:
-    """Make the libtiff that Pillow has loaded print nothing: its lines name no file, and Pillow raises an error that our caller names."""
+    """Make the libtiff that Pillow has loaded print nothing: its lines name no file, and Pillow raises an error that
+    our caller names.
+    """
     with open("/proc/self/maps") as maps:
         path = next((line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line), None)
     if path is not None:
@@ -85,7 +87,8 @@ ARRAYS = {".npy", ".npz"}
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
-# Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which are no samples.
+# Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which
+# are no samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 _MAGIC = {
     b"\x89PNG\r\n\x1a\n": "png",
@@ -108,7 +111,8 @@ _MAGIC = {
     b"\x93NUMPY": "npy",
     b"PK\3\4": "npz",
 }
-# Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any codec.
+# Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any
+# codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
 _EXIF_ORIENTATION = 0x0112
 _JPEG, _EXIF, _PROFILE, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
@@ -136,14 +140,16 @@ def decode(
     choose: Callable[[int, int], Region] | None = None,
     pixels: Pixels = RGB8,
 ) -> np.ndarray:
-    """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and AVIF: by irot and imir).
+    """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and
+    AVIF: by irot and imir).
 
-    Values are those of the file. As 8-bit RGB, gray is repeated to three channels; of a photograph, alpha is dropped, and the first frame
-    of an animation or the primary image of a HEIC is used. Raises DecodeError for anything that cannot be decoded to its last row, and for
-    channels or values that `pixels` cannot hold.
+    Values are those of the file. As 8-bit RGB, gray is repeated to three channels; of a photograph, alpha is dropped,
+    and the first frame of an animation or the primary image of a HEIC is used. Raises DecodeError for anything that
+    cannot be decoded to its last row, and for channels or values that `pixels` cannot hold.
 
-    choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are those of
-    the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may go unnoticed.
+    choose: (height, width) of the upright image -> the region to return, (top, left, height, width). Its pixels are
+    those of the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may
+    go unnoticed.
     """
     ext = _format(data)
     is_jpeg = ext == "jpg"
@@ -187,7 +193,9 @@ def _whole(data: bytes, ext: str, pixels: Pixels) -> np.ndarray:
 
 
 def _stored(data: bytes, ext: str) -> StoredImage | None:
-    """The header of an image of one of the formats in pipeline/data/images; None for others, and TIFFs of colours that only Pillow reads."""
+    """The header of an image of one of the formats in pipeline/data/images; None for others, and TIFFs of colours that
+    only Pillow reads.
+    """
     if ext in _PHOTOGRAPHS or (ext == "png" and data[24:25] != _PNG_16_BITS):
         return None
     try:
@@ -213,7 +221,9 @@ def stored_image(data: bytes) -> StoredImage:
 
 
 def left_out(image: StoredImage, pixels: Pixels | None) -> set[str]:
-    """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of the first page."""
+    """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of
+    the first page.
+    """
     of_rgb8 = pixels is not None and pixels.is_rgb8
     uses_pages = pixels is not None and not of_rgb8 and image.channels * image.pages == pixels.num_channels
     facts = {
@@ -239,7 +249,9 @@ def _jpeg_profile(data: bytes) -> bytes:
 
 
 def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
-    """(most bits of a value, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of its items."""
+    """(most bits of a value, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of its
+    items.
+    """
     end = data.find(b"mdat")
     boxes = [place.end() for place in re.finditer(b"pixi", data[:end])]
     bits = max((max(data[at + 5 : at + 5 + data[at + 4]], default=8) for at in boxes), default=8)
@@ -280,9 +292,11 @@ def exif_orientation(data: bytes) -> int:
 
 
 def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage:
-    """The header of an image of any kind. Of photographs, its sides are those before EXIF rotation (HEIC: after its own). Raises DecodeError.
+    """The header of an image of any kind. Of photographs, its sides are those before EXIF rotation (HEIC: after its
+    own). Raises DecodeError.
 
-    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see `check_end`.
+    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see
+    `check_end`.
     """
     if decode_all:
         decode(data, pixels=pixels)
@@ -294,9 +308,11 @@ def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage
 
 
 def check_end(data: bytes, ext: str) -> None:
-    """Detect a truncated file without decoding it: by the end marker of JPEG, PNG and JPEG 2000, or the lengths in WebP, HEIC and AVIF.
+    """Detect a truncated file without decoding it: by the end marker of JPEG, PNG and JPEG 2000, or the lengths in
+    WebP, HEIC and AVIF.
 
-    Bytes after the end marker (padding, a second image) are ignored. GIF, BMP, TIFF and PPM are not checked. Raises DecodeError.
+    Bytes after the end marker (padding, a second image) are ignored. GIF, BMP, TIFF and PPM are not checked. Raises
+    DecodeError.
     """
     if ext == "jpg":
         # Segments before the scan do not count: EXIF may hold a complete thumbnail.
@@ -315,7 +331,9 @@ def check_end(data: bytes, ext: str) -> None:
 
 
 def _check_boxes(data: bytes) -> None:
-    """Raise DecodeError for a HEIC or AVIF without its end: libheif leaves those tiles of a photograph green that are missing."""
+    """Raise DecodeError for a HEIC or AVIF without its end: libheif leaves those tiles of a photograph green that are
+    missing.
+    """
     at, end = 0, len(data)
     while at + 8 <= end:
         size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
@@ -361,7 +379,9 @@ def _may_have_exif(data: bytes) -> bool:
 
 
 def _start_of_scan(data: bytes) -> int:
-    """Offset of the first scan of a JPEG, or of the first malformed segment; the number of bytes if the file ends before."""
+    """Offset of the first scan of a JPEG, or of the first malformed segment; the number of bytes if the file ends
+    before.
+    """
     at = 2
     try:
         # Indices instead of slices: sharding by copy calls this for every image, and slices take twice as long.
@@ -383,7 +403,9 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
-    """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not support this kind."""
+    """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not
+    support this kind.
+    """
     size = _jpeg_size(data)
     if size is None:
         return None
@@ -429,7 +451,9 @@ def _opener(data: bytes) -> Callable[[io.BytesIO], Image.Image]:
 
 
 class _HeicFile(ImageFile.ImageFile):
-    """Pillow's plug-in for HEIC, by libheif. That of pi_heif reads EXIF and profiles, too, and version 1.4.0 crashes where these are damaged."""
+    """Pillow's plug-in for HEIC, by libheif. That of pi_heif reads EXIF and profiles, too, and version 1.4.0 crashes
+    where these are damaged.
+    """
 
     format = "HEIF"
 
@@ -437,7 +461,8 @@ class _HeicFile(ImageFile.ImageFile):
         import _pi_heif  # When the first HEIC is read.
 
         assert self.fp is not None
-        # No threads of its own; colours to 8 bits, as RGB, rows as libheif aligns them; gray to 8 or 16 bits; any decoder; with limits.
+        # No threads of its own; colours to 8 bits, as RGB, rows as libheif aligns them; gray to 8 or 16 bits; any
+        # decoder; with limits.
         images = _pi_heif.load_file(self.fp.read(), 0, True, False, False, True, "", False)
         self._found = next((image for image in images if image is not None and image.primary), None)
         if self._found is None:
@@ -471,7 +496,9 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
-    """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would drop bits or bands."""
+    """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would
+    drop bits or bands.
+    """
     bits, formats, extra = (_tiff_tag(image, tag, default) for tag, default in ((258, 1), (339, 1), (338, ())))
     names, _ = described_channels(image.tag_v2.get(DESCRIPTION))  # type: ignore[attr-defined]
     (samples,), (photometric,) = _tiff_tag(image, 277, 1), _tiff_tag(image, 262, -1)

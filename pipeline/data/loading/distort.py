@@ -1,8 +1,8 @@
-"""Augmentations after crop and flip: 3-Augment, colour jitter, brightness and contrast of each channel, grey, blur, solarise, RandAugment,
-noise, random erasing, dropped channels, in this order.
+"""Augmentations after crop and flip: 3-Augment, colour jitter, brightness and contrast of each channel, grey, blur,
+solarise, RandAugment, noise, random erasing, dropped channels, in this order.
 
-Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others. Those of colours are for
-8-bit RGB (`AugmentConfig.check_views`), all others for any number of channels and type.
+Each has its own purpose in the random numbers of (seed, epoch, sample), so enabling one does not change the others.
+Those of colours are for 8-bit RGB (`AugmentConfig.check_views`), all others for any number of channels and type.
 """
 
 import math
@@ -31,7 +31,9 @@ _MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # Of BYOL, arXiv 2006.07733;
 def distort(
     image: np.ndarray, config: AugmentConfig, seed: int, epoch: int, sample: int, pixels: Pixels = RGB8
 ) -> None:
-    """Apply the augmentations enabled in `config` to `image`, (H, W, C) of the type of a batch of `pixels`, in place."""
+    """Apply the augmentations enabled in `config` to `image`, (H, W, C) of the type of a batch of `pixels`, in
+    place.
+    """
 
     def happens(probability: float, purpose: Purpose) -> bool:
         return probability > 0 and random_numbers.draws(seed, purpose, epoch, sample)(0) < probability
@@ -105,11 +107,13 @@ def color_jitter(
     hue: float = 0,
     of_hue: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Scale brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors from 1 - strength to 1 + strength.
+    """Scale brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors from 1 - strength to 1 +
+    strength.
 
-    In a random order, as torchvision's ColorJitter. draws: 6 uniform numbers: three for the factors, three for the order.
-    saturation: its own strength; 0 is `strength`. hue: turn hues by -hue to hue of the circle, with `of_hue`: 2 uniform numbers,
-    for the angle and for the order.
+    In a random order, as torchvision's ColorJitter. draws: 6 uniform numbers: three for the factors, three for the
+    order.
+    saturation: its own strength; 0 is `strength`. hue: turn hues by -hue to hue of the circle, with `of_hue`: 2 uniform
+    numbers, for the angle and for the order.
     """
     change = (randaugment.brightness, randaugment.contrast, randaugment.color, turn_hue)
     places, factors = (
@@ -134,7 +138,8 @@ def turn_hue(image: np.ndarray, turn: float) -> np.ndarray:
 
 
 def scale_channels(image: np.ndarray, pixels: Pixels, brightness: np.ndarray, contrast: np.ndarray) -> None:
-    """Multiply, in place, each channel's values above `low` by its brightness, then their distances from their mean by its contrast.
+    """Multiply, in place, each channel's values above `low` by its brightness, then their distances from their mean by
+    its contrast.
 
     image: (H, W, C) of the type of a batch. brightness, contrast: factors (C,).
     """
@@ -167,8 +172,8 @@ def blur(image: np.ndarray, sigma: float) -> np.ndarray:
 def erased_box(image_height: int, image_width: int, draws: np.ndarray) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a box of 2 to 33 % of the area, height / width from 0.3 to 3.3, log-uniform.
 
-    Random erasing (Zhong et al. 2017, arXiv 1708.04896); ranges and number of tries as torchvision's RandomErasing. Returns an
-    empty box when none of the ten tries fits. draws: 4 uniform numbers per try.
+    Random erasing (Zhong et al. 2017, arXiv 1708.04896); ranges and number of tries as torchvision's RandomErasing.
+    Returns an empty box when none of the ten tries fits. draws: 4 uniform numbers per try.
     """
     for u_area, u_aspect, u_top, u_left in draws.reshape(-1, _DRAWS_PER_TRY).tolist():
         area = (0.02 + u_area * (0.33 - 0.02)) * image_height * image_width

@@ -1,8 +1,8 @@
 """Decodes a region of a JPEG: pixels above and beside it are not computed, and bytes below it are not read.
 
-This needs libjpeg-turbo 3. It is called through ctypes in the shared library of the `turbojpeg` wheel (the extra `fast`; the
-wheel's Python module, whose licence is unknown, is not imported). Without the library, and for unsupported kinds of JPEG,
-`decode` returns None and the caller decodes the whole image; the pixels are the same, bit for bit.
+This needs libjpeg-turbo 3. It is called through ctypes in the shared library of the `turbojpeg` wheel (the extra
+`fast`; the wheel's Python module, whose licence is unknown, is not imported). Without the library, and for unsupported
+kinds of JPEG, `decode` returns None and the caller decodes the whole image; the pixels are the same, bit for bit.
 """
 
 import ctypes
@@ -82,9 +82,9 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
     """Decode a region to uint8 (height, width, 3) RGB, a view of a slightly larger array. Returns None if not possible.
 
     choose: (height, width) of the image as stored -> the region to decode.
-    Not possible: without the library; progressive, arithmetic, lossless and CMYK JPEG; unusual subsampling; a file that does
-    not end with the end-of-image marker (truncated, or followed by other bytes); a libjpeg error or warning before the
-    region's last row. Damage below the region is not detected.
+    Not possible: without the library; progressive, arithmetic, lossless and CMYK JPEG; unusual subsampling; a file that
+    does not end with the end-of-image marker (truncated, or followed by other bytes); a libjpeg error or warning before
+    the region's last row. Damage below the region is not detected.
     """
     if _LIBRARY is None or not data.endswith(_END_OF_IMAGE):
         return None
@@ -96,8 +96,8 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
         return None
     image_height, image_width = handle.get(_HEIGHT), handle.get(_WIDTH)
     top, left, height, width = choose(image_height, image_width)
-    # The library's region starts at a block border. Chroma is upsampled from its neighbours on both sides, which are missing
-    # at the region's edges, so decode one more column on the left and two (one of chroma) on the right.
+    # The library's region starts at a block border. Chroma is upsampled from its neighbours on both sides, which are
+    # missing at the region's edges, so decode one more column on the left and two (one of chroma) on the right.
     block = _BLOCK_WIDTHS[handle.get(_SUBSAMPLING)]
     first = max(left - 1, 0) // block * block
     last = min(left + width + 2, image_width)

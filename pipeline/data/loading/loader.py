@@ -1,8 +1,8 @@
 """Loads rows of a split as batches of views, decoded on threads ahead of the consumer.
 
-Threads suffice for photographs, because the decoders and resizers release the GIL and write directly into the batch; for small images see
-`workers.py`. An unreadable sample keeps its place in the batch with `valid` False, so that it changes no other sample; it is
-counted, and too many of them stop the run.
+Threads suffice for photographs, because the decoders and resizers release the GIL and write directly into the batch;
+for small images see `workers.py`. An unreadable sample keeps its place in the batch with `valid` False, so that it
+changes no other sample; it is counted, and too many of them stop the run.
 """
 
 import weakref
@@ -27,15 +27,18 @@ from pipeline.data.loading.workers import BatchPart, WorkerProcesses, fill
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
-# Whole steps of about so many rows are ordered in one call: for each call there is work that does not depend on their number.
+# Whole steps of about so many rows are ordered in one call: for each call there is work that does not depend on their
+# number.
 _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class Batch:
-    """views: (V, B, H, W, C) of `Pixels.batch_type` for each group of V views. labels: int64 (B, M), -1 where a sample has fewer than M.
+    """views: (V, B, H, W, C) of `Pixels.batch_type` for each group of V views. labels: int64 (B, M), -1 where a sample
+    has fewer than M.
 
-    M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all zeros.
+    M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all
+    zeros.
     rows, epochs: int64 (B,), as of `Order.rows`.
     """
 
@@ -101,8 +104,8 @@ class Loader:
     def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
         """Yield one Batch per (rows, epochs), in order; `prefetch` batches are decoded ahead.
 
-        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, or of its set, allows, and Interrupted
-        when a stop is requested before the next batch is ready.
+        Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, or of its set,
+        allows, and Interrupted when a stop is requested before the next batch is ready.
         """
         ahead: deque[tuple[Batch, list[Future[dict[int, str]]]]] = deque()
         for rows, epochs in self.reader.ahead(requests):
@@ -130,7 +133,8 @@ class Loader:
     def _new_images(self, *shape: int) -> Tensor:
         """Returns images of this shape in memory of an earlier batch that is no longer referenced, if there is any.
 
-        New memory costs a page fault per 4 KiB, up to a tenth of the decoding time. (Torch caches pinned memory itself.)
+        New memory costs a page fault per 4 KiB, up to a tenth of the decoding time. (Torch caches pinned memory
+        itself.)
         """
         kind = self.writer.pixels.batch_type
         if self.pin:
@@ -193,7 +197,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype, pixels: Pixels) -> Tensor:
-    """Images (B, H, W, C) of a batch, on the host or the device -> `dtype` (B, C, H, W) as a model reads them, on the device.
+    """Images (B, H, W, C) of a batch, on the host or the device -> `dtype` (B, C, H, W) as a model reads them, on the
+    device.
 
     Computed in float32. 8-bit RGB becomes value / 127.5 - 1.
     """

@@ -1,9 +1,9 @@
 """Mixup (Zhang et al. 2018, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899), on the device.
 
-Positions 2i and 2i + 1 of the global batch are partners, and one draw from (seed, step) applies to the whole batch. Any number
-of ranks and micro-batches therefore gives the same images and targets, bit for bit: each micro-batch starts at an even
-position and contains both samples of a pair (`make_plan` refuses odd sizes). big_vision also draws once per step, but rolls the
-batch of each device by one, so its result depends on the number of devices.
+Positions 2i and 2i + 1 of the global batch are partners, and one draw from (seed, step) applies to the whole batch. Any
+number of ranks and micro-batches therefore gives the same images and targets, bit for bit: each micro-batch starts at
+an even position and contains both samples of a pair (`make_plan` refuses odd sizes). big_vision also draws once per
+step, but rolls the batch of each device by one, so its result depends on the number of devices.
 
 Shapes: B batch, H, W image height and width, K classes.
 """

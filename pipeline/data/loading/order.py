@@ -1,17 +1,18 @@
 """The order of samples in training: a pure function of (seed, epoch, position).
 
-In each epoch the shards are permuted, concatenated and cut into a fixed number of equal *streams*, and each stream is shuffled
-in windows. A round of `global_batch` positions takes `global_batch / streams` samples from every stream, one stream after
-another. So
+In each epoch the shards are permuted, concatenated and cut into a fixed number of equal *streams*, and each stream is
+shuffled in windows. A round of `global_batch` positions takes `global_batch / streams` samples from every stream, one
+stream after another. So
 
 - the order does not depend on ranks: any world size that divides the batch reads contiguous slices of the same batches;
 - a slice covers few streams, so a rank reads few shards at a time;
-- every sample occurs exactly once per epoch; a batch across two epochs takes the rest of one, then the start of the next;
+- every sample occurs exactly once per epoch; a batch across two epochs takes the rest of one, then the start of the
+  next;
 - resuming needs only the number of samples seen.
 
-With a balance of classes (`balance.py`) an epoch has as many places, but uses some samples several times and others not. Its first
-uses of the samples of a shard are then a block that is permuted like a shard, and so are its second ones, and so on: the uses of a
-sample are spread over the epoch, and a shard is read once for each of its blocks.
+With a balance of classes (`balance.py`) an epoch has as many places, but uses some samples several times and others
+not. Its first uses of the samples of a shard are then a block that is permuted like a shard, and so are its second
+ones, and so on: the uses of a sample are spread over the epoch, and a shard is read once for each of its blocks.
 """
 
 import math
@@ -80,7 +81,9 @@ class Order(ABC):
         return rows[0], epochs[0]
 
     def slices(self, steps: range, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """`slice` of consecutive steps, int64 (steps, global_batch / world_size) each, in little more time than of one."""
+        """`slice` of consecutive steps, int64 (steps, global_batch / world_size) each, in little more time than of
+        one.
+        """
         assert self.global_batch % world_size == 0, (self.global_batch, world_size)
         share = self.global_batch // world_size
         first = np.arange(steps.start, steps.stop)[:, None] * self.global_batch + rank * share
@@ -89,7 +92,8 @@ class Order(ABC):
 
 
 class SampleOrder(Order):
-    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs, of which each has as many as the split.
+    """Maps positions 0, 1, 2, ... of training to rows of a split, over all epochs, of which each has as many as the
+    split.
 
     shard_sizes: int64 (shards,), samples per shard; rows are numbered through the shards in this order.
     global_batch: samples per optimizer step; divisible by `streams`.
@@ -140,7 +144,9 @@ class SampleOrder(Order):
         return rows, uses
 
     def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`, ascending: one in each epoch without a balance."""
+        """(epoch, position) of each use of a row before position `end`, ascending: one in each epoch without a
+        balance.
+        """
         epochs = range(math.ceil(end / self.num_samples))
         uses = [(e, position) for e in epochs for position in np.sort(self.positions(np.array([row]), e)).tolist()]
         return [(epoch, position) for epoch, position in uses if position < end]
@@ -195,7 +201,9 @@ class SampleOrder(Order):
     def _by_window(
         self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each window."""
+        """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each
+        window.
+        """
         window, at = np.divmod(index, self.window)
         # Group samples by window; a batch of many streams spans thousands of windows, so the loop has few operations.
         code = stream * (self.num_samples + 1) + window
@@ -229,7 +237,8 @@ class SampleOrder(Order):
 
 
 def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
-    """The number of the batch that optimizer step `step` (from 0) uses: its own number plus the batches skipped until then.
+    """The number of the batch that optimizer step `step` (from 0) uses: its own number plus the batches skipped until
+    then.
 
     skipped_batches: (step, number of batches skipped before it) for each rollback of the run.
     """
@@ -237,7 +246,9 @@ def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
 
 
 def batches_before(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:
-    """Number of batches that were used or skipped before step `step` (from 0) uses its own. skipped_batches: as of `batch_of_step`."""
+    """Number of batches that were used or skipped before step `step` (from 0) uses its own. skipped_batches: as of
+    `batch_of_step`.
+    """
     return batch_of_step(step - 1, skipped_batches) + 1
 
 

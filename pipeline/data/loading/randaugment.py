@@ -2,16 +2,17 @@
 
 Operations, their order, their strength at each magnitude and the fill value 128 are those of big_vision
 (pp/archive/autoaugment.py); its *level* is magnitude / 10, and recipes use magnitudes up to
-20. Two side effects of its TensorFlow code are always reproduced, because the published results include them (both observed
+20. Two side effects of its TensorFlow code are always reproduced, because the published results include them (both
+    observed
 by running its operations under TensorFlow 2.12):
 
 - Solarize's threshold of 256 x level overflows uint8, so that magnitudes 10 and 20 invert the whole image;
 - Posterize keeps 4 x level bits, but at least one.
 
-A third one is optional, `ContrastGrey`. Contrast is meant to blend with the mean of the grey image, but sums the histogram's
-counts and divides by 256, which gives height x width / 256 for every image: 196 at 224 px, white (255) from 256 px on, nearly
-black at 32 px. The code was copied from tensorflow/tpu (efficientnet/autoaugment.py), which has the same error; issue 109 of
-google-research/big_vision describes it, and a version of the file corrects it.
+A third one is optional, `ContrastGrey`. Contrast is meant to blend with the mean of the grey image, but sums the
+histogram's counts and divides by 256, which gives height x width / 256 for every image: 196 at 224 px, white (255) from
+256 px on, nearly black at 32 px. The code was copied from tensorflow/tpu (efficientnet/autoaugment.py), which has the
+same error; issue 109 of google-research/big_vision describes it, and a version of the file corrects it.
 
 Translations and Cutout are given in pixels of a 224 px image, and scale with the side of the image.
 """
@@ -25,13 +26,14 @@ import numpy as np
 DRAWS_PER_LAYER = 3
 _FILL = 128
 _VALUES = np.arange(256)
-# float32 as in TensorFlow and Pillow: 1.9 x 10 is 19 there, but 18.999 when the float32 of 1.9 is multiplied in float64.
+# float32 as in TensorFlow and Pillow: 1.9 x 10 is 19 there, but 18.999 when the float32 of 1.9 is multiplied in
+# float64.
 _FLOAT_VALUES = np.arange(256, dtype=np.float32)
 # big_vision's constants, in pixels of its 224 px images.
 _TRANSLATE, _CUTOUT, _AT_SIDE = 100, 40, 224
 _SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], np.float32) / 13  # Pillow's ImageFilter.SMOOTH
-# Added before OpenCV rounds to nearest, these truncate the fraction as TensorFlow and Pillow do: thirteenths exactly; a blend
-# except for fractions above 0.999, so that 18.9999, the float32 error of 19, becomes 19.
+# Added before OpenCV rounds to nearest, these truncate the fraction as TensorFlow and Pillow do: thirteenths exactly; a
+# blend except for fractions above 0.999, so that 18.9999, the float32 error of 19, becomes 19.
 _DROP_THIRTEENTHS, _DROP_FRACTION = -6 / 13, -0.499
 
 # (image (S, S, 3), level, two uniform numbers in [0, 1)) -> image (S, S, 3)
@@ -53,7 +55,8 @@ def randaugment(
     return image
 
 
-# ---------------------------------------------------------------------- operations on single values: one table per channel
+# ---------------------------------------------------------------------- operations on single values: one table per
+# channel
 def auto_contrast(image: np.ndarray) -> np.ndarray:
     """Stretch each channel to 0-255, as Pillow's ImageOps.autocontrast."""
     tables = [_stretch(histogram) for histogram in _histograms(image)]
@@ -100,17 +103,23 @@ def pixel_count_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 # ---------------------------------------------------------------------- operations on colours and neighbouring pixels
 def grey(image: np.ndarray) -> np.ndarray:
-    """uint8 (H, W, 3) -> the same with each pixel's luma (ITU-R 601) in all channels, as torchvision's rgb_to_grayscale."""
+    """uint8 (H, W, 3) -> the same with each pixel's luma (ITU-R 601) in all channels, as torchvision's
+    rgb_to_grayscale.
+    """
     return cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
 
 def color(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blend with the grey image, as Pillow's ImageEnhance.Color; factor 0 gives grey, 1 the image, above 1 more colour."""
+    """Blend with the grey image, as Pillow's ImageEnhance.Color; factor 0 gives grey, 1 the image, above 1 more
+    colour.
+    """
     return _blend(grey(image), image, factor)
 
 
 def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Blend with the smoothed image, as Pillow's ImageEnhance.Sharpness; factor 1 gives the image. The border is unchanged."""
+    """Blend with the smoothed image, as Pillow's ImageEnhance.Sharpness; factor 1 gives the image. The border is
+    unchanged.
+    """
     smooth = cv2.filter2D(image, -1, _SMOOTH, delta=_DROP_THIRTEENTHS)
     inner = slice(1, -1), slice(1, -1)
     border = image.copy()
@@ -118,7 +127,8 @@ def sharpness(image: np.ndarray, factor: float) -> np.ndarray:
     return _blend(border, image, factor)
 
 
-# ---------------------------------------------------------------------- geometric operations: nearest pixel, filled with grey
+# ---------------------------------------------------------------------- geometric operations: nearest pixel, filled
+# with grey
 def rotate(image: np.ndarray, degrees: float) -> np.ndarray:
     """Rotate about the centre; positive is counter-clockwise."""
     y, x = (image.shape[0] - 1) / 2, (image.shape[1] - 1) / 2

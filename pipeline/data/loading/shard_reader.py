@@ -1,4 +1,6 @@
-"""Reads samples by offset from the shards of a split: local files, or objects of a bucket, cached or by range requests."""
+"""Reads samples by offset from the shards of a split: local files, or objects of a bucket, cached or by range
+requests.
+"""
 
 import contextlib
 import os
@@ -51,10 +53,10 @@ class ShardReader:
     def read(self, row: int) -> bytes:
         """Returns the image file of sample `row`.
 
-        Raises OSError when its shard is truncated or (in a bucket) was replaced, and when the bytes do not match the hash in
-        the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or cannot be read
-        (permission; a disk or a file server that fails longer than `Retry.seconds`), or the bucket or the cache is not usable: that
-        is no property of the images.
+        Raises OSError when its shard is truncated or (in a bucket) was replaced, and when the bytes do not match the
+        hash in the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or
+        cannot be read (permission; a disk or a file server that fails longer than `Retry.seconds`), or the bucket or
+        the cache is not usable: that is no property of the images.
         """
         shard = self.split.shard_of_row(row)
         part, own = self.split.part_of(row)
@@ -65,7 +67,8 @@ class ShardReader:
             if error.errno is None:  # Only errors of the operating system and of the store have a number.
                 raise
             raise StorageError(
-                f"{self.split.shard_paths[shard]} cannot be read: {error.strerror or error}. When that is mended, the same command continues."
+                f"{self.split.shard_paths[shard]} cannot be read: {error.strerror or error}. When that is mended, the"
+                " same command continues."
             ) from None
         expected = part.hash_of(own)
         if expected is not None and content_hash(data) != expected:
@@ -84,7 +87,9 @@ class ShardReader:
             raise
 
     def ahead(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield the same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the background."""
+        """Yield the same requests, (rows, ...) each; with a cache, shards of later ones are downloaded in the
+        background.
+        """
         in_bucket = np.array(["://" in path for path in self.split.shard_paths])
         if self.cache is None or not in_bucket.any():
             yield from requests
@@ -225,7 +230,8 @@ class _Ranges:
         reader = path.reader()
         if reader.size() != size:
             raise OSError(
-                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
+                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or"
+                " damaged."
             )
         self.read_at, self.name, self.until = reader.read_at, str(path), until
 

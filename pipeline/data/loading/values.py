@@ -7,7 +7,9 @@ from pipeline.data.loading.decode import decode
 
 
 def model_values(image: np.ndarray, pixels: Pixels, model: Pixels) -> np.ndarray:
-    """`batch_values` for a model that reads images of `pixels`, by `Pixels.reading`; channels that these do not have are the model's mean."""
+    """`batch_values` for a model that reads images of `pixels`, by `Pixels.reading`; channels that these do not have
+    are the model's mean.
+    """
     values = batch_values(image, pixels, model.batch_type)
     if pixels.channels == model.channels:
         return values
@@ -18,7 +20,8 @@ def model_values(image: np.ndarray, pixels: Pixels, model: Pixels) -> np.ndarray
 
 
 def batch_values(image: np.ndarray, pixels: Pixels, kind: str = "") -> np.ndarray:
-    """(H, W, C) of `pixels.type` -> the same in `kind`: `pixels.batch_type` or float32. The image itself where nothing changes.
+    """(H, W, C) of `pixels.type` -> the same in `kind`: `pixels.batch_type` or float32. The image itself where nothing
+    changes.
 
     To float32, values are scaled by the range in float64, clipped to [0, 1] and rounded. NaN and nodata become `low`.
     """
@@ -52,7 +55,9 @@ def lowest(pixels: Pixels) -> np.ndarray:
 
 
 def store(values: np.ndarray, out: np.ndarray) -> None:
-    """Write float values (H, W, C) into a view: rounded and clipped to the limits of its integers, or clipped to [0, 1]."""
+    """Write float values (H, W, C) into a view: rounded and clipped to the limits of its integers, or clipped to [0,
+    1].
+    """
     if out.dtype.kind == "f":
         np.clip(values, 0, 1, out=out, casting="same_kind")
     else:
@@ -61,7 +66,9 @@ def store(values: np.ndarray, out: np.ndarray) -> None:
 
 
 def to_rgb(images: np.ndarray, pixels: Pixels) -> np.ndarray:
-    """(..., H, W, C) of a batch -> uint8 (..., H, W, 3), a picture of `pixels.shown` by the recorded range and mean; 8-bit RGB as it is."""
+    """(..., H, W, C) of a batch -> uint8 (..., H, W, 3), a picture of `pixels.shown` by the recorded range and mean;
+    8-bit RGB as it is.
+    """
     if pixels.is_rgb8 and not pixels.is_clipped:
         return images
     shown = list(pixels.shown)

@@ -1,7 +1,7 @@
 """The views of an image: which ones are drawn, and the functions that decode an image once and write all of them.
 
-The views of an image are numbered over all its groups, in order. View 0 takes its random numbers from (seed, epoch, sample); the
-others take theirs from a seed of their own, which is hashed from the seed and the view's number.
+The views of an image are numbered over all its groups, in order. View 0 takes its random numbers from (seed, epoch,
+sample); the others take theirs from a seed of their own, which is hashed from the seed and the view's number.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,8 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
-# Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the arrays. Raises DecodeError.
+# Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the
+# arrays. Raises DecodeError.
 WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
 # Row -> how its file is decoded; None where all are decoded as the pixels of the batch.
 ReadAs = Callable[[int], Pixels] | None
@@ -39,7 +40,8 @@ class Views:
 
 @dataclass(frozen=True)
 class ViewWriter:
-    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all groups.
+    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all
+    groups.
 
     pixels: what the values of the views mean.
     """
@@ -55,7 +57,9 @@ def view_seed(seed: int, number: int) -> int:
 
 
 def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
-    """(pixels, read_as) for the functions below, with which a model reads a split. Raises UserError as `Pixels.reading`."""
+    """(pixels, read_as) for the functions below, with which a model reads a split. Raises UserError as
+    `Pixels.reading`.
+    """
     readings = [
         model.reading(part.pixels, "the model", where) for part, where in zip(split.parts, split.set_names, strict=True)
     ]
@@ -66,7 +70,8 @@ def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
 
 
 def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None) -> ViewWriter:
-    """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such views cannot have.
+    """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such
+    views cannot have.
 
     Of a JPEG only the part that the views show is decoded, where possible; the pixels are the same.
     """
@@ -96,7 +101,8 @@ def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_a
 def remembering_train_view(
     config: AugmentConfig, seed: int, image_size: int, kept: dict[int, np.ndarray]
 ) -> ViewWriter:
-    """`train_views` of one view of 8-bit RGB for a small split that is read hundreds of times: each image is decoded once and cached.
+    """`train_views` of one view of 8-bit RGB for a small split that is read hundreds of times: each image is decoded
+    once and cached.
 
     kept: the cache, row -> image; loaders of the same split, `config` and `image_size` may share it.
     """
@@ -113,7 +119,9 @@ def remembering_train_view(
 def eval_view(
     config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None, times: int = 1
 ) -> ViewWriter:
-    """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a side."""
+    """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a
+    side.
+    """
     size = ImageSize.parse(image_size)
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
@@ -126,7 +134,9 @@ def eval_view(
 def shown_view(
     config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None
 ) -> ViewWriter:
-    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least SHOWN_SIDE."""
+    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least
+    SHOWN_SIDE.
+    """
     return eval_view(config, image_size, pixels, read_as, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
 
 

@@ -1,7 +1,7 @@
 """What decodes the samples of a batch: `fill`, on a thread, or in one of several processes.
 
-Threads share Python's lock with the thread that trains. For small images most of the work holds it, so that one process decodes
-no faster with more threads, and on a GPU also launches its kernels late. Processes cost a copy of the pixels.
+Threads share Python's lock with the thread that trains. For small images most of the work holds it, so that one process
+decodes no faster with more threads, and on a GPU also launches its kernels late. Processes cost a copy of the pixels.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ from pipeline.data.loading.views import ViewWriter
 from pipeline.process.start import dying_with_parent
 from pipeline.process.waits import waiting
 
-# Memory that a process shares with the loader, unless the views of one sample need more. Only what is written takes memory.
+# Memory that a process shares with the loader, unless the views of one sample need more. Only what is written takes
+# memory.
 _SHARED_BYTES = 32 * 2**20
 # Far longer than the samples of one request take to decode.
 _USUAL_SECONDS = 30.0
@@ -37,7 +38,8 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: (V, N, H, W, C) of each group.
+    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: (V, N, H, W, C) of each
+    group.
 
     labels: int64 (N, M). valid: bool (N,). The last three are written by `fill`.
     """
@@ -60,7 +62,9 @@ class BatchPart:
 
 
 def fill(reader: ShardReader, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
-    """Decode samples. Returns row -> why it cannot be read; its views are zeros, and `valid` and `labels` stay as they are."""
+    """Decode samples. Returns row -> why it cannot be read; its views are zeros, and `valid` and `labels` stay as they
+    are.
+    """
     bad = {}
     views = [view for group in samples.views for view in group]
     for i, row in enumerate(samples.rows.tolist()):
@@ -105,8 +109,8 @@ class WorkerProcesses:
             except OSError as error:
                 self.close()
                 raise UserError(
-                    f"data.processes = {count}, and process {number + 1} cannot be started ({error.strerror}). Use fewer, or raise the limits of "
-                    "processes, open files and memory (ulimit -u, -n, -v)."
+                    f"data.processes = {count}, and process {number + 1} cannot be started ({error.strerror}). Use"
+                    " fewer, or raise the limits of processes, open files and memory (ulimit -u, -n, -v)."
                 ) from None
             self._workers.append(worker)
             self._idle.put(worker)
@@ -114,7 +118,8 @@ class WorkerProcesses:
     def fill(self, samples: BatchPart) -> dict[int, str]:
         """`fill` in a process; waits until one is idle.
 
-        Raises UserError as that does, RuntimeError with the traceback of any other exception, and OneRankCrashError if the process dies.
+        Raises UserError as that does, RuntimeError with the traceback of any other exception, and OneRankCrashError if
+        the process dies.
         """
         worker = self._idle.get()
         try:
@@ -128,14 +133,17 @@ class WorkerProcesses:
                 own[:] = shared
         except (OSError, EOFError):
             raise OneRankCrashError(
-                f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel, the host needs more memory."
+                f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel,"
+                " the host needs more memory."
             ) from None
         finally:
             self._idle.put(worker)
         return bad
 
     def _answer(self, worker: _Worker) -> Any:
-        """What the process found, and its retries. It may read a shard again for as long as a thread may, which is no hang."""
+        """What the process found, and its retries. It may read a shard again for as long as a thread may, which is no
+        hang.
+        """
         if not worker.connection.poll(_USUAL_SECONDS):
             with waiting("a process that decodes images", self.retry.seconds, self.retry.setting):
                 return worker.connection.recv()

@@ -1,4 +1,6 @@
-"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step, their labels included."""
+"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step, their labels
+included.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +15,9 @@ MIXTURE = "mixture"
 
 
 def mixture_facts(split: MixedSplit) -> dict[str, Any]:
-    """As plain values: each set with its content, and from which batch on how many samples in a period come from each."""
+    """As plain values: each set with its content, and from which batch on how many samples in a period come from
+    each.
+    """
     sets = [
         {
             "path": entry.path,

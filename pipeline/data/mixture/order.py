@@ -1,8 +1,8 @@
 """The order of a mixture: a pure function of (seed, epoch, position), made of the order of each set.
 
-`Shares` says from which set a sample comes and how many of that set came before; the set's own order, over its own epochs, says
-which sample that is. A small set begins its next epoch while a large one is still in its first. Samples of a mixture are numbered
-through the sets: row r of a set is row (rows of the sets before it) + r.
+`Shares` says from which set a sample comes and how many of that set came before; the set's own order, over its own
+epochs, says which sample that is. A small set begins its next epoch while a large one is still in its first. Samples of
+a mixture are numbered through the sets: row r of a set is row (rows of the sets before it) + r.
 
 The shares may change at the start of a batch: each *phase* continues every set where the one before left it.
 """
@@ -104,7 +104,8 @@ def seed_of_set(seed: int, number: int) -> int:
 
 
 def samples_a_round(shares: Sequence[Shares], number: int, data: DataConfig, global_batch: int) -> int:
-    """How many samples of a set are taken from its streams in one round: about as many as a batch has of it when it is first used.
+    """How many samples of a set are taken from its streams in one round: about as many as a batch has of it when it is
+    first used.
 
     So a rank reads few shards at a time. Later phases do not change it, or else they would change the set's order.
     """

@@ -54,8 +54,9 @@ def _add(
     """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
     if (entry.from_step, entry.name) in weights:
         raise UserError(
-            f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that of data.path is "
-            "data.weight). Leave one of them out, or give one of them labels: false (train.loss=pseudo_labels)."
+            f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that of"
+            " data.path is data.weight). Leave one of them out, or give one of them labels: false"
+            " (train.loss=pseudo_labels)."
         )
     if not entry.weight and not entry.from_step:
         raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")

@@ -1,4 +1,6 @@
-"""Opens the data of a run, and what is held out of it: one data set, or those of a mixture with their labels brought together."""
+"""Opens the data of a run, and what is held out of it: one data set, or those of a mixture with their labels brought
+together.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,9 +33,12 @@ _USUAL_SPLIT = "val"
 class RunData:
     """The data of a run.
 
-    own: the data set data.path. dataset: the same one; in a mixture it has the classes of all sets whose labels are read, its own first.
-    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> (data set, split). eval_split: see `held_out_split`.
-    epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first share.
+    own: the data set data.path. dataset: the same one; in a mixture it has the classes of all sets whose labels are
+    read, its own first.
+    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> (data set, split). eval_split: see
+    `held_out_split`.
+    epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first
+    share.
     """
 
     own: Dataset
@@ -57,7 +62,9 @@ class RunData:
         ]
 
     def not_held_out(self, trained: Sequence[TrainedSet]) -> dict[str, str]:
-        """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs (`trained_by`)."""
+        """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs
+        (`trained_by`).
+        """
         names = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
         return {name: runs for name, runs in names.items() if runs}
 
@@ -76,9 +83,10 @@ def open_run_data(
 ) -> RunData:
     """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
 
-    labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are there; if they are
-    learned partly, those of sets that have some; if they are unread, those of data.path alone. Raises UserError as `open_dataset` and
-    `run_splits` do, for sets that do not go together, and for training images of which none has a label that is learned.
+    labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are
+    there; if they are learned partly, those of sets that have some; if they are unread, those of data.path alone.
+    Raises UserError as `open_dataset` and `run_splits` do, for sets that do not go together, and for training images of
+    which none has a label that is learned.
     """
     reads_labels = labels != "unread"
     own = dataset = open_dataset(data.path, storage)
@@ -109,7 +117,8 @@ def open_run_data(
     for entry in mixture.sets[1:]:
         if not entry.labels and (labels != "partly" or entry.class_map or entry.evaluated):
             raise UserError(
-                f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for class_map and eval_split."
+                f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for"
+                " class_map and eval_split."
             )
     try:
         shares = [shares_of(phase.weights) for phase in mixture.phases]
@@ -119,9 +128,9 @@ def open_run_data(
         most = max(float(share.share(number)) for share in shares)
         if most * global_batch > len(part):
             raise UserError(
-                f"{entry.path}, split {entry.split!r}, has {counted(len(part), 'sample')}, and a batch holds {most * global_batch:,.1f} of "
-                f"it ({most:.2%} of train.global_batch = {global_batch}): the same image several times. Give it a smaller weight, or "
-                "use a smaller batch."
+                f"{entry.path}, split {entry.split!r}, has {counted(len(part), 'sample')}, and a batch holds"
+                f" {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same image"
+                " several times. Give it a smaller weight, or use a smaller batch."
             )
     # Of the other sets, the images are all that is read.
     joined = [
@@ -161,27 +170,30 @@ def open_run_data(
 def run_splits(dataset: Dataset, data: DataConfig, seed: int) -> tuple[Split, Split | None]:
     """(training split, evaluation split, None without one) of a run.
 
-    Raises UserError as `Dataset.split` and `hold_out` do, and for a balance of classes where no sample of the split has a label.
+    Raises UserError as `Dataset.split` and `hold_out` do, and for a balance of classes where no sample of the split has
+    a label.
     """
     train = dataset.split(data.train_split, data.exclude, data.limit, seed)
     if data.balance != 1 and not train.max_labels:
         raise UserError(
-            f"data.balance = {data.balance:g} balances classes, and no sample of {dataset.path}, split {train.name!r}, has a label. "
-            "Leave it at 1."
+            f"data.balance = {data.balance:g} balances classes, and no sample of {dataset.path}, split {train.name!r},"
+            " has a label. Leave it at 1."
         )
     if data.dev_share:
         return hold_out(train, data.dev_share, seed)
     name = held_out_split(dataset, data)
     if name and name not in dataset.splits:
         raise UserError(
-            f"data.eval_split = {name}: {dataset.path} has no split {name!r}. It has: {', '.join(dataset.splits)}. To evaluate on none: "
-            "data.eval_split= (empty)."
+            f"data.eval_split = {name}: {dataset.path} has no split {name!r}. It has: {', '.join(dataset.splits)}. To"
+            " evaluate on none: data.eval_split= (empty)."
         )
     return train, dataset.split(name, data.exclude) if name else None
 
 
 def held_out_split(dataset: Dataset, data: DataConfig) -> str:
-    """data.eval_split, "" if there is none: it is empty, or has its default and the data set has neither such a split nor labels."""
+    """data.eval_split, "" if there is none: it is empty, or has its default and the data set has neither such a split
+    nor labels.
+    """
     is_missing = data.eval_split == _USUAL_SPLIT and data.eval_split not in dataset.splits
     return "" if is_missing and not dataset.classes else data.eval_split
 
@@ -211,7 +223,8 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
 
 
 def _in_groups(groups: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """bool (n,), the samples of whole groups with about `count` samples: in random order, each that brings their number nearer to it.
+    """bool (n,), the samples of whole groups with about `count` samples: in random order, each that brings their number
+    nearer to it.
 
     groups: int64 (n,), of `Split.groups`, which do not depend on what is excluded.
     """
@@ -226,7 +239,9 @@ def _in_groups(groups: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _without(split: Split, held_out: Split) -> Split:
-    """A split without samples, or groups, that are held out of the same split of the same data set, which is there twice (`MixedSet.labels`)."""
+    """A split without samples, or groups, that are held out of the same split of the same data set, which is there
+    twice (`MixedSet.labels`).
+    """
     rows = np.arange(len(split))
     taken = held_out.manifest_rows(np.arange(len(held_out)))
     of_rows = split.manifest_rows(rows)
@@ -239,11 +254,14 @@ def _without(split: Split, held_out: Split) -> Split:
 
 
 def _refuse_remote(data: DataConfig, split: Split) -> None:
-    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may list shards of one."""
+    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may
+    list shards of one.
+    """
     remote = next((path for path in split.shard_paths if "://" in path), "") if data.processes else ""
     if remote:
         raise UserError(
-            f"data.processes = {data.processes} reads local files only: leave it out for {remote}, or copy the data set to a disk."
+            f"data.processes = {data.processes} reads local files only: leave it out for {remote}, or copy the data set"
+            " to a disk."
         )
 
 
@@ -264,7 +282,9 @@ def _add_evaluated(
     where: str,
     label_map: np.ndarray | None = None,
 ) -> None:
-    """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing or second one."""
+    """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing
+    or second one.
+    """
     if name in evaluated:
         raise UserError(
             f"{where}: there are metrics {name}_... of another split already. Rename a folder, or leave one out."
@@ -282,11 +302,14 @@ def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_lab
 
 
 def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
-    """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads them."""
+    """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads
+    them.
+    """
     if labels in ("learned", "partly") and own.classes and len(split) and not split.max_labels:
         raise UserError(
-            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a set with labels "
-            f"(data.train_split, data.path), or use an objective that needs none (train.loss={NEED_NO_LABELS})."
+            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a"
+            " set with labels (data.train_split, data.path), or use an objective that needs none"
+            f" (train.loss={NEED_NO_LABELS})."
         )
 
 
@@ -308,11 +331,12 @@ def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixe
 def _bring_together(
     sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
 ) -> tuple[Dataset, list[np.ndarray | None], list[str]]:
-    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set with own classes).
+    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set
+    with own classes).
 
-    The classes are those of the first set in its order, then the new ones of each other set in its order; the same name is the
-    same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with one and several labels
-    a sample, and for an unknown class in a class_map.
+    The classes are those of the first set in its order, then the new ones of each other set in its order; the same name
+    is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with
+    one and several labels a sample, and for an unknown class in a class_map.
     """
     if not any(dataset.classes for dataset in datasets):
         return datasets[0], [None] * len(datasets), []
@@ -323,14 +347,16 @@ def _bring_together(
                 other.path for other, with_labels in zip(sets, datasets, strict=True) if with_labels.classes
             )
             raise UserError(
-                f"data.mix: {entry.path} has no labels, and {labelled} has: a run needs them of every set from which it learns classes, or on "
-                "which these are scored. Leave it out, or use an objective that learns without labels, such as train.loss=dino."
+                f"data.mix: {entry.path} has no labels, and {labelled} has: a run needs them of every set from which it"
+                " learns classes, or on which these are scored. Leave it out, or use an objective that learns without"
+                " labels, such as train.loss=dino."
             )
         if of_many != several[0]:
             one, many = (entry, sets[0]) if several[0] else (sets[0], entry)
             raise UserError(
-                f"data.mix: {many.path} has several labels a sample and {one.path} has one: what is not named means something else in "
-                "each. Mix sets of one form, or use an objective that learns without labels, such as train.loss=dino."
+                f"data.mix: {many.path} has several labels a sample and {one.path} has one: what is not named means"
+                " something else in each. Mix sets of one form, or use an objective that learns without labels, such"
+                " as train.loss=dino."
             )
     shown: dict[str, str] = {}  # Of each class, its readable name.
     renamed = []  # For each set, the names of its classes in the mixture.
@@ -349,7 +375,8 @@ def _bring_together(
         alone = [name for name in names if having[name] == 1]
         if alone and len(sets) > 1:
             notes.append(
-                f"of {counted(len(shown), 'class')} of the mixture, only {entry.path} has {len(alone):,}, such as {alone[0]!r}"
+                f"of {counted(len(shown), 'class')} of the mixture, only {entry.path} has {len(alone):,}, such as"
+                f" {alone[0]!r}"
             )
     info = {
         **datasets[0].info,

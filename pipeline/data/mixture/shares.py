@@ -1,12 +1,13 @@
 """Which set of a mixture each sample comes from: exact shares, spread evenly, as a pure function of the position.
 
-Weights become whole numbers a_i with sum A, and the pattern of A samples repeats, so that any position is found without those before
-it. Within it, sample j (from 0) of set i may come when n a_i / A - j has reached 1 / (2 sets - 2), where n counts the samples up to and
-with it, and of those that may come, the one whose difference would first exceed 1 - 1 / (2 sets - 2) does. Then, for every n, the
-first n samples hold n a_i / A of set i with an error of at most 1 - 1 / (2 sets - 2), below one sample, and no rule has a smaller one
-for all weights (Tijdeman 1980, "The chairman assignment problem"). So a count from the start is the exact one rounded up or down, as
-by the method of the largest remainder, at every n at once; one between any two samples is less than two from the exact one, at
-most one for two sets, and exact where the period divides the number of samples.
+Weights become whole numbers a_i with sum A, and the pattern of A samples repeats, so that any position is found without
+those before it. Within it, sample j (from 0) of set i may come when n a_i / A - j has reached 1 / (2 sets - 2), where n
+counts the samples up to and with it, and of those that may come, the one whose difference would first exceed 1 - 1 / (2
+sets - 2) does. Then, for every n, the first n samples hold n a_i / A of set i with an error of at most 1 - 1 / (2 sets
+- 2), below one sample, and no rule has a smaller one for all weights (Tijdeman 1980, "The chairman assignment
+  problem"). So a count from the start is the exact one rounded up or down, as
+by the method of the largest remainder, at every n at once; one between any two samples is less than two from the exact
+one, at most one for two sets, and exact where the period divides the number of samples.
 """
 
 import functools
@@ -24,8 +25,9 @@ MAX_PERIOD = 2**16
 class Shares:
     """The sets of samples 0, 1, 2, ... of a mixture.
 
-    weights: one number a set, 0 for a set that is not used; each is taken as the decimal number that it is written as. Raises
-    ValueError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of the sum.
+    weights: one number a set, 0 for a set that is not used; each is taken as the decimal number that it is written as.
+    Raises ValueError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
+    the sum.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -60,12 +62,16 @@ class Shares:
 
 @functools.lru_cache(64)
 def shares_of(weights: tuple[float, ...]) -> Shares:
-    """`Shares` of these weights, made once: a start asks for them several times, and awkward weights take half a second."""
+    """`Shares` of these weights, made once: a start asks for them several times, and awkward weights take half a
+    second.
+    """
     return Shares(weights)
 
 
 def whole_numbers(weights: Sequence[float]) -> np.ndarray:
-    """The smallest whole numbers in proportion to the weights, int64, or the nearest with a sum up to MAX_PERIOD. Raises as `Shares`."""
+    """The smallest whole numbers in proportion to the weights, int64, or the nearest with a sum up to MAX_PERIOD.
+    Raises as `Shares`.
+    """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError("weights must be finite and not negative")
     exact = [Fraction(str(weight)) for weight in weights]

@@ -23,10 +23,12 @@ def _ask_the_parts(split: Split) -> NoReturn:
 
 @dataclass(frozen=True)
 class MixedSplit(Split):
-    """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of all shards.
+    """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of
+    all shards.
 
-    mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture, int32; None where
-    they are the same. first_rows: of each part, and the number of all rows. lines: more of what `notes` says.
+    mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture,
+    int32; None where they are the same. first_rows: of each part, and the number of all rows. lines: more of what
+    `notes` says.
     """
 
     mixture: Mixture
@@ -93,7 +95,9 @@ class MixedSplit(Split):
 
     @property
     def set_names(self) -> list[str]:
-        """Of each part, as people call it: the name of its folder, of its split if it is another than train, and whether it has no labels read."""
+        """Of each part, as people call it: the name of its folder, of its split if it is another than train, and
+        whether it has no labels read.
+        """
         return [
             dataset.path.name + f":{part.name}" * (part.name != "train") + " without labels" * (not entry.labels)
             for dataset, part, entry in zip(self.datasets, self.sets, self.mixture.sets, strict=True)
@@ -136,7 +140,8 @@ def mix(
     lines: Sequence[str],
     pixels: Pixels,
 ) -> MixedSplit:
-    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it elsewhere.
+    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it
+    elsewhere.
 
     pixels: of a model that reads all.
     """

@@ -1,4 +1,6 @@
-"""Files and objects as a whole. They are replaced atomically: a reader sees the old content or the new, never a part."""
+"""Files and objects as a whole. They are replaced atomically: a reader sees the old content or the new, never a
+part.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -22,11 +24,13 @@ def replacing(path: AnyPath) -> AbstractContextManager[BinaryIO]:
 
 
 def write_files(folder: AnyPath, contents: Mapping[str, bytes | str | None], mark: str = "") -> None:
-    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes it.
+    """Write files into a folder, which is created if it is missing. Each replaces an older one atomically; None removes
+    it.
 
-    Text is written as `files.as_bytes` does. On a full disk all older files stay. mark: name of the file without which a folder
-    does not count as results: it is removed first, then the other older files, and it appears last, so a kill leaves no old and
-    new files, such as an old page with a new picture. The next call for the same names removes the hidden files of a killed one.
+    Text is written as `files.as_bytes` does. On a full disk all older files stay. mark: name of the file without which
+    a folder does not count as results: it is removed first, then the other older files, and it appears last, so a kill
+    leaves no old and new files, such as an old page with a new picture. The next call for the same names removes the
+    hidden files of a killed one.
     """
     make_folder(folder)
     if not isinstance(folder, BucketPath):

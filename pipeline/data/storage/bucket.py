@@ -1,7 +1,8 @@
-"""Addresses of files: local paths, and URLs of objects and folders in a bucket (`s3://bucket/prefix`, `gs://bucket/prefix`).
+"""Addresses of files: local paths, and URLs of objects and folders in a bucket (`s3://bucket/prefix`,
+`gs://bucket/prefix`).
 
-`to_path` turns a local path into a `Path` and a URL into a `BucketPath` (`object_store.py`); the functions below are for both. A URL may
-end in options,
+`to_path` turns a local path into a `Path` and a URL into a `BucketPath` (`object_store.py`); the functions below are
+for both. A URL may end in options,
 `s3://bucket/prefix?region=eu-west-1&endpoint_override=http://10.0.0.5:9000`; other settings come from the environment
 (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...), as with the vendor's own tools.
 """
@@ -36,13 +37,16 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
     key = key_of_url("/".join(part for part in key.split("/") if part))
     if not key or not set(_OPTIONS).issuperset(urllib.parse.parse_qs(query, keep_blank_values=True)):
         raise UserError(
-            f"{location}: write {scheme}://bucket/folder, and options as ?region=...&scheme=http (known: {', '.join(_OPTIONS)})."
+            f"{location}: write {scheme}://bucket/folder, and options as ?region=...&scheme=http (known:"
+            f" {', '.join(_OPTIONS)})."
         )
     return BucketPath(scheme, key, query, retry or Retry())
 
 
 def locate(folder: AnyPath, name: str) -> AnyPath:
-    """The path of a name that a file in `folder` holds: below the folder, unless the name is a URL or an absolute path."""
+    """The path of a name that a file in `folder` holds: below the folder, unless the name is a URL or an absolute
+    path.
+    """
     if "://" in name or name.startswith("/"):
         return to_path(name, folder.retry if isinstance(folder, BucketPath) else None)
     return folder / name
@@ -59,13 +63,17 @@ def changed_at(path: AnyPath) -> int:
 
 
 def version(path: AnyPath) -> str:
-    """Changes when the file does: time of its last change in ns, or the store's own version. Raises FileNotFoundError."""
+    """Changes when the file does: time of its last change in ns, or the store's own version. Raises
+    FileNotFoundError.
+    """
     return path.version() if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
 
 
 @contextlib.contextmanager
 def fetched(path: AnyPath) -> Iterator[BinaryIO]:
-    """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises FileNotFoundError."""
+    """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises
+    FileNotFoundError.
+    """
     if isinstance(path, Path):
         with open(path, "rb") as file:
             yield file

@@ -1,8 +1,8 @@
 """Whole shards of a bucket on a local disk, within a byte limit, shared by the ranks of a node.
 
-The file of a shard is named by its SHA-256, so it serves every data set, rank and run, and a shard that changed in the bucket
-is another file. A shard is downloaded to a file `.part`, which is locked by the downloading process and renamed once its
-checksum is right. When that process is killed, the lock ends with it and the next process takes over.
+The file of a shard is named by its SHA-256, so it serves every data set, rank and run, and a shard that changed in the
+bucket is another file. A shard is downloaded to a file `.part`, which is locked by the downloading process and renamed
+once its checksum is right. When that process is killed, the lock ends with it and the next process takes over.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ class ShardCache:
             if error.errno is None or error.filename == str(path):
                 raise
             raise StorageError(
-                f"data.cache = {self.folder} cannot store shards ({error.strerror}). Choose another folder, or a smaller "
-                "data.cache_gb."
+                f"data.cache = {self.folder} cannot store shards ({error.strerror}). Choose another folder, or a"
+                " smaller data.cache_gb."
             ) from None
 
     def _open(self, path: BucketPath, size: int, sha256: str) -> int | None:
@@ -74,7 +74,8 @@ class ShardCache:
                         coming.unlink()
                         return None
                     self._download(path, lock.file, size, sha256)
-                    # The bytes before the name: after a power failure the file would have its size, and zeros in place of images.
+                    # The bytes before the name: after a power failure the file would have its size, and zeros in place
+                    # of images.
                     os.fsync(lock.file)
                     os.rename(coming, ready)
                 except BaseException:
@@ -130,8 +131,8 @@ class ShardCache:
             if digest == sha256:
                 return
         raise OSError(
-            f"{path} is not the shard in the manifest (sha256 {digest[:12]}, not {sha256[:12]}): it was replaced or damaged. "
-            "Copy it again, or run the same launch/shard.py again to re-make it."
+            f"{path} is not the shard in the manifest (sha256 {digest[:12]}, not {sha256[:12]}): it was replaced or"
+            " damaged. Copy it again, or run the same launch/shard.py again to re-make it."
         )
 
 

@@ -1,8 +1,8 @@
 """Checksums of large files, computed once and remembered until the file is written again.
 
-A matching checksum is remembered in the user's cache folder, in one small file for each that was read, with the size, times
-and inode (for an object: its version). So opening a data set does not take longer the larger it is. Content that changes
-on a disk without being written goes unnoticed here: `launch/verify.py` reads everything again.
+A matching checksum is remembered in the user's cache folder, in one small file for each that was read, with the size,
+times and inode (for an object: its version). So opening a data set does not take longer the larger it is. Content that
+changes on a disk without being written goes unnoticed here: `launch/verify.py` reads everything again.
 """
 
 import contextlib

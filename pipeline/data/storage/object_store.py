@@ -1,7 +1,8 @@
 """Objects and folders of a bucket: S3 and what speaks its protocol, and Google Cloud Storage, both through pyarrow.
 
-A request that fails for a passing reason (connection reset, timeout, status 503) is retried and counted (`retry.py`). Other
-failures raise StorageError at once. pyarrow is imported where it is used: it takes a tenth of a second, and local files need none.
+A request that fails for a passing reason (connection reset, timeout, status 503) is retried and counted (`retry.py`).
+Other failures raise StorageError at once. pyarrow is imported where it is used: it takes a tenth of a second, and local
+files need none.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ class ObjectStat(NamedTuple):
 class BucketPath:
     """The address of an object or a folder (prefix), with those methods of `Path` that mean the same in a bucket.
 
-    key: bucket/prefix/name. query: options of the URL. Every request raises StorageError when the store cannot be used, and
-    FileNotFoundError for an object that is missing.
+    key: bucket/prefix/name. query: options of the URL. Every request raises StorageError when the store cannot be used,
+    and FileNotFoundError for an object that is missing.
     """
 
     scheme: str
@@ -302,7 +303,8 @@ class ObjectReader:
             except BaseException as error:
                 errors.append(error)
 
-        # Not an executor, all of whose work the interpreter waits for when it exits. Arrow waits for requests under way.
+        # Not an executor, all of whose work the interpreter waits for when it exits. Arrow waits for requests under
+        # way.
         threads = [
             threading.Thread(target=copy_pieces, name="download", daemon=True)
             for _ in range(min(_CONNECTIONS, math.ceil(size / _PIECE)))
@@ -395,7 +397,8 @@ def _connect(
         request_timeout=stall_seconds,
         connect_timeout=_CONNECT_SECONDS,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_PART_ATTEMPTS if writing else 1),
-        # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow 25).
+        # With other values, a failed part or first request of an upload leaves a truncated or empty object (pyarrow
+        # 25).
         background_writes=True,
         allow_delayed_open=False,
     )

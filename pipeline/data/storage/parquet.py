@@ -13,7 +13,8 @@ from pipeline.data.storage.bucket import AnyPath, is_utf8
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:
     """Open a Parquet file.
 
-    Raises FileNotFoundError, pa.ArrowException or OSError for a damaged one, and UserError for a name that is not UTF-8.
+    Raises FileNotFoundError, pa.ArrowException or OSError for a damaged one, and UserError for a name that is not
+    UTF-8.
     """
     if isinstance(path, Path):
         if not is_utf8(str(path)):

@@ -1,4 +1,6 @@
-"""Which failed requests to an object store, and reads of a failing disk or file server, are retried, and for how long."""
+"""Which failed requests to an object store, and reads of a failing disk or file server, are retried, and for how
+long.
+"""
 
 import itertools
 import random
@@ -20,16 +22,22 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _PERMANENT = {
     r"NO_SUCH_BUCKET|bucket does not exist|^Bucket .* not found": "no such bucket. Check its name (and the endpoint)",
     r"INVALID_ACCESS_KEY|InvalidAccessKeyId|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT_TOKEN|UNRECOGNIZED_CLIENT|"
-    r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401|Could not create a OAuth2 access token": "there are no "
-    "valid credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for gs://, "
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    r"ACCESS_DENIED|PERMISSION_DENIED|status 403": "access denied. Check that the credentials (AWS_PROFILE, or "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; GOOGLE_APPLICATION_CREDENTIALS for gs://) may list, read and, for a "
-    "new data set, write there",
-    r"status 30[127]|PERMANENT_REDIRECT|AuthorizationHeaderMalformed": "the bucket is in another region. Set "
-    "AWS_REGION, or end the URL in ?region=...",
-    r"VALIDATION during|Invalid DNS Label": "no valid URL can be made of the bucket's name and the endpoint. Check both "
-    "(endpoint_override, AWS_ENDPOINT_URL)",
+    r"ExpiredToken|EXPIRED_TOKEN|UNAUTHENTICATED|status 401|Could not create a OAuth2 access token": (
+        "there are no "
+        "valid credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for gs://, "
+        "GOOGLE_APPLICATION_CREDENTIALS"
+    ),
+    r"ACCESS_DENIED|PERMISSION_DENIED|status 403": (
+        "access denied. Check that the credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;"
+        " GOOGLE_APPLICATION_CREDENTIALS for gs://) may list, read and, for a new data set, write there"
+    ),
+    r"status 30[127]|PERMANENT_REDIRECT|AuthorizationHeaderMalformed": (
+        "the bucket is in another region. Set AWS_REGION, or end the URL in ?region=..."
+    ),
+    r"VALIDATION during|Invalid DNS Label": (
+        "no valid URL can be made of the bucket's name and the endpoint. Check both "
+        "(endpoint_override, AWS_ENDPOINT_URL)"
+    ),
 }
 
 
@@ -44,8 +52,9 @@ class StorageError(OneRankError):
 class Retry:
     """How long requests to an object store may take and are retried. Shared by all paths of a data set.
 
-    seconds: how long a request is retried. setting: the setting that gave `seconds`, named in messages. stall_seconds: a
-    connection that transfers nothing for so long is closed, and the request retried. retries: the number of retries so far.
+    seconds: how long a request is retried. setting: the setting that gave `seconds`, named in messages. stall_seconds:
+    a connection that transfers nothing for so long is closed, and the request retried. retries: the number of retries
+    so far.
     """
 
     seconds: float = 600.0
@@ -76,10 +85,12 @@ class Retry:
             raise Interrupted
 
     def call(self, url: str, action: Callable[[], T], is_transfer: bool = False) -> T:
-        """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait (pipeline/process/waits.py).
+        """Returns action(), which is repeated while it fails for a passing reason. Announced as a wait
+        (pipeline/process/waits.py).
 
-        is_transfer: it takes long if all is well, as the upload of a shard does, and is mentioned once an attempt failed.
-        Raises StorageError for a permanent failure and after `seconds`, and FileNotFoundError for a missing object.
+        is_transfer: it takes long if all is well, as the upload of a shard does, and is mentioned once an attempt
+        failed. Raises StorageError for a permanent failure and after `seconds`, and FileNotFoundError for a missing
+        object.
         """
         store = "/".join(url.split("/", 3)[:3])
         with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
@@ -126,8 +137,8 @@ class Retry:
                 if now >= deadline:
                     limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
                     raise StorageError(
-                        f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is set, the proxy "
-                        "(https_proxy, no_proxy); the same command continues."
+                        f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is"
+                        " set, the proxy (https_proxy, no_proxy); the same command continues."
                     ) from None
             self.add(1)
             self._pause(failures, deadline - now)

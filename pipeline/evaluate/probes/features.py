@@ -13,7 +13,9 @@ from pipeline.evaluate.split_reader import SplitReader
 
 @dataclass(frozen=True)
 class Features:
-    """Features of n images. values: float32 (n, D). readable: bool (n,), False where values are invalid. problems: row -> reason."""
+    """Features of n images. values: float32 (n, D). readable: bool (n,), False where values are invalid. problems: row
+    -> reason.
+    """
 
     values: np.ndarray
     readable: np.ndarray
@@ -22,11 +24,12 @@ class Features:
 
 @torch.no_grad()
 def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
-    """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in this order.
+    """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`, int64 (n,), n > 0, and return them in
+    this order.
 
-    Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so that
-    values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than the reader's budget
-    allows, and Stopped on all ranks when they agree to stop.
+    Collective; the result is the same on every rank. Ranks take turns at batches that do not depend on their number, so
+    that values are equal bit for bit on any number of ranks. Raises UserError when more images are unreadable than the
+    reader's budget allows, and Stopped on all ranks when they agree to stop.
     """
     values, readable, ranks, batch = [], [], reader.ranks, reader.batch
     with reader.open(requests(rows, batch, ranks.rank, ranks.world_size), len(rows)) as (batches, problems):
@@ -47,8 +50,8 @@ def requests(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (rows, zeros) for a Loader: every world_size-th batch, beginning with number `rank`.
 
-    All ranks get the same number of batches, because a forward pass is collective at ZeRO stage 3: ranks without a batch left
-    repeat the last one.
+    All ranks get the same number of batches, because a forward pass is collective at ZeRO stage 3: ranks without a
+    batch left repeat the last one.
     """
     last = -(-len(rows) // batch) - 1
     for first in range(0, last + 1, world_size):

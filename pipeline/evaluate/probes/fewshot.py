@@ -16,9 +16,9 @@ def choose_shots(
 ) -> np.ndarray:
     """int64 indices of `shots` samples per class, or all of a smaller class. Smaller sets are subsets of larger ones.
 
-    labels: int64 (n,), negative for samples without a class. As in big_vision, one generator per seed shuffles class after
-    class, whatever `shots` is. groups: int64 (n,), of `Split.groups`: each group of a class then gives one sample before any gives a
-    second one, because several samples of one patient teach little more than one does.
+    labels: int64 (n,), negative for samples without a class. As in big_vision, one generator per seed shuffles class
+    after class, whatever `shots` is. groups: int64 (n,), of `Split.groups`: each group of a class then gives one sample
+    before any gives a second one, because several samples of one patient teach little more than one does.
     """
     generator = np.random.default_rng(seed)
     # Samples of all classes, ascending, in one pass: a search per class would take minutes for 21,843 classes.
@@ -45,7 +45,8 @@ def _num_before(groups: np.ndarray) -> np.ndarray:
 class Ridge:
     """Ridge regression of {-1, +1} targets on whitened features, fitted once for all strengths.
 
-    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as weights.
+    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as
+    weights.
     values: (R,), its eigenvalues. targets: (R, K), projected on the eigenvectors. All float64.
     """
 
@@ -67,7 +68,8 @@ class Ridge:
 def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Ridge:
     """Fit features, float (n, D), to `labels`, int64 (n,), 0 to K - 1, in float64.
 
-    With X the whitened features and a column of 100, and Y the targets: (X'X + l2)^-1 X'Y, or X'(XX' + l2)^-1 Y if n < D + 1.
+    With X the whitened features and a column of 100, and Y the targets: (X'X + l2)^-1 X'Y, or X'(XX' + l2)^-1 Y if n <
+    D + 1.
     """
     wide = features.astype(np.float64)
     mean, std = wide.mean(0), wide.std(0)

@@ -18,12 +18,13 @@ def knn_predict(
     temperature: float,
     chunks: tuple[int, int] = (1024, 16_384),
 ) -> Tensor:
-    """Votes for each class, float32 (m, K): each of the k most similar training samples votes with exp(cosine / temperature).
+    """Votes for each class, float32 (m, K): each of the k most similar training samples votes with exp(cosine /
+    temperature).
 
     DINO has k = 20 (arXiv 2104.14294, section 4.1) and a temperature of 0.07 (dino/eval_knn.py).
     train_features: float (n, D); train_labels: int64 (n,), 0 to K - 1; test_features: float (m, D); all on one device.
-    Features are normalised here. With fewer than k training samples all of them vote. The votes of a row are divided by its
-    largest single vote, which keeps their order and prevents an overflow at low temperatures.
+    Features are normalised here. With fewer than k training samples all of them vote. The votes of a row are divided by
+    its largest single vote, which keeps their order and prevents an overflow at low temperatures.
     chunks: test and training samples compared at a time; by default their similarities take 64 MiB.
     """
     k = min(k, len(train_features))
@@ -38,7 +39,9 @@ def knn_predict(
 
 
 def _most_similar(train: Tensor, test: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """(cosines, rows of train), (m, k) each, of the k largest cosines per test sample; `train` is processed in chunks."""
+    """(cosines, rows of train), (m, k) each, of the k largest cosines per test sample; `train` is processed in
+    chunks.
+    """
     similar = torch.empty(len(test), 0, device=test.device)
     rows = torch.empty(len(test), 0, dtype=torch.int64, device=test.device)
     for first in range(0, len(train), chunk):

@@ -80,11 +80,11 @@ def probe(
 ) -> dict[str, Any]:
     """Returns {"fewshot": one row per number of shots and strength, "knn": {...}, absent if disabled}.
 
-    Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D). test_labels: int64
-    (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has shots, l2, top1 (mean over seeds, in
-    [0, 1]), std (over seeds, n - 1; None for one seed), and top1_of_seeds. With
-    groups, rows and kNN also have effective_images (`effective_number`). Unreadable images and non-finite features count as wrong in the
-    test and are not used for training; a score is NaN if no training sample is left.
+    Collective; the result is the same on every rank. train: features of choice.rows. test: features (m, D).
+    test_labels: int64 (m, M); any of them is correct, -1 never is. groups: int64 (m,), of `Split.groups`. A row has
+    shots, l2, top1 (mean over seeds, in [0, 1]), std (over seeds, n - 1; None for one seed), and top1_of_seeds. With
+    groups, rows and kNN also have effective_images (`effective_number`). Unreadable images and non-finite features
+    count as wrong in the test and are not used for training; a score is NaN if no training sample is left.
     """
     usable = train.readable & np.isfinite(train.values).all(1)
     seen = test.readable & np.isfinite(test.values).all(1)
@@ -153,7 +153,9 @@ def probe(
 
 
 def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
-    """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024; rankme, feature_std."""
+    """Metrics of a probe's scores: <prefix>_5shot, _5shot_std, _20nn; with several strengths _5shot_l2_1024; rankme,
+    feature_std.
+    """
     rows = scores.get("fewshot", [])
     several = len({row["l2"] for row in rows}) > 1
     metrics: dict[str, float | None] = {}
@@ -195,7 +197,9 @@ class LabelledProbe:
 
 @dataclass(frozen=True)
 class RunProbe:
-    """The probe of a run in training. own: its training split, of which RankMe is measured. labelled: None if only that is."""
+    """The probe of a run in training. own: its training split, of which RankMe is measured. labelled: None if only that
+    is.
+    """
 
     config: RunConfig
     own: Split
@@ -208,7 +212,8 @@ class RunProbe:
     def scores(
         self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest, pixels: Pixels = RGB8
     ) -> dict[str, Any]:
-        """Scores of `features` (images of a batch -> (B, D)), as `probe` returns them, "num_samples" tested, and as "spread" what `spread` does.
+        """Scores of `features` (images of a batch -> (B, D)), as `probe` returns them, "num_samples" tested, and as
+        "spread" what `spread` does.
 
         pixels: of the model.
 
@@ -263,7 +268,8 @@ def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: D
     if not len(choice.rows) or not len(test) or not test.max_labels:
         empty = train if not len(choice.rows) else test
         raise UserError(
-            f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a data set "
-            "with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0 probe.neighbours=0."
+            f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a"
+            " data set with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0"
+            " probe.neighbours=0."
         )
     return RunProbe(config, own_split, LabelledProbe(train, test, choice, dataset.fingerprint))

@@ -12,14 +12,17 @@ from pipeline.evaluate.probes.features import Features
 _EPSILON = 1e-7  # RankMe's, for float32 embeddings.
 # A RankMe below 2 is less than two equal directions, which tell at most two groups of images apart.
 _COLLAPSED_RANKME = 2.0
-# SimSiam's figure 2 shows 0 for a collapse, and about 1 without one. Rounding features to bfloat16 alone gives about 0.001.
+# SimSiam's figure 2 shows 0 for a collapse, and about 1 without one. Rounding features to bfloat16 alone gives about
+# 0.001.
 _COLLAPSED_STD = 0.01
 
 
 def rankme(features: np.ndarray) -> float:
-    """RankMe of features (n, D): from about 1, for a collapse, to min(n, D) (Garrido et al. 2023, arXiv 2210.02885, equation 1).
+    """RankMe of features (n, D): from about 1, for a collapse, to min(n, D) (Garrido et al. 2023, arXiv 2210.02885,
+    equation 1).
 
-    The exponential of the entropy of the singular values, each divided by their sum, plus 1e-7. As there, the features are not
+    The exponential of the entropy of the singular values, each divided by their sum, plus 1e-7. As there, the features
+    are not
     centred: the same vector for all images is a rank of 1. NaN for no images.
     """
     if not len(features):
@@ -32,8 +35,8 @@ def rankme(features: np.ndarray) -> float:
 def feature_std(features: np.ndarray) -> float:
     """Standard deviation over images of features (n, D) of length 1, mean over D, times sqrt(D); NaN for no images.
 
-    0: all images have the same features. 1: they point evenly in all directions (SimSiam, arXiv 2011.10566, section 4.1, which
-    compares the deviation with 1 / sqrt(D)).
+    0: all images have the same features. 1: they point evenly in all directions (SimSiam, arXiv 2011.10566, section
+    4.1, which compares the deviation with 1 / sqrt(D)).
     """
     if not len(features):
         return float("nan")
@@ -44,7 +47,9 @@ def feature_std(features: np.ndarray) -> float:
 
 
 def spread(features: Features) -> dict[str, float]:
-    """Both of the readable and finite features: {"rankme", "feature_std", "images": how many these are, "dimensions": D}."""
+    """Both of the readable and finite features: {"rankme", "feature_std", "images": how many these are, "dimensions":
+    D}.
+    """
     usable = features.values[features.readable & np.isfinite(features.values).all(1)]
     return {
         "rankme": rankme(usable),
@@ -61,7 +66,7 @@ def collapse(found: Mapping[str, float]) -> str:
     if not found["images"]:
         return ""
     return (
-        f"RankMe {found['rankme']:.4g} of at most {min(found['images'], found['dimensions']):,}, deviation of the features "
-        f"{found['feature_std']:.2g}: all images have nearly the same features. Lower optimizer.lr, use a longer schedule.warmup or "
-        "engine.precision=fp32, and begin again from a checkpoint before it."
+        f"RankMe {found['rankme']:.4g} of at most {min(found['images'], found['dimensions']):,}, deviation of the"
+        f" features {found['feature_std']:.2g}: all images have nearly the same features. Lower optimizer.lr, use a"
+        " longer schedule.warmup or engine.precision=fp32, and begin again from a checkpoint before it."
     )

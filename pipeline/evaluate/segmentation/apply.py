@@ -45,8 +45,8 @@ class OtherImages:
 def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> OtherImages:
     """The images of `config.apply`, whose masks are to be written into `folder`. Prints how they were opened.
 
-    model: what the weights read. Raises UserError for names that are not unique or lead out of the folder, images that the model cannot
-    read, and if masks that are read are in the folder.
+    model: what the weights read. Raises UserError for names that are not unique or lead out of the folder, images that
+    the model cannot read, and if masks that are read are in the folder.
     """
     opened = open_adhoc_split(config.apply, config.apply_split, config.exclude, [], "apply", model)
     for note in [*opened.split.notes(), *model.filled_notes(opened.split.pixels, "apply")]:
@@ -73,7 +73,8 @@ def write_masks(
     sheet: Path,
     budget: BadBudget,
 ) -> None:
-    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from, and a sheet of the first.
+    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from, and a sheet of the
+    first.
 
     Raises UserError for more images that cannot be read than the budget allows, and if none can be.
     """

@@ -1,4 +1,6 @@
-"""Random crops of images and their masks for training. Shapes: B crops, S the side of a crop, C channels, H, W height and width."""
+"""Random crops of images and their masks for training. Shapes: B crops, S the side of a crop, C channels, H, W height
+and width.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,8 +28,8 @@ _AHEAD = 2
 def batches(
     reader: PairReader, config: SegmentConfig, view: AugmentConfig, side: int, problems: dict[int, str]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the crops of all steps: images (B, S, S, C) of the type of a batch, and their classes, int16 (B, S, S), NO_CLASS where there
-    is none. Each is a function of (seed, epoch, pair) alone.
+    """Yield the crops of all steps: images (B, S, S, C) of the type of a batch, and their classes, int16 (B, S, S),
+    NO_CLASS where there is none. Each is a function of (seed, epoch, pair) alone.
 
     problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
     """
@@ -63,8 +65,8 @@ def random_crop(
 ) -> tuple[np.ndarray, np.ndarray]:
     """A square of a randomly scaled image, mirrored by half: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
 
-    The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends before the square,
-    pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
+    The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
+    before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
     """
     scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
     height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((short_side or side) * scale)))

@@ -1,4 +1,5 @@
-"""A linear layer on the patch tokens of a frozen ViT, and its training, as in DINOv3 (arXiv 2508.10104; dinov3/eval/segmentation).
+"""A linear layer on the patch tokens of a frozen ViT, and its training, as in DINOv3 (arXiv 2508.10104;
+dinov3/eval/segmentation).
 
 Shapes: B images, S their side, C channels, h x w patches, D width, K classes.
 """
@@ -23,9 +24,11 @@ _WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
 
 @torch.no_grad()
 def patch_tokens(loaded: LoadedModel, images: Tensor) -> Tensor:
-    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the tokens of a ViT's patches after its last block and norm.
+    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the tokens of a ViT's patches after its last block and
+    norm.
 
-    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last block leaves them.
+    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last block
+    leaves them.
     """
     model = loaded.model
     assert isinstance(model, VisionTransformer)
@@ -55,10 +58,11 @@ def logits_of(loaded: LoadedModel, head: LinearHead, images: Tensor) -> Tensor:
 
 
 def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
-    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches of an image of config.image_size, constant outside of them.
+    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches of an image of config.image_size,
+    constant outside of them.
 
-    Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices its gradient is deterministic
-    on a GPU, too, and it knows of patches that leave pixels unseen.
+    Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices
+    its gradient is deterministic on a GPU, too, and it knows of patches that leave pixels unseen.
     """
     step = config.patch_pixels
     rows, columns = (
@@ -69,7 +73,9 @@ def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
 
 
 def between_centres(length: int, centres: Tensor) -> Tensor:
-    """Weights of linear interpolation, float32 (length, n): of each pixel 0, 1, ... between the places `centres`, float (n,), ascending."""
+    """Weights of linear interpolation, float32 (length, n): of each pixel 0, 1, ... between the places `centres`, float
+    (n,), ascending.
+    """
     if len(centres) == 1:
         return torch.ones(length, 1)
     pixels = torch.arange(length, dtype=torch.float64)
@@ -84,7 +90,9 @@ def between_centres(length: int, centres: Tensor) -> Tensor:
 def train(
     head: LinearHead, loaded: LoadedModel, crops: Iterator[tuple[Tensor, Tensor]], config: SegmentConfig
 ) -> Iterator[Tensor]:
-    """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and over some 50 steps."""
+    """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and
+    over some 50 steps.
+    """
     head.train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=_WEIGHT_DECAY)
     schedule, warmup = ScheduleConfig(decay="cosine"), round(_WARMUP * config.steps)

@@ -25,10 +25,11 @@ _MODES = {"1", "L", "LA", "P", "PA", "I", "RGB", "RGBA"}  # and those of 16 bits
 
 
 def decode_mask(data: bytes) -> np.ndarray:
-    """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour; alpha is dropped.
+    """The value of each pixel of a mask file, int32 (H, W): its number, also in a palette, or 0x1RRGGBB for a colour;
+    alpha is dropped.
 
-    Raises DecodeError for bytes that are not an image, formats that may change values, and pixels that are floating-point, negative or
-    above 65,535.
+    Raises DecodeError for bytes that are not an image, formats that may change values, and pixels that are
+    floating-point, negative or above 65,535.
     """
     values: np.ndarray = with_pillow(data, _values)
     return values
@@ -94,7 +95,8 @@ class MaskClasses:
 def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:
     """The classes of masks: all values that occur, without those to ignore.
 
-    found: values of pixels. ignore: values, as text. Raises UserError for fewer than two classes, too many, and numbers beside colours.
+    found: values of pixels. ignore: values, as text. Raises UserError for fewer than two classes, too many, and numbers
+    beside colours.
     """
     values = set(found)
     kept = sorted(values - {parse_value(text) for text in ignore})
@@ -105,12 +107,13 @@ def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:
         )
     if kept and kept[0] < _COLOUR <= kept[-1]:
         raise UserError(
-            f"some masks have numbers, such as {value_text(kept[0])}, and some have colours, such as {value_text(kept[-1])}. Give masks of one kind."
+            f"some masks have numbers, such as {value_text(kept[0])}, and some have colours, such as"
+            f" {value_text(kept[-1])}. Give masks of one kind."
         )
     if len(kept) < 2:
         raise UserError(
-            f"masks has the values {', '.join(map(value_text, sorted(values)))}, and ignore = {', '.join(ignore)} leaves {len(kept)} of "
-            "the at least two classes that are needed: set ignore=[] if each value is a class."
+            f"masks has the values {', '.join(map(value_text, sorted(values)))}, and ignore = {', '.join(ignore)}"
+            f" leaves {len(kept)} of the at least two classes that are needed: set ignore=[] if each value is a class."
         )
     return MaskClasses(np.array(kept, np.int32))
 

@@ -34,9 +34,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MaskedPairs:
-    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder of the place and suffix.
+    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder
+    of the place and suffix.
 
-    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. model: what it reads.
+    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. model: what
+    it reads.
     fingerprint: of their data set, else "".
     """
 
@@ -62,7 +64,9 @@ class MaskedPairs:
         }
 
     def content(self) -> str:
-        """A hash that changes with the files: of shards with a checksum of these, of others of their sizes and times."""
+        """A hash that changes with the files: of shards with a checksum of these, of others of their sizes and
+        times.
+        """
         found = hashlib.sha256(json.dumps([self.names, self.rows.tolist(), self.mask_rows.tolist()]).encode())
         for split in (self.images, self.masks):
             for path, checksum in zip(split.shard_paths, split.shard_sha256.to_pylist(), strict=True):
@@ -90,8 +94,9 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none,
     and for images that the model cannot read.
 
-    The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of the others, chosen by a
-    hash of their names, or of their groups' names, so that more images move none from one part to the other; at least one.
+    The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of
+    the others, chosen by a hash of their names, or of their groups' names, so that more images move none from one part
+    to the other; at least one.
     model: what the weights read.
     """
     train = _paired(config, model, config.images, config.masks, config.split)
@@ -107,8 +112,8 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
         held_out[places == places.min()] = True  # Of few images, or groups, one at least.
     if held_out.all() or not held_out.any():
         raise UserError(
-            f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be scored on. "
-            "Give more images, or val_images and val_masks."
+            f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be"
+            " scored on. Give more images, or val_images and val_masks."
         )
     return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
 
@@ -131,9 +136,9 @@ def _paired(
     if not found:
         firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
         raise UserError(
-            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the first are "
-            f"{' and '.join(firsts)}. An image and its mask have the same path below their folders, but for the suffix; for endings of "
-            "names set image_suffix and mask_suffix."
+            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the"
+            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, but for"
+            " the suffix; for endings of names set image_suffix and mask_suffix."
         )
     alone = [len(each.split) - len(found) for each in (opened, opened_masks)]
     if any(alone):
@@ -191,7 +196,9 @@ class PairReader:
         self._masks.close()
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
-        """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be used. Raises StorageError as `ShardReader.read`."""
+        """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be
+        used. Raises StorageError as `ShardReader.read`.
+        """
         return reason_or(self._read)(number)
 
     def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -238,7 +245,8 @@ def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, 
 def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClasses:
     """Read all masks. Returns their classes.
 
-    Masks that cannot be read are counted again by who trains and scores. Raises UserError as `find_classes`, for more damaged masks than the budget allows, and for a selection in which no pixel has a class.
+    Masks that cannot be read are counted again by who trains and scores. Raises UserError as `find_classes`, for more
+    damaged masks than the budget allows, and for a selection in which no pixel has a class.
     """
     values = [set[int]() for _ in of]
     with tqdm(total=sum(map(len, of)), desc="masks", unit=" masks", disable=None) as bar:
@@ -266,7 +274,8 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
     for pairs, of_pairs in zip(of, values, strict=True):
         if of_pairs.isdisjoint(classes.values.tolist()):
             raise UserError(
-                f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a value that ignore names."
+                f"{counted(len(pairs), 'mask')}, the first {pairs.masks.keys(pairs.mask_rows[:1])[0]}: each pixel has a"
+                " value that ignore names."
             )
     return classes
 

@@ -55,10 +55,11 @@ _STEPS_BETWEEN_LOOKS = 20
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
-    """Train and score the layer, print its mIoU, and write the masks of other images; returns the content of segmentation.json.
+    """Train and score the layer, print its mIoU, and write the masks of other images; returns the content of
+    segmentation.json.
 
-    Its keys include miou and interval, in [0, 1]. A layer that this command has trained before is not trained again. Raises UserError for
-    a user's mistake before anything is written.
+    Its keys include miou and interval, in [0, 1]. A layer that this command has trained before is not trained again.
+    Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
@@ -73,7 +74,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     classes = scan(config, _budget(config), learnt, scored)
     runs = _warn(loaded, learnt, scored)
     print(
-        f"{counted(len(classes.values), 'class')}; {counted(len(learnt), 'image')} to learn from, {counted(len(scored), 'image')} to be scored on",
+        f"{counted(len(classes.values), 'class')}; {counted(len(learnt), 'image')} to learn from,"
+        f" {counted(len(scored), 'image')} to be scored on",
         flush=True,
     )
 
@@ -150,16 +152,20 @@ def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
         )
     if loaded.image_size[0] != loaded.image_size[1]:
         raise UserError(
-            f"{config.weights} reads images of {loaded.image_size} pixels; windows are squares: set image_size, the side of one."
+            f"{config.weights} reads images of {loaded.image_size} pixels; windows are squares: set image_size, the"
+            " side of one."
         )
     if 0 < config.short_side < loaded.image_size[0]:
         raise UserError(
-            f"short_side = {config.short_side} is smaller than image_size = {loaded.image_size}, the side of the windows."
+            f"short_side = {config.short_side} is smaller than image_size = {loaded.image_size}, the side of the"
+            " windows."
         )
 
 
 def _scored_on(config: SegmentConfig) -> tuple[str, str]:
-    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path, without wildcards."""
+    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path,
+    without wildcards.
+    """
     place = (config.val_images or config.images)[0].rstrip("/")
     parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
     names = [part.removesuffix(".tar") for part in parts] or ["images"]
@@ -170,7 +176,9 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
 
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
-    """Print why the score is not of held-out images or groups. Returns the runs that trained on the scored split; "" for none."""
+    """Print why the score is not of held-out images or groups. Returns the runs that trained on the scored split; ""
+    for none.
+    """
     both, shared = learnt.places() & scored.places(), set(learnt.groups) & set(scored.groups)
     for number, what in ((len(both), "image"), (len(shared), "group")):
         if number:
@@ -190,7 +198,9 @@ def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes:
 
 
 def _trained_before(file: Path, head: LinearHead, identity: str) -> dict[int, str] | None:
-    """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if there is none."""
+    """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if
+    there is none.
+    """
     if not file.is_file():
         return None
     tensors, metadata = open_safetensors(file)
@@ -266,7 +276,10 @@ def _send(
         f"segments {dataset_name(data)}",
         "evaluation",
         parameters,
-        description=f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU {found}.",
+        description=(
+            f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of"
+            f" `{config.weights}`: mIoU {found}."
+        ),
         score=metric,
         scored_on=f"mIoU {dataset_name(data)}",
         metrics={metric: metric_of(metric)},

@@ -20,7 +20,8 @@ from pipeline.evaluate.segmentation.linear import LinearHead, between_centres, l
 from pipeline.evaluate.segmentation.pairs import PairReader, in_order
 from pipeline.settings.commands.segment import SegmentConfig
 
-# Windows begin at multiples of this share of their side: 341 of 512 pixels in DINOv3 (dinov3/eval/segmentation/config.py).
+# Windows begin at multiples of this share of their side: 341 of 512 pixels in DINOv3
+# (dinov3/eval/segmentation/config.py).
 _STRIDE = 2 / 3
 # Logits that are interpolated to an image's own size at a time: 256 MiB.
 _MAX_LOGITS = 2**26
@@ -33,8 +34,8 @@ _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 def segment(image: np.ndarray, loaded: LoadedModel, head: LinearHead, config: SegmentConfig) -> np.ndarray:
     """(H, W, C) of the type of a batch -> int16 (H, W), the class of each pixel.
 
-    The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that cover a place, then
-    interpolated to H x W.
+    The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that
+    cover a place, then interpolated to H x W.
     """
     side = min(loaded.image_size)
     size = image.shape[0], image.shape[1]
@@ -64,7 +65,9 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few rows of pixels at a time."""
+    """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few rows of pixels at a
+    time.
+    """
     rows, columns = (
         between_centres(long, (torch.arange(few) + 0.5) * long / few - 0.5).to(logits)
         for long, few in zip(size, logits.shape[1:], strict=True)
@@ -76,7 +79,9 @@ def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
 def count_all(
     reader: PairReader, loaded: LoadedModel, head: LinearHead, config: SegmentConfig, done: Callable[[], object]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """(int64 (n, 3, K) of `count`, zeros for pairs that cannot be read; number of such a pair -> why). done: called after each pair."""
+    """(int64 (n, 3, K) of `count`, zeros for pairs that cannot be read; number of such a pair -> why). done: called
+    after each pair.
+    """
     num_pairs, num_classes = len(reader.pairs), len(reader.classes.values)
     counts, problems = np.zeros((num_pairs, 3, num_classes), np.int64), dict[int, str]()
     head.eval()
@@ -91,7 +96,9 @@ def count_all(
 
 
 def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """int64 (3, K): of the pixels that have a class, those of each class that are right, predicted as it, and truly of it."""
+    """int64 (3, K): of the pixels that have a class, those of each class that are right, predicted as it, and truly of
+    it.
+    """
     known = true >= 0
     parts = true[known & (true == predicted)], predicted[known], true[known]
     return np.stack([np.bincount(classes, minlength=num_classes) for classes in parts])
@@ -99,7 +106,9 @@ def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarr
 
 @dataclass(frozen=True)
 class SegmentationScore:
-    """The mIoU in [0, 1], and its 95 % interval over images, or over groups of them; NaN for one. num_groups: None without groups."""
+    """The mIoU in [0, 1], and its 95 % interval over images, or over groups of them; NaN for one. num_groups: None
+    without groups.
+    """
 
     miou: float
     low: float
@@ -108,10 +117,12 @@ class SegmentationScore:
 
 
 def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
-    """The score of images together. counts: (n, 3, K) of `count`. groups: (n,), the group of each, such as a video; empty without.
+    """The score of images together. counts: (n, 3, K) of `count`. groups: (n,), the group of each, such as a video;
+    empty without.
 
-    The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it is the
-    resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their deviation.
+    The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it
+    is the resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their
+    deviation.
     """
     value = float(miou(counts.sum(0)))
     # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.

@@ -1,1 +1,3 @@
-"""The questions of studies, a file each, found by its name (docs/studies.md). Imports the rest of experiment/. Used by experiment/study.py."""
+"""The questions of studies, a file each, found by its name (docs/studies.md). Imports the rest of experiment/. Used by
+experiment/study.py.
+"""

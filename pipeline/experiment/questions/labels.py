@@ -18,7 +18,8 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
     refuse(config, "lengths")
     if len(config.models) < 2 or not any(model.weights for model in config.models):
         raise UserError(
-            "question = labels compares weights with the first model: give at least two models, one of them with weights=..."
+            "question = labels compares weights with the first model: give at least two models, one of them with"
+            " weights=..."
         )
     return cells(config)
 

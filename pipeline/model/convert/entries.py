@@ -1,7 +1,7 @@
 """File formats as lists of entries. An entry is one tensor of a file and the part of our state dict that it holds.
 
-Some files store query, key and value separately and others in one tensor: several entries of one name are the parts of one
-parameter, and several of one key those of one tensor, in the order of rows.
+Some files store query, key and value separately and others in one tensor: several entries of one name are the parts of
+one parameter, and several of one key those of one tensor, in the order of rows.
 """
 
 import re
@@ -36,8 +36,8 @@ class ConfigFiles:
 class DecoderFacts:
     """What the tensors of MAE's decoder do not tell; None if unknown.
 
-    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the images whose
-    pixels it predicts.
+    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the
+    images whose pixels it predicts.
     """
 
     num_heads: int | None = None
@@ -112,7 +112,9 @@ class Entries(list[Entry]):
         return f"{layer}/{weight if part == 'weight' else bias}"
 
     def _shape(self, shape: tuple[int, ...], name: str, layer: str, config: Config, names: Names) -> tuple[int, ...]:
-        """In the file. In Flax a dense kernel is (inputs, outputs), a convolution HWIO, and the heads are an axis of their own."""
+        """In the file. In Flax a dense kernel is (inputs, outputs), a convolution HWIO, and the heads are an axis of
+        their own.
+        """
         if name in ("class_token", "positions"):
             return shape[1 + (name == "class_token") :] if names.get("flat") else shape
         if isinstance(config, ResNetConfig) and name == "head.weight":  # a 1 x 1 convolution
@@ -129,7 +131,9 @@ class Entries(list[Entry]):
         return inputs + outputs
 
     def read(self, tensors: Tensors) -> dict[str, Tensor]:
-        """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError (check_tensors)."""
+        """A file's tensors -> our state dict, fp32, which shares no memory with them. Raises UserError
+        (check_tensors).
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         for entry in self:
             before = shapes.get(entry.key)  # Another entry has the tensor's first rows.

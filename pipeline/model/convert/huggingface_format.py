@@ -34,7 +34,9 @@ _OF_SIGMOID = "multi_label_classification"
 
 
 class _Kind(NamedTuple):
-    """Of a kind of names, what config.json may leave out, and what its models can hold beside the parts of a plain ViT."""
+    """Of a kind of names, what config.json may leave out, and what its models can hold beside the parts of a plain
+    ViT.
+    """
 
     eps: float  # of LayerNorm
     activation: str = "gelu"
@@ -119,13 +121,15 @@ def _without_other_head(tensors: dict[str, Tensor], kind: str) -> str:
     for name in ("classifier.weight", "classifier.bias"):
         tensors.pop(name, None)
     return (
-        "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these are weights "
-        "without a head. Fine-tune them, or use their features"
+        "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these are"
+        " weights without a head. Fine-tune them, or use their features"
     )
 
 
 def _class_names(labels: dict[str, str]) -> list[str] | None:
-    """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class number."""
+    """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class
+    number.
+    """
     if labels.keys() != (numbers := {str(i): None for i in range(len(labels))}).keys():
         raise UserError(f"config.json: the keys of id2label must be the numbers 0 to {len(labels) - 1}.")
     names = [labels[number] for number in numbers]
@@ -135,10 +139,12 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
 def to_huggingface(
     model: VisionTransformer | ResNet, classes: list[str] | None, view: Json, loss: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """(state dict, config.json, preprocessor_config.json) of the family of transformers that has the parts of the model.
+    """(state dict, config.json, preprocessor_config.json) of the family of transformers that has the parts of the
+    model.
 
-    RoPE: DINOv3; a norm before the blocks: CLIP's model for images; attention pooling: SigLIP's; LayerScale, SwiGLU or registers:
-    DINOv2; the mean of patches: I-JEPA; else ViT, where the representation layer of a model without a head is its pooler.
+    RoPE: DINOv3; a norm before the blocks: CLIP's model for images; attention pooling: SigLIP's; LayerScale, SwiGLU or
+    registers: DINOv2; the mean of patches: I-JEPA; else ViT, where the representation layer of a model without a head
+    is its pooler.
     loss: with sigmoid, config.json says that probabilities are those of each class by itself.
     Raises UserError for a model that these cannot hold.
     """

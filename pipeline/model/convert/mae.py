@@ -1,6 +1,7 @@
 """Weights of MAE with their decoder, as facebookresearch/mae and Hugging Face's ViTMAEForPreTraining have them.
 
-The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder is a ViT with timm's or Hugging Face's names.
+The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder is a ViT with timm's or Hugging Face's
+names.
 """
 
 import re
@@ -40,7 +41,9 @@ class _MaeConfig:
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """-> (tensors of the encoder, those of the decoder without "decoder." in front); none of a decoder in other files."""
+    """-> (tensors of the encoder, those of the decoder without "decoder." in front); none of a decoder in other
+    files.
+    """
     if not any(key.removeprefix("decoder.").startswith("decoder_embed.") for key in tensors):
         return dict(tensors), {}
     decoder = {key: tensor for key, tensor in tensors.items() if key.startswith(_DECODER)}
@@ -63,7 +66,8 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
 
 
 def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
-    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other ViTs.
+    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other
+    ViTs.
 
     Those of MAE's fine-tuned models began there and were trained: they may differ by half of the table's norm.
     """
@@ -74,7 +78,9 @@ def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
 
 
 def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """The decoder in the names of our objective, float32. config: of the encoder. Raises UserError for a missing or odd tensor."""
+    """The decoder in the names of our objective, float32. config: of the encoder. Raises UserError for a missing or odd
+    tensor.
+    """
     kind = "timm" if any(key.startswith("decoder_blocks.") for key in tensors) else "huggingface"
     depth = len({match[1] for key in tensors if (match := re.match(key_pattern(_BLOCKS[kind]), key))})
     embed = tensors.get("decoder_embed.weight")
@@ -87,23 +93,27 @@ def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, 
 
 
 def write_decoder(state: Mapping[str, Tensor], config: ViTConfig, kind: str) -> dict[str, Tensor]:
-    """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without "decoder.")."""
+    """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without
+    "decoder.").
+    """
     sizes = len(state["decoder_embed.weight"]), decoder_depth(state), len(state["decoder_blocks.0.mlp.up.weight"])
     return decoder_entries(config, *sizes, kind).write(dict(state))
 
 
 def to_facebook(model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts) -> dict[str, Tensor]:
-    """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises UserError."""
+    """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises
+    UserError.
+    """
     config, _ = as_plain(model, "facebookresearch's MAE", ("token",), hybrids=False, representation=False)
     if config.gelu != "erf" or config.layer_norm_eps != 1e-6:
         raise UserError(
-            f"facebookresearch's MAE computes GELU erf with LayerNorm eps 1e-6, not {config.gelu} with {config.layer_norm_eps:g}. "
-            "Use format=huggingface_mae."
+            f"facebookresearch's MAE computes GELU erf with LayerNorm eps 1e-6, not {config.gelu} with"
+            f" {config.layer_norm_eps:g}. Use format=huggingface_mae."
         )
     if facts.normalise is not False and (facts.mean, facts.std) != (IMAGENET_MEAN, IMAGENET_STD):
         raise UserError(
-            "facebookresearch's MAE predicts pixels normalised by ImageNet's mean and deviation, this decoder other ones. Use "
-            "format=huggingface_mae, or train with objective.pixels=imagenet."
+            "facebookresearch's MAE predicts pixels normalised by ImageNet's mean and deviation, this decoder other"
+            " ones. Use format=huggingface_mae, or train with objective.pixels=imagenet."
         )
     return _written(model, decoder, facts, "timm", IMAGENET_MEAN, IMAGENET_STD)
 
@@ -111,7 +121,9 @@ def to_facebook(model: VisionTransformer, decoder: Mapping[str, Tensor], facts: 
 def to_huggingface(
     model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts, view: Json
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that it cannot hold."""
+    """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
+    it cannot hold.
+    """
     config = model.config
     if config.image_size[0] != config.image_size[1]:
         raise UserError(
@@ -144,7 +156,9 @@ def _written(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> dict[str, Tensor]:
-    """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of them."""
+    """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of
+    them.
+    """
     config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
     kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
     state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
@@ -160,7 +174,9 @@ def _written(
 def fold_pixels(
     decoder: Mapping[str, Tensor], facts: DecoderFacts, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Tensor]:
-    """The decoder, predicting pixels of images of another mean and deviation; those of a normalised patch cannot be converted."""
+    """The decoder, predicting pixels of images of another mean and deviation; those of a normalised patch cannot be
+    converted.
+    """
     if (facts.mean, facts.std) == (mean, std):
         return dict(decoder)
     assert facts.normalise is False, "the caller refuses it"

@@ -164,8 +164,8 @@ def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
     if heads := next((heads for *size, heads in known if tuple(size) == (width, depth, mlp_width)), 0):
         return heads
     raise UserError(
-        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is not a known "
-        'size. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
+        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is not a known"
+        ' size. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
     )
 
 
@@ -174,7 +174,8 @@ def _image_size(
 ) -> tuple[int, int]:
     """(height, width) in pixels: the hint if it fits the table of positions, else that of a square grid.
 
-    cell: side of a patch in pixels. table: its key, for errors. rows: its number of rows; None: no table, 224 without a hint.
+    cell: side of a patch in pixels. table: its key, for errors. rows: its number of rows; None: no table, 224 without a
+    hint.
     """
     patches = 0 if rows is None else rows - has_token
     if hint is not None and (rows is None or math.prod(side // cell for side in hint) == patches):

@@ -2,7 +2,8 @@
 
     released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, a block's modules in one sequence
     linen        the same with modules numbered by class, as its code holds them in memory
-    big_vision   google-research/big_vision: no position of the class token, attention pooling, blocks perhaps stacked in one
+    big_vision   google-research/big_vision: no position of the class token, attention pooling, blocks perhaps stacked
+    in one
                  array, and a prefix: params/, params/img/ or opt/target/
     bit          google-research/big_transfer
 
@@ -41,8 +42,8 @@ TABLE = "Transformer/posembed_input/pos_embedding"
 def read_npz(path: StrPath) -> Weights:
     """Read official weights, with the configuration found in their tensors.
 
-    Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no file: 224.
-    Raises UserError naming the path, the key, and the expected and found shapes.
+    Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no
+    file: 224. Raises UserError naming the path, the key, and the expected and found shapes.
     """
     try:
         arrays = npz.read_arrays(Path(path), str(path))

@@ -21,9 +21,9 @@ def as_plain(
 ) -> tuple[ViTConfig, dict[str, Tensor]]:
     """(configuration, state dict) with one learned table of positions, which computes the same function.
 
-    2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both bit for
-    bit. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can hold, the last as
-    fields of ViTConfig. Raises UserError for a model that it cannot hold.
+    2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both
+    bit for bit. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can
+    hold, the last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
     """
     config, state = model.config, dict(model.state_dict())
     unsupported = {
@@ -49,7 +49,9 @@ def as_plain(
 
 
 def move_patch_bias(state: dict[str, Tensor], num_patches: int) -> None:
-    """Move the bias of the patch embedding, in place, into the positions of the patches, which are added to the same tokens."""
+    """Move the bias of the patch embedding, in place, into the positions of the patches, which are added to the same
+    tokens.
+    """
     positions = state["positions"].clone()
     positions[:, -num_patches:] += state.pop("patch_embedding.bias")
     state["positions"] = positions

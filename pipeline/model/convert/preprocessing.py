@@ -1,8 +1,9 @@
 """Image preprocessing of weights: other projects' settings in our terms, and ours in theirs.
 
-Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop after the short side is resized to eval_resize;
-"resize": the whole image is resized; "resize_center": center crop after that), resize_filter. Our models read
-(x - 0.5) / 0.5 of 8-bit RGB; another mean and deviation are folded into the patch embedding. Models of other images keep theirs (`Pixels`).
+Ours are fields of AugmentConfig: image_size, eval_crop ("center": center crop after the short side is resized to
+eval_resize; "resize": the whole image is resized; "resize_center": center crop after that), resize_filter. Our models
+read (x - 0.5) / 0.5 of 8-bit RGB; another mean and deviation are folded into the patch embedding. Models of other
+images keep theirs (`Pixels`).
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MAX_SIDE = 2**16
-# Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to bicubic.
+# Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to
+# bicubic.
 _FILTERS = {1: "bicubic", 3: "bicubic", "lanczos": "bicubic", "bicubic": "bicubic"}
 Size = int | list[int] | dict[str, int | None]
 
@@ -86,7 +88,9 @@ CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
 
 
 def saved_pixels(pixels: Pixels) -> dict[str, Any]:
-    """What is added to config.json of a model of other images than 8-bit RGB, for `pixels_in`; other programs ignore it."""
+    """What is added to config.json of a model of other images than 8-bit RGB, for `pixels_in`; other programs ignore
+    it.
+    """
     return {} if pixels == RGB8 else {"pixels": pixels.to_dict()}
 
 
@@ -96,7 +100,8 @@ def pixels_in(config: Json) -> Pixels | None:
 
 
 def read_by(pixels: Pixels, images: Preprocessing | None) -> tuple[Pixels, Preprocessing | None]:
-    """(the pixels, by this mean and deviation unless they are 8-bit RGB; these of each channel, of which a file may have one for all).
+    """(the pixels, by this mean and deviation unless they are 8-bit RGB; these of each channel, of which a file may
+    have one for all).
 
     Raises UserError for those of another number of channels.
     """
@@ -161,7 +166,9 @@ def from_open_clip(cfg: Json) -> Preprocessing:
 
 
 def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
-    """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size: (height, width)."""
+    """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size:
+    (height, width).
+    """
     height_width = {"height": image_size[0], "width": image_size[1]}
     common = {
         "do_resize": True,
@@ -188,7 +195,9 @@ def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB
 
 
 def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
-    """The fields of timm's `pretrained_cfg` about images, whose values it scales as `written_scale` says. image_size: (height, width)."""
+    """The fields of timm's `pretrained_cfg` about images, whose values it scales as `written_scale` says. image_size:
+    (height, width).
+    """
     crop, side = view.get("eval_crop", "center"), min(image_size)
     resize = side if crop == "resize" else eval_resize(view, image_size)
     share = side / resize
@@ -204,38 +213,45 @@ def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> d
 
 
 def written_filter(view: Json) -> str:
-    """Says which filter `to_huggingface` and `to_timm` write in place of one that their programs do not have; "" if they have it.
+    """Says which filter `to_huggingface` and `to_timm` write in place of one that their programs do not have; "" if
+    they have it.
 
-    Both resize by Pillow's filters: "antialias" and "bicubic" are these, "linear" (area to make images smaller) and "bilinear" are not.
+    Both resize by Pillow's filters: "antialias" and "bicubic" are these, "linear" (area to make images smaller) and
+    "bilinear" are not.
     """
     own = view.get("resize_filter", "linear")
     if own in ("antialias", "bicubic"):
         return ""
     return (
-        f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does not have: its scores "
-        "are those of launch/evaluate.py with resize_filter=antialias"
+        f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does"
+        " not have: its scores are those of launch/evaluate.py with resize_filter=antialias"
     )
 
 
 def written_scale(pixels: Pixels, is_timm: bool = False) -> str:
-    """Says how values are to be scaled that Hugging Face's processors cannot scale, or timm's, which divide `uint8` by 255; "" if they can."""
+    """Says how values are to be scaled that Hugging Face's processors cannot scale, or timm's, which divide `uint8` by
+    255; "" if they can.
+    """
     is_clipped = pixels.is_clipped or pixels.batch_type == "float32"
     if {*pixels.low} == {0} and len({*pixels.high}) == 1 and not is_clipped and (not is_timm or pixels.type == "uint8"):
         return ""
     return (
-        f"it cannot say how values are scaled: give it (clip(value, low, high) - low) / (high - low), of low = {list(pixels.low)} and high = "
-        f"{list(pixels.high)} for {', '.join(pixels.channels)}"
+        "it cannot say how values are scaled: give it (clip(value, low, high) - low) / (high - low), of low ="
+        f" {list(pixels.low)} and high = {list(pixels.high)} for {', '.join(pixels.channels)}"
     )
 
 
 def written_crop(view: Json, image_size: tuple[int, int]) -> str:
-    """Says what `to_huggingface` cannot write of a central crop that is not square; "" if it can. image_size: (height, width)."""
+    """Says what `to_huggingface` cannot write of a central crop that is not square; "" if it can. image_size: (height,
+    width).
+    """
     height, width = image_size
     if height == width or view.get("eval_crop", "center") != "center":
         return ""
     return (
-        f"it makes the short side of an image {eval_resize(view, image_size)} px and fills with black what is then missing of {height} x "
-        f"{width} px, where evaluation here makes the image cover it: resize images yourself, or train with augment.eval_crop=resize"
+        f"it makes the short side of an image {eval_resize(view, image_size)} px and fills with black what is then"
+        f" missing of {height} x {width} px, where evaluation here makes the image cover it: resize images yourself, or"
+        " train with augment.eval_crop=resize"
     )
 
 
@@ -254,7 +270,8 @@ def fold_normalisation(
     to_mean: tuple[float, ...] = HALF,
     to_std: tuple[float, ...] = HALF,
 ) -> None:
-    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in [0, 1].
+    """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in
+    [0, 1].
 
     weight: (D, C, P, P), bias: (D,). It holds that (x - mean) / std = y * to_std / std + (to_mean - mean) / std.
     """

@@ -1,4 +1,6 @@
-"""What the readers of state dicts share: from tensors under the names of a project to our ViT, and the fields of its files."""
+"""What the readers of state dicts share: from tensors under the names of a project to our ViT, and the fields of its
+files.
+"""
 
 import re
 from dataclasses import replace
@@ -60,7 +62,9 @@ def read_vit(
 
 
 def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> tuple[Preprocessing, ViTConfig]:
-    """What the family that a file without settings of images belongs to reads; and the configuration with its kernel."""
+    """What the family that a file without settings of images belongs to reads; and the configuration with its
+    kernel.
+    """
     if config.positions == "learned" and mae.has_fixed_positions(config, state["positions"]):
         family, images, config = (
             "MAE and I-JEPA, by their fixed positions,",
@@ -73,8 +77,8 @@ def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> t
         family, images = "DINOv2, DINOv3 and DeiT III, by their LayerScale,", preprocessing.IMAGENET
     else:
         notes.append(
-            "no file tells the mean of its images: taken as 0.5, that of the official weights; for those of DINO or DeiT, say so in a "
-            "config.json (docs/weights.md)"
+            "no file tells the mean of its images: taken as 0.5, that of the official weights; for those of DINO or"
+            " DeiT, say so in a config.json (docs/weights.md)"
         )
         return Preprocessing({}), config
     notes.append(f"no file tells the mean of its images: taken as that of {family} {images.mean}")
@@ -119,8 +123,11 @@ def with_view(extra: dict[str, Any], images: Preprocessing) -> dict[str, Any]:
 
 
 def check_normalisation(images: Preprocessing) -> None:
-    """Raise UserError for a mean or deviation that is not 0.5: zero padding prevents folding it into a ResNet's kernels."""
+    """Raise UserError for a mean or deviation that is not 0.5: zero padding prevents folding it into a ResNet's
+    kernels.
+    """
     if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
         raise UserError(
-            f"its images have mean {images.mean} and deviation {images.std}; for a ResNet only 0.5 and 0.5 are supported."
+            f"its images have mean {images.mean} and deviation {images.std}; for a ResNet only 0.5 and 0.5 are"
+            " supported."
         )

@@ -15,7 +15,9 @@ def is_bit(tensors: Tensors) -> bool:
 
 
 def find_bit(tensors: Tensors, image_size: tuple[int, int], pixels: Pixels | None = None) -> ResNetConfig:
-    """The configuration found in the tensors, which do not tell the image size. Raises UserError for an impossible one."""
+    """The configuration found in the tensors, which do not tell the image size. Raises UserError for an impossible
+    one.
+    """
     flax = any(key.startswith("resnet/") for key in tensors)
     root = tensors["resnet/root_block/standardized_conv2d/kernel" if flax else "stem.conv.weight"]
     head = tensors.get("resnet/head/conv2d/bias" if flax else "head.fc.bias")
@@ -28,7 +30,9 @@ def find_bit(tensors: Tensors, image_size: tuple[int, int], pixels: Pixels | Non
 
 
 def bit_entries(config: ResNetConfig, flax: bool) -> Entries:
-    """Every tensor of a BiT ResNet, in the authors' layout (flax), which is for 8-bit RGB, or timm's. Raises UserError."""
+    """Every tensor of a BiT ResNet, in the authors' layout (flax), which is for 8-bit RGB, or timm's. Raises
+    UserError.
+    """
     if flax and config.pixels != RGB8:
         raise UserError(f"an .npz cannot hold a ResNet of {config.pixels}; format = safetensors or timm can.")
     return model_entries(config, NAMES["bit" if flax else "timm_bit"])

@@ -33,7 +33,8 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     model_type = json_record.convert(config_files.config.get("model_type"), str | None, "config.json", "model_type")
     if model_type and model_type not in (known := TABLES["huggingface"]["model_types"]):
         raise UserError(
-            f'its config.json says model_type = "{model_type[:100]}", which is another architecture or not supported; what can be read is '
+            f'its config.json says model_type = "{model_type[:100]}", which is another architecture or not supported;'
+            " what can be read is "
             f"{', '.join(known)} (docs/weights.md)."
         )
     notes: list[str] = []
@@ -57,7 +58,9 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
 
 
 def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dict[str, Tensor]]:
-    """-> (kind of names, a key of NAMES; the tensors of the ViT without a prefix). Raises UserError for names of other projects."""
+    """-> (kind of names, a key of NAMES; the tensors of the ViT without a prefix). Raises UserError for names of other
+    projects.
+    """
     if is_bit(tensors):
         return "timm", tensors
     patches = {f"{NAMES[kind]['patch_embedding']}.weight": kind for kind in _PROJECTS}
@@ -75,7 +78,9 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
 
 
 def _is_own(key: str, prefix: str) -> bool:
-    """Whether a tensor belongs to the model for images whose keys begin with the prefix; one tower has a prefix or none."""
+    """Whether a tensor belongs to the model for images whose keys begin with the prefix; one tower has a prefix or
+    none.
+    """
     return key.startswith((prefix, "classifier.")) or not prefix.endswith(_TOWERS)
 
 
@@ -103,8 +108,9 @@ def _from_open_clip(tensors: dict[str, Tensor], config_files: ConfigFiles, notes
     quick = json_record.convert(found.model_cfg.get("quick_gelu"), bool | None, where, "quick_gelu")
     if not config_files.clip:
         notes.append(
-            "no open_clip_config.json: exact GELU, as LAION's; for OpenAI's and MetaCLIP's, name the file open_clip_pytorch_model.bin and put "
-            '{"model_cfg": {"quick_gelu": true}} as open_clip_config.json beside it'
+            "no open_clip_config.json: exact GELU, as LAION's; for OpenAI's and MetaCLIP's, name the file"
+            ' open_clip_pytorch_model.bin and put {"model_cfg": {"quick_gelu": true}} as open_clip_config.json'
+            " beside it"
         )
     if tensors.pop("proj", None) is not None:
         notes.append("the projection to the space of texts is left out")

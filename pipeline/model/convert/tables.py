@@ -1,4 +1,6 @@
-"""tables.toml as plain values: names of other projects' files, and other facts of them. Its comments say what the tables mean."""
+"""tables.toml as plain values: names of other projects' files, and other facts of them. Its comments say what the
+tables mean.
+"""
 
 import tomllib
 from pathlib import Path

@@ -279,8 +279,8 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     others = [config.pool == "map", config.stem is not None, config.embedding_norm]
     if (config.swiglu and any(others)) or all(others[1:]):
         raise UserError(
-            "timm has no ViT with two of SwiGLU, a ResNet stem and a norm before the blocks, nor SwiGLU and attention pooling; "
-            "format = safetensors can hold it."
+            "timm has no ViT with two of SwiGLU, a ResNet stem and a norm before the blocks, nor SwiGLU and attention"
+            " pooling; format = safetensors can hold it."
         )
     if config.swiglu and config.layer_scale is None:  # timm's model with it has this too
         config = replace(config, layer_scale=1.0)

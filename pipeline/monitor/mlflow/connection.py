@@ -1,4 +1,6 @@
-"""Opens MLflow servers and databases by MLflow's public client. mlflow is imported only when it is used, because that takes seconds."""
+"""Opens MLflow servers and databases by MLflow's public client. mlflow is imported only when it is used, because that
+takes seconds.
+"""
 
 import logging
 import os
@@ -21,8 +23,8 @@ def connect(uri: str) -> Any:
     """An `MlflowClient`. Raises what MLflow raises, and UserError for a database in memory."""
     database = sqlite_file(uri)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # What sends tries again by itself, after it has looked what arrived. MLflow's client would repeat a request that was carried
-    # out although its answer was lost (504 of a web server before it): two runs.
+    # What sends tries again by itself, after it has looked what arrived. MLflow's client would repeat a request that
+    # was carried out although its answer was lost (504 of a web server before it): two runs.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -36,8 +38,9 @@ def connect(uri: str) -> Any:
     from mlflow.tracking import MlflowClient
 
     if database and not database.exists():
-        # MLflow makes its tables in some fifty steps. Processes that begin together would each make them, and a kill between two
-        # leaves a database that MLflow does not open again. So the file appears when it has all of them; the first one wins.
+        # MLflow makes its tables in some fifty steps. Processes that begin together would each make them, and a kill
+        # between two leaves a database that MLflow does not open again. So the file appears when it has all of them;
+        # the first one wins.
         database.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=database.parent, prefix=".mlflow.") as folder:
             MlflowClient(tracking_uri=sqlite_uri(Path(folder, "new.db"))).search_experiments(max_results=1)
@@ -60,14 +63,16 @@ def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
                 raise
     if experiment.lifecycle_stage != "active":
         raise UserError(
-            f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {experiment.experiment_id}` restores it; or "
-            "set track.experiment=...)"
+            f"has deleted experiment {name!r} (`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
+            " restores it; or set track.experiment=...)"
         )
     return str(experiment.experiment_id)
 
 
 def page_of(uri: str, experiment: str) -> str:
-    """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's view."""
+    """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's
+    view.
+    """
     if (found := connect(uri).get_experiment_by_name(experiment)) is None:
         return "/"
     view = f"&viewStateShareKey={VIEW_KEY}" if VIEW_TAG in found.tags else ""

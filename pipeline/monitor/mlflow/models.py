@@ -50,7 +50,9 @@ class LoggedModels:
         self.evaluated = next((data for data in facts.datasets if data.context == "evaluation"), None)
 
     def show(self, found: list[ModelFacts], scores: Scores, sent: Sent, update: Update, ended: bool) -> None:
-        """Create the logged models of new checkpoints, bring known ones up to date, and delete those of removed ones."""
+        """Create the logged models of new checkpoints, bring known ones up to date, and delete those of removed
+        ones.
+        """
         present = {model.sha256: model for model in found}
         for sha256 in sent.models.keys() - present.keys():
             found_by(partial(self.client.delete_logged_model, sent.models[sha256].model_id))
@@ -118,7 +120,9 @@ class LoggedModels:
             self.client.log_batch(run_id, metrics=linked)
 
     def _register(self, model: ModelFacts, scores: dict[str, tuple[float, int]], sent: Sent, update: Update) -> None:
-        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so far."""
+        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so
+        far.
+        """
         shown, name = sent.models[model.sha256], self.config.register
         score, data = scores.get(self.facts.score, (math.nan, 0))[0], self.evaluated.digest if self.evaluated else ""
         tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256, "model_id": shown.model_id}
@@ -134,8 +138,8 @@ class LoggedModels:
             best, sign = found.tags if found else None, self.facts.metric(self.facts.score).sign
             if best is not None and (best.get("score_name"), best.get("score_data")) != (self.facts.score, data):
                 warn(
-                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')} on data "
-                    f"{best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
+                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')}"
+                    f" on data {best.get('score_data')}) cannot be compared with {self.facts.score} on {data}."
                 )
             elif best is None or not sign * score <= sign * float(best.get("score", "nan")):
                 self.client.set_registered_model_alias(name, "best", version)

@@ -1,4 +1,6 @@
-"""What an MLflow store refuses, as against a store that cannot be reached: the one is never sent again, the other waits."""
+"""What an MLflow store refuses, as against a store that cannot be reached: the one is never sent again, the other
+waits.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +20,8 @@ _TOO_LARGE = "failed with error code 413 "
 class Refusals:
     """What a store refused, which it would refuse again: each is said once and left out, and the rest goes on.
 
-    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store, with the reason.
+    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store,
+    with the reason.
     """
 
     def __init__(self, is_active: Callable[[], bool]) -> None:
@@ -39,7 +42,9 @@ class Refusals:
         return False
 
     def send_each(self, items: Sequence[T], name: Callable[[T], str], request: Callable[[Sequence[T]], object]) -> None:
-        """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left out."""
+        """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left
+        out.
+        """
         if self._reason(partial(request, items)) is not None:
             for item in items:
                 self.allows(name(item), partial(request, [item]))
@@ -49,8 +54,8 @@ class Refusals:
         try:
             request()
         except Exception as error:
-            # What somebody has deleted, as a version of a registered model, is not made again. An older server has no logged models; a
-            # server without the request for metrics is none of MLflow.
+            # What somebody has deleted, as a version of a registered model, is not made again. An older server has no
+            # logged models; a server without the request for metrics is none of MLflow.
             missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
             is_missing = getattr(error, "error_code", "") in missing
             if not (is_refusal(error) or is_missing) or not self._is_active():
@@ -73,7 +78,8 @@ def is_refusal(error: Exception) -> bool:
 def one_line(error: Exception) -> str:
     """What an exception says, on one line without passwords.
 
-    Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at the end.
+    Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at
+    the end.
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"

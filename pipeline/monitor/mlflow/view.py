@@ -1,7 +1,9 @@
-"""The view of an experiment's runs that this project proposes: columns of the list, and charts against images seen and FLOPs.
+"""The view of an experiment's runs that this project proposes: columns of the list, and charts against images seen and
+FLOPs.
 
-MLflow keeps saved views as tags of the experiment; they are listed under *Views*, and `?viewStateShareKey=KEY` in an address opens
-one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones have their defaults.
+MLflow keeps saved views as tags of the experiment; they are listed under *Views*, and `?viewStateShareKey=KEY` in an
+address opens one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones
+have their defaults.
 """
 
 import json
@@ -14,8 +16,10 @@ VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by it; a fixed time keeps the tag the same.
 
-# Of the run list, from left to right, and their widths in pixels: what decides comes first, since a window of 1,500 has 860 left
-# beside MLflow's menu and assistant. Columns without content in a store are not shown. MLflow sorts by metrics, not by tags: so `score` is both.
+# Of the run list, from left to right, and their widths in pixels: what decides comes first, since a window of 1,500 has
+# 860 left beside MLflow's menu and assistant. Columns without content in a store are not shown. MLflow sorts by
+# metrics, not by
+# tags: so `score` is both.
 _COLUMNS = {
     "tags.`kind`": 80,
     "metrics.`score`": 62,
@@ -38,10 +42,12 @@ _LARGE = {"columns": 2, "cardHeight": 400}
 
 
 def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
-    """Value of the experiment's tag VIEW_TAG. objectives: those whose losses have charts of their own, in the order of their table."""
+    """Value of the experiment's tag VIEW_TAG. objectives: those whose losses have charts of their own, in the order of
+    their table.
+    """
     losses = [f"{name}_{kind}".rstrip("_") for kind in objectives for name in ("train/loss", "eval/val_loss")]
-    # Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points. Losses of
-    # different objectives have charts of their own, because they do not compare.
+    # Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points.
+    # Losses of different objectives have charts of their own, because they do not compare.
     sections = [
         ("Score in per cent", [("score", _IMAGES), ("score", _FLOPS)]),
         ("Loss by objective", [(loss, _IMAGES) for loss in losses]),

@@ -38,10 +38,10 @@ def weights_path(
 ) -> str:
     """The path of weights that MLflow names; any other path as it is.
 
-    tracking_uri: of a run, else MLFLOW_TRACKING_URI. Where neither is set, or a local database that does not have them, mlflow.db in
-    the folder of runs `out` and in runs/ are asked. The checkpoint is used where the run wrote it, if it has the hash that MLflow
-    shows; else the weights that were uploaded (track.upload_weights) are downloaded to the cache, once. say: called with a line
-    that names what was found. Raises UserError if there are none.
+    tracking_uri: of a run, else MLFLOW_TRACKING_URI. Where neither is set, or a local database that does not have them,
+    mlflow.db in the folder of runs `out` and in runs/ are asked. The checkpoint is used where the run wrote it, if it
+    has the hash that MLflow shows; else the weights that were uploaded (track.upload_weights) are downloaded to the
+    cache, once. say: called with a line that names what was found. Raises UserError if there are none.
     """
     if not is_uri(weights):
         return weights
@@ -65,9 +65,9 @@ def weights_path(
                 os.replace(download_artifacts(there, dst_path=own, tracking_uri=uri), file)
         except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
-                f"{weights}: its weights are not in {path} (of step {model.params.get('step', '?')}, SHA-256 {sha256[:16]}...), and were not "
-                "uploaded, or cannot be downloaded. Run this where that folder is, or train with track.upload_weights=true. MLflow says: "
-                f"{one_line(error)}"
+                f"{weights}: its weights are not in {path} (of step {model.params.get('step', '?')}, SHA-256"
+                f" {sha256[:16]}...), and were not uploaded, or cannot be downloaded. Run this where that folder is, or"
+                f" train with track.upload_weights=true. MLflow says: {one_line(error)}"
             ) from None
     with open(file, "rb") as stream:
         if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
@@ -83,7 +83,8 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
 
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     setting = "track.uri or " if tracking_uri else ""
-    # A run below a grid or a study is given their default database, and looks where one without a track.uri would, before that.
+    # A run below a grid or a study is given their default database, and looks where one without a track.uri would,
+    # before that.
     given = [server, tracking_uri] if tracking_uri == default_uri(out.parent) else [tracking_uri or server]
     uris = [uri for uri in given if uri]
     if not uris or sqlite_file(uris[-1]):
@@ -92,7 +93,8 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
     for uri in uris:
         if (database := sqlite_file(uri)) and not database.is_file():  # Which MLflow would create.
             raise UserError(
-                f"{weights}: there is no MLflow database {database}: set {setting}MLFLOW_TRACKING_URI to the store of the runs."
+                f"{weights}: there is no MLflow database {database}: set {setting}MLFLOW_TRACKING_URI to the store of"
+                " the runs."
             )
         try:
             client = connect(uri)
@@ -105,7 +107,9 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
 
 
 def _model_id(client: Any, uri: str) -> str:
-    """ID of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else newest)."""
+    """ID of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else
+    newest).
+    """
     scheme, _, name = uri.partition(":/")
     name = name.strip("/")
     if scheme == "runs":

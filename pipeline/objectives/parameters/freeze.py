@@ -11,8 +11,8 @@ NOTHING, BACKBONE, ENCODER = "none", "backbone", "encoder"
 
 
 def freeze(backbone: Model, what: str) -> None:
-    """Freeze all but the head (`what` = "backbone"), all but the attention pool and the head ("encoder"), or what comes before the
-    first block and the first n ("n blocks").
+    """Freeze all but the head (`what` = "backbone"), all but the attention pool and the head ("encoder"), or what comes
+    before the first block and the first n ("n blocks").
 
     "none" freezes nothing. Raises UserError for a number of blocks, or an attention pool, that the model does not have.
     """

@@ -2,8 +2,8 @@
 
     y = W x + b + (alpha / r) U D x         D: r x inputs, random at first; U: outputs x r, zero at first
 
-The factors are no part of the backbone: an objective holds them, and hooks add what they compute. `checkpoint/writer.py` adds their
-product to W in the weights that are scored, exported and fine-tuned.
+The factors are no part of the backbone: an objective holds them, and hooks add what they compute.
+`checkpoint/writer.py` adds their product to W in the weights that are scored, exported and fine-tuned.
 """
 
 from functools import partial
@@ -41,7 +41,8 @@ def _with_factors(factors: Factors, layer: nn.Module, inputs: tuple[Tensor], out
 
 
 def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> nn.ModuleDict:
-    """Let layers of the backbone's blocks compute with factors, which are returned by layer; drawn from torch's generator.
+    """Let layers of the backbone's blocks compute with factors, which are returned by layer; drawn from torch's
+    generator.
 
     layers: the last part of their names, such as "qkv". Raises UserError for one that no block has.
     """
@@ -54,7 +55,8 @@ def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> 
     if unknown := [layer for layer in layers if layer not in known]:
         has = f"are {', '.join(known)}" if known else "are none: it is no ViT"
         raise UserError(
-            f"train.lora_layers = [{', '.join(layers)}]: {unknown[0]} is no dense layer of the model's blocks, which {has}."
+            f"train.lora_layers = [{', '.join(layers)}]: {unknown[0]} is no dense layer of the model's blocks, which"
+            f" {has}."
         )
     found = nn.ModuleDict()
     for name, layer in dense.items():

@@ -1,18 +1,21 @@
-"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no kernel of a hidden layer.
+"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no kernel of a hidden
+layer.
 
 The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural networks", 2024). The scale
-0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and weight decay
-(Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2).
+0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and
+weight decay (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2).
 
-Under ZeRO 1 and 2 a rank updates a range of all parameters, which can begin and end within a matrix. Momentum is kept for the range only.
-Matrices that are cut are put together from the ranks' parts before they are made orthogonal, and no others, so ranks
-communicate at most the parameters.
+Under ZeRO 1 and 2 a rank updates a range of all parameters, which can begin and end within a matrix. Momentum is kept
+for the range only. Matrices that are cut are put together from the ranks' parts before they are made orthogonal, and no
+others, so ranks communicate at most the parameters.
 
-On a GPU, whose host can take longer to launch the kernels for one matrix than the GPU to run them, a rank makes its matrices of equal shape
-orthogonal together. Another number of matrices may be multiplied by another kernel, so the last bits of an update can depend on which
-matrices a rank holds: on the number of ranks and the ZeRO stage, which change the sums of gradients anyway.
+On a GPU, whose host can take longer to launch the kernels for one matrix than the GPU to run them, a rank makes its
+matrices of equal shape orthogonal together. Another number of matrices may be multiplied by another kernel, so the last
+bits of an update can depend on which matrices a rank holds: on the number of ranks and the ZeRO stage, which change the
+sums of gradients anyway.
 
-DeepSpeed has a Muon of its own, which reports and clips the norm of the update instead of the gradient's, and which BF16_Optimizer (stage 1 in bf16) does not apply.
+DeepSpeed has a Muon of its own, which reports and clips the norm of the update instead of the gradient's, and which
+BF16_Optimizer (stage 1 in bf16) does not apply.
 """
 
 import math
@@ -24,13 +27,15 @@ from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
 
-# By type of device, the most elements of matrices that are made orthogonal together, if they are more than one matrix. In bf16 they have
-# 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all temporary tensors at most 256 MiB.
+# By type of device, the most elements of matrices that are made orthogonal together, if they are more than one matrix.
+# In bf16 they have 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all
+# temporary tensors at most 256 MiB.
 BATCH_ELEMENTS = {"cuda": 2**24}
 
 # (name of a parameter, number of the kernel in it)
 Kernel = tuple[str, int]
-# Elements [start, start + length) of a parameter are at [offset, offset + length) of a flat tensor: (name, start, length, offset).
+# Elements [start, start + length) of a parameter are at [offset, offset + length) of a flat tensor: (name, start,
+# length, offset).
 Place = tuple[str, int, int, int]
 
 
@@ -45,7 +50,9 @@ class _Piece(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """The elements of `matrix` from `start` on, once it is orthogonal, are added to the flat `weights`, times `factor`."""
+    """The elements of `matrix` from `start` on, once it is orthogonal, are added to the flat `weights`, times
+    `factor`.
+    """
 
     matrix: Tensor
     start: int
@@ -54,7 +61,9 @@ class _Update(NamedTuple):
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but groups with "matrices" are updated by Muon. kernels: name of each of their parameters, and how many kernels it has."""
+    """AdamW, but groups with "matrices" are updated by Muon. kernels: name of each of their parameters, and how many
+    kernels it has.
+    """
 
     def __init__(
         self, groups: list[dict[str, Any]], kernels: Mapping[Tensor, tuple[str, int]], momentum: float, **adam: Any
@@ -62,7 +71,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **adam)
         self.momentum = momentum
         self._pieces: dict[Tensor, list[_Piece]] = {}
-        # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the sum.
+        # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the
+        # sum.
         self._cut: dict[Tensor, dict[Kernel, tuple[tuple[int, int], int]]] = {}
         # Number and shape of the kernels in a parameter.
         self._kernels = {name: (n, kernel_shape(p, n)) for p, (name, n) in kernels.items()}
@@ -142,7 +152,9 @@ class Muon(torch.optim.AdamW):
 
 
 def _batches(updates: Iterable[_Update]) -> Iterator[list[_Update]]:
-    """Yields updates whose matrices are made orthogonal together: of equal shape, and at most BATCH_ELEMENTS, or one."""
+    """Yields updates whose matrices are made orthogonal together: of equal shape, and at most BATCH_ELEMENTS, or
+    one.
+    """
     waiting: dict[torch.Size, list[_Update]] = {}
     for update in updates:
         shape = update.matrix.shape
@@ -175,12 +187,15 @@ def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) ->
 
 
 def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:
-    """(rows, columns) of each of the `count` kernels of a parameter; a convolution's has a row for each output channel."""
+    """(rows, columns) of each of the `count` kernels of a parameter; a convolution's has a row for each output
+    channel.
+    """
     return parameter.shape[0] // count, parameter[0].numel()
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """(m, n) or (batch, m, n) -> same, float32: about U V^T of each singular value decomposition U S V^T, with singular values from 0.7 to 1.2.
+    """(m, n) or (batch, m, n) -> same, float32: about U V^T of each singular value decomposition U S V^T, with singular
+    values from 0.7 to 1.2.
 
     Five steps of a Newton-Schulz iteration, in bf16 on a GPU, as published, and in fp32 elsewhere.
     """

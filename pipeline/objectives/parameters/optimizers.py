@@ -24,7 +24,8 @@ def is_fused(config: EngineConfig, device: torch.device) -> bool:
 
 
 def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW, SGD or Muon with the `parameter_groups` of a model or an objective. decayed: names of parameters with weight decay.
+    """Build AdamW, SGD or Muon with the `parameter_groups` of a model or an objective. decayed: names of parameters
+    with weight decay.
 
     fused: with torch's fused kernels, instead of those that it chooses.
 
@@ -44,10 +45,11 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: b
 
 
 def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameter groups for `torch.optim`: those with weight decay, then those without; more with layer_decay or frozen steps.
+    """Parameter groups for `torch.optim`: those with weight decay, then those without; more with layer_decay or frozen
+    steps.
 
-    Each also has "factor", by which its learning rate is multiplied, "frozen_steps", in how many first steps its parameters
-    are not changed, "decays", and whether Muon updates its "matrices".
+    Each also has "factor", by which its learning rate is multiplied, "frozen_steps", in how many first steps its
+    parameters are not changed, "decays", and whether Muon updates its "matrices".
     """
     named = dict(trained_parameters(model))
     frozen = model.frozen_steps() if isinstance(model, Objective) else {}
@@ -57,7 +59,8 @@ def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfi
     by_muon = matrices(model, decayed) if config.name == "muon" else {}
     if config.name == "muon" and not by_muon:
         raise UserError(
-            "optimizer.name = muon is for the kernels of hidden layers, and none of them is trained here. Use optimizer.name=adam."
+            "optimizer.name = muon is for the kernels of hidden layers, and none of them is trained here. Use"
+            " optimizer.name=adam."
         )
     groups: dict[tuple[bool, int, float, bool], dict[str, Any]] = {}
     for name, parameter in named.items():
@@ -116,10 +119,11 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, lr: float, weight_dec
 
 
 def _correction_after(frozen_steps: int, step: int, beta1: float, beta2: float) -> float:
-    """Factor of the rate with which Adam corrects the bias of moments that begin after the frozen steps, which it has counted, too.
+    """Factor of the rate with which Adam corrects the bias of moments that begin after the frozen steps, which it has
+    counted, too.
 
-    Otherwise the first updates after an epoch of frozen steps would be several times those of DINO's authors, whose optimizer begins
-    with the first step in which there is a gradient. step: from 0.
+    Otherwise the first updates after an epoch of frozen steps would be several times those of DINO's authors, whose
+    optimizer begins with the first step in which there is a gradient. step: from 0.
     """
     counted_steps, own_steps = step + 1, step + 1 - frozen_steps
     first = (1 - beta1**counted_steps) / (1 - beta1**own_steps)
@@ -127,7 +131,9 @@ def _correction_after(frozen_steps: int, step: int, beta1: float, beta2: float) 
 
 
 def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Weight decay of step `step` (from 0): constant, or along half a cosine to optimizer.weight_decay_end, as in DINO."""
+    """Weight decay of step `step` (from 0): constant, or along half a cosine to optimizer.weight_decay_end, as in
+    DINO.
+    """
     if config.weight_decay_end is None:
         return config.weight_decay
     shape = 0.5 * (1 + math.cos(math.pi * step / max(total_steps, 1)))
@@ -135,7 +141,9 @@ def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
-    """A line for each parameter group and for frozen parameters, if there are others than with and without weight decay."""
+    """A line for each parameter group and for frozen parameters, if there are others than with and without weight
+    decay.
+    """
     groups = parameter_groups(objective, objective.decayed(), config)
     frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
     if (
@@ -147,7 +155,8 @@ def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
     return (
         ["parameter groups:"]
         + [
-            f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x {group['factor']:.4g}, "
+            f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x"
+            f" {group['factor']:.4g}, "
             + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
             + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
             + (", by Muon" if group["matrices"] else "")
@@ -158,7 +167,9 @@ def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:
-    """Learning rate after warm-up: optimizer.lr, scaled linearly from optimizer.lr_batch to the global batch if that is set."""
+    """Learning rate after warm-up: optimizer.lr, scaled linearly from optimizer.lr_batch to the global batch if that is
+    set.
+    """
     return config.lr * global_batch / config.lr_batch if config.lr_batch else config.lr
 
 
@@ -169,8 +180,8 @@ def learning_rate(
 
     As in the paper's code: shape(progress) x min(1, step / warmup), progress counted from the end of the warm-up
     (big_vision, utils.create_learning_rate_schedule). "drops" counts from the start of the run, as in BiT.
-    cooldown_steps: steps at the end of a "constant" schedule in which the rate falls linearly, as in Zhai et al., "Scaling Vision
-    Transformers" (2022), where it follows a rate that falls with the square root of the step.
+    cooldown_steps: steps at the end of a "constant" schedule in which the rate falls linearly, as in Zhai et al.,
+    "Scaling Vision Transformers" (2022), where it follows a rate that falls with the square root of the step.
     """
     progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
     if config.decay == "linear":

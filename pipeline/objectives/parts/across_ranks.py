@@ -1,7 +1,7 @@
 """Collective operations for a loss that compares samples of all ranks. In one process without a group they do nothing.
 
-DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank's samples, computed with `gathered` features, has the
-gradient of the mean over all of them.
+DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank's samples, computed with `gathered`
+features, has the gradient of the mean over all of them.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,11 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Returns the sum over ranks, with a gradient to every rank: that of the sum of the losses of all ranks. Collective.
+    """Returns the sum over ranks, with a gradient to every rank: that of the sum of the losses of all ranks.
+    Collective.
 
-    DeepSpeed divides it by the number of ranks, so the gradient of a loss that is the same on all ranks is as in one process.
+    DeepSpeed divides it by the number of ranks, so the gradient of a loss that is the same on all ranks is as in one
+    process.
     """
     return _Total.apply(tensor) if distributed.is_initialized() else tensor
 

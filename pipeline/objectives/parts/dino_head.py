@@ -10,7 +10,9 @@ _STD = 0.02  # Of initial values, which are normal, truncated at 2.
 
 
 class Prototypes(nn.Module):
-    """Cosine similarity to K directions: a dense layer without bias whose rows are normalised, and so have the fixed gain 1."""
+    """Cosine similarity to K directions: a dense layer without bias whose rows are normalised, and so have the fixed
+    gain 1.
+    """
 
     def __init__(self, width: int, prototypes: int) -> None:
         super().__init__()

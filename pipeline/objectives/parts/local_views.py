@@ -36,11 +36,13 @@ class LocalViewSettings(Settings):
         """
         if config.augment.crop not in ("inception", "random_resized"):
             raise UserError(
-                f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be random_resized or inception."
+                f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be"
+                " random_resized or inception."
             )
         if self.local_area_min > self.local_area_max:
             raise UserError(
-                f"objective.local_area_min = {self.local_area_min} must not be above objective.local_area_max = {self.local_area_max}."
+                f"objective.local_area_min = {self.local_area_min} must not be above objective.local_area_max ="
+                f" {self.local_area_max}."
             )
         if self.local_views and model is not None:
             check_small_views(model, self.local_size)

@@ -1,6 +1,7 @@
 """Published weights as a teacher: a frozen part of the module, for distill.py and distill_classes.py.
 
-ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with the same weights only.
+ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with
+the same weights only.
 """
 
 import hashlib
@@ -29,7 +30,8 @@ from pipeline.settings.schema import Settings, setting
 class TeacherSettings(Settings):
     teacher: PathText = setting(
         "",
-        "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.",
+        "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they"
+        " are.",
         on_change="comparison",  # Whether they are the same is told by their content.
     )
 
@@ -44,8 +46,8 @@ class TaughtObjective(Objective):
         super().check(config)
         if not cls.settings(config).teacher:
             raise UserError(
-                f"train.loss = {config.train.loss} needs objective.teacher: the weights to distill, such as a run folder, a .safetensors, "
-                "or a folder of Hugging Face."
+                f"train.loss = {config.train.loss} needs objective.teacher: the weights to distill, such as a run"
+                " folder, a .safetensors, or a folder of Hugging Face."
             )
         cls.published(config)
 
@@ -70,7 +72,9 @@ class TaughtObjective(Objective):
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises UserError."""
+        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
+        UserError.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -97,7 +101,9 @@ class TaughtObjective(Objective):
         return self
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Adds, if the teacher reads images of another size or other channels: `seen`, float32 (B, C, H, W) as it reads them."""
+        """Adds, if the teacher reads images of another size or other channels: `seen`, float32 (B, C, H, W) as it reads
+        them.
+        """
         views, facts = super().inputs(batch, device, mixing)
         own, teacher = self.backbone.config, self.frozen_teacher.config
         seen = views[0] if own.pixels == teacher.pixels else converted(views[0], own.pixels, teacher.pixels)
@@ -135,8 +141,8 @@ def _columns(device: torch.device, *of_channels: tuple[float, ...]) -> tuple[Ten
 
 
 class PublishedTeacher(NamedTuple):
-    """file: where the weights are. extra: what stands beside them, as the names of their classes. digest: SHA-256 of their configuration
-    and tensors, whatever the format of the file."""
+    """file: where the weights are. extra: what stands beside them, as the names of their classes. digest: SHA-256 of
+    their configuration and tensors, whatever the format of the file."""
 
     file: Path
     config: Config
@@ -146,13 +152,15 @@ class PublishedTeacher(NamedTuple):
 
 @cache
 def _find_published(teacher: str) -> PublishedTeacher:
-    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises UserError.
+    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises
+    UserError.
 
     They are remembered without their tensors, because a plan asks for them many times.
     """
     if is_uri(teacher):  # Each rank would ask the server at each start.
         raise UserError(
-            f"objective.teacher = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the tag path."
+            f"objective.teacher = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the"
+            " tag path."
         )
     try:
         file = find_file(Path(teacher))

@@ -16,8 +16,8 @@ class GpuBenchConfig(Settings):
     )
     models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = setting(
         [],
-        "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is L/16, H/14 "
-        "at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.",
+        "Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is"
+        " L/16, H/14 at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.",
     )
     device: Literal["cuda", "cpu"] = setting(
         "cuda", "cpu runs the same code in seconds on a tiny model, as a test of it."
@@ -32,7 +32,8 @@ class GpuBenchConfig(Settings):
     batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
     tolerance: float = setting(
         0.005,
-        "Largest relative difference to the loss of the plain step, in each of the first steps, of an exact configuration.",
+        "Largest relative difference to the loss of the plain step, in each of the first steps, of an exact"
+        " configuration.",
         above=0,
         max=1,
     )

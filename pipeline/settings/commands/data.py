@@ -16,8 +16,8 @@ _URL = "Folder or URL (s3://, gs://)"
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
 _VALUES = (
-    "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, "
-    "[low,high,low,high,...] for each. Default: full for 8 bits, else percentiles."
+    "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all"
+    " channels, [low,high,low,high,...] for each. Default: full for 8 bits, else percentiles."
 )
 
 
@@ -68,8 +68,9 @@ class ImagesConfig(ValuesConfig):
     )
     channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(
         list,
-        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else c0, c1, ... Gray "
-        "photographs are RGB, and one channel with channels=gray. With one file per channel: those that are used; [1:dapi,3:gfp] renames.",
+        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one,"
+        " else c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel:"
+        " those that are used; [1:dapi,3:gfp] renames.",
     )
     nodata: float | None = setting(
         None,
@@ -100,23 +101,24 @@ class ShardConfig(ImagesConfig):
     ] = setting("auto", "Layout of source; auto detects it. images: any tree of images without labels.")
     splits: dict[SplitName, str] = setting(
         {"train": ""},
-        "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images; the tar "
-        "(imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet, webdataset).",
+        "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or"
+        " images; the tar (imagenet1k); the list, or a value of its split_column (list); the prefix of its file names"
+        " (parquet, webdataset).",
         min_items=1,
     )
     val_share: ShareBelow1 = setting(
         0.0,
-        "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that a sample never "
-        "changes split.",
+        "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that"
+        " a sample never changes split.",
     )
     holdout_per_class: NonNegativeInt = setting(
         0, "Images per class of split train held out as 'val': the first by name."
     )
     val_labels: PathText = setting(
         "",
-        "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or "
-        "ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename "
-        "number' or ReaL's real.json.",
+        "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or"
+        " ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines"
+        " 'filename number' or ReaL's real.json.",
         needs="layout=auto,imagenet1k",
     )
     cifar100_labels: Literal["fine", "coarse"] = setting(
@@ -124,7 +126,8 @@ class ShardConfig(ImagesConfig):
     )
     image_column: str = setting(
         "image",
-        "parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or tensors).",
+        "parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or"
+        " tensors).",
         needs="layout=auto,parquet",
     )
     path_column: str = setting(
@@ -134,8 +137,8 @@ class ShardConfig(ImagesConfig):
     )
     channel_columns: Distinct[str] = setting(
         list,
-        "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of the columns. A row is "
-        "one image.",
+        "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names"
+        " of the columns. A row is one image.",
         needs="layout=auto,list",
     )
     label_column: str = setting(
@@ -151,13 +154,15 @@ class ShardConfig(ImagesConfig):
     )
     group_column: str = setting(
         "",
-        "parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike although nobody "
-        "copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over groups.",
+        "parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike"
+        " although nobody copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are"
+        " over groups.",
         needs="layout=auto,parquet,list",
     )
     split_column: str = setting(
         "split",
-        "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them; empty is none.",
+        "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;"
+        " empty is none.",
         needs="layout=auto,list",
     )
     label_names: PathText = setting("", "File of class names, one per line, for labels that are numbers from 0.")
@@ -172,14 +177,16 @@ class ShardConfig(ImagesConfig):
     merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
     compare: Literal["mtime", "content"] = setting(
         "mtime",
-        "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of change; content: all.",
+        "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of"
+        " change; content: all.",
     )
     seed: Seed = setting(0, "Seed of the order of samples.")
     samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
     resize_short: Side = setting(0, "Resize larger images to this short side; 0 copies the bytes.")
     resize_filter: Literal["area", "antialias"] = setting(
         "area",
-        "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is faster.",
+        "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is"
+        " faster.",
         needs="resize_short",
     )
     jpeg_quality: int = setting(
@@ -192,19 +199,20 @@ class ShardConfig(ImagesConfig):
     )
     missing_channels: Literal["skip", "mean"] = setting(
         "skip",
-        "What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read as their mean.",
+        "What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are"
+        " read as their mean.",
         needs="channel_pattern|channel_columns",
     )
     pages: Literal["", "first", "middle", "channels", "samples"] = setting(
         "",
-        "What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or the middle one "
-        "are not used.",
+        "What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first"
+        " or the middle one are not used.",
     )
     npz_array: str = setting("", "The array of .npz files of several that is the image; it is stored as .npy.")
     to_rgb8: bool = setting(
         False,
-        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to 255. "
-        "Channels named red, green and blue are kept, else the first three.",
+        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0"
+        " to 255. Channels named red, green and blue are kept, else the first three.",
     )
 
     def check(self) -> None:
@@ -220,7 +228,8 @@ class ShardConfig(ImagesConfig):
                 raise UserError(f"{one} and {other} cannot be used together: leave out one of them.")
         if self.to_rgb8 and self.missing_channels == "mean":
             raise UserError(
-                "missing_channels=mean keeps the channels that a sample has, and to_rgb8 makes RGB of it: use one of them."
+                "missing_channels=mean keeps the channels that a sample has, and to_rgb8 makes RGB of it: use one of"
+                " them."
             )
         if self.channel_pattern:
             groups = re.compile(self.channel_pattern).groupindex
@@ -229,8 +238,8 @@ class ShardConfig(ImagesConfig):
         for name in ("val_share", "holdout_per_class"):
             if getattr(self, name) and "val" in self.splits:
                 raise UserError(
-                    f"{name} holds out images of 'train' as 'val', but splits = {quoted(self.splits)} already has a 'val'. Name "
-                    f"the others alone (splits.train=...), or leave {name} out."
+                    f"{name} holds out images of 'train' as 'val', but splits = {quoted(self.splits)} already has a"
+                    f" 'val'. Name the others alone (splits.train=...), or leave {name} out."
                 )
         for name in ("val_share", "holdout_per_class", "min_images"):
             if getattr(self, name) and "train" not in self.splits:
@@ -303,7 +312,8 @@ class VerifyConfig(JobConfig):
     )
     decode_share: Share = setting(
         1.0,
-        "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.",
+        "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always"
+        " are.",
     )
 
 
@@ -330,17 +340,18 @@ class DedupConfig(JobConfig):
     split: str = setting("train", "Split that is searched and marked.")
     against: list[PathText] = setting(
         list,
-        "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its splits, "
-        "folder:split for one",
+        "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its"
+        " splits, folder:split for one",
     )
     within_split: bool = setting(
         False,
-        "Instead, search the split for near copies of its own images: of those that are alike, the largest is kept (by pixels, "
-        "then by bytes), and the others are marked.",
+        "Instead, search the split for near copies of its own images: of those that are alike, the largest is kept (by"
+        " pixels, then by bytes), and the others are marked.",
     )
     max_distance: float = setting(
         0.14,
-        "Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/dedup.md has the error rates.",
+        "Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/dedup.md has the error"
+        " rates.",
         min=0,
         max=0.5,
     )
@@ -351,6 +362,6 @@ class DedupConfig(JobConfig):
         """Check what is compared. Raises UserError."""
         if bool(self.against) == self.within_split:
             raise UserError(
-                "Set what the images are compared with: against=[...], data sets of test images, or within_split=true, one another. "
-                "For both, run the command twice."
+                "Set what the images are compared with: against=[...], data sets of test images, or within_split=true,"
+                " one another. For both, run the command twice."
             )

@@ -1,4 +1,6 @@
-"""The settings of commands that follow runs: report of sweeps, comparison of runs, and a fine-tuning protocol's grid."""
+"""The settings of commands that follow runs: report of sweeps, comparison of runs, and a fine-tuning protocol's
+grid.
+"""
 
 from pydantic import PositiveFloat
 
@@ -18,8 +20,8 @@ class VtabReportConfig(Settings):
 
     sweeps: list[PathText] = setting(
         REQUIRED,
-        "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others "
-        "are compared with it",
+        "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others"
+        " are compared with it",
     )
     names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
     out: PathText = setting(
@@ -76,7 +78,9 @@ class SyncConfig(Settings):
 
 
 class GridConfig(ExperimentConfig):
-    """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several times."""
+    """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several
+    times.
+    """
 
     name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "experiment")
     run: PathText = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
@@ -103,8 +107,8 @@ class GridConfig(ExperimentConfig):
         names = [self.trial_name(lr) for lr in self.lr]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(
-                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that differ in "
-                "their first six digits."
+                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that"
+                " differ in their first six digits."
             )
 
     @staticmethod

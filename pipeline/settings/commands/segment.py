@@ -1,6 +1,7 @@
 """The settings of the segmentation probe.
 
-Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md says what else differs.
+Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md
+says what else differs.
 """
 
 from typing import Annotated
@@ -20,8 +21,8 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     masks: list[PathText] = setting(
         REQUIRED,
-        "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour for each class. A "
-        "mask has its image's path below the folder, but for the suffix.",
+        "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one"
+        " colour for each class. A mask has its image's path below the folder, but for the suffix.",
     )
     split: str = setting(
         "train", "If images is a data set: the split to learn from. Masks are of the split of the same name."
@@ -42,7 +43,8 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     )
     short_side: Side = setting(
         0,
-        "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is image_size.",
+        "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is"
+        " image_size.",
     )
     steps: int = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).", min=1, max=10_000_000)
     train_batch: Batch = setting(16, "Crops of a step.")
@@ -51,7 +53,8 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     batch: Batch = setting(8, "Windows per forward pass of the score.")
     apply: list[PathText] = setting(
         list,
-        "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.",
+        "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the"
+        " results.",
     )
     num_drawn: int = setting(
         16, "The first images of apply that sheet.png shows with their masks.", min=1, max=200, needs="apply"
@@ -59,8 +62,9 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
     out: PathText = setting(
         "",
-        "Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its checkpoints, and "
-        "runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).",
+        "Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its"
+        " checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this"
+        " name).",
         output="folder",
         holds="segmentation",
     )

@@ -52,7 +52,8 @@ class ExperimentConfig(Settings):
     )
     launcher: ShellWords = setting(
         "",
-        "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as `gpus`.",
+        "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks"
+        " as `gpus`.",
     )
     gpus: int = setting(
         0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
@@ -67,7 +68,8 @@ class ExperimentConfig(Settings):
     )
     tflops: NonNegativeFloat = setting(
         0.0,
-        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0 measures this CPU.",
+        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0"
+        " measures this CPU.",
     )
     slurm: PathText = setting(
         "", "Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it.", output="file"
@@ -120,14 +122,15 @@ class StudyConfig(ExperimentConfig):
     out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
     question: Annotated[str, AfterValidator(_question)] = setting(
         REQUIRED,
-        "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute budget, and "
-        "what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure 8); "
-        "labels: what pre-trained weights gain over the first model, by the number of labelled images",
+        "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute"
+        " budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8,"
+        " Figure 8); labels: what pre-trained weights gain over the first model, by the number of labelled images",
         choices=QUESTIONS,
     )
     run: PathText = setting(
         REQUIRED,
-        "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells share",
+        "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells"
+        " share",
     )
     settings: list[str] = setting(
         list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
@@ -135,7 +138,8 @@ class StudyConfig(ExperimentConfig):
     models: list[StudyModel] = setting(REQUIRED, "The models that are compared")
     data_sizes: Distinct[Limit] = setting(
         list,
-        "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit of the run.",
+        "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is"
+        " data.limit of the run.",
     )
     lengths: Distinct[PositiveLength] = setting(
         list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."
@@ -150,21 +154,22 @@ class StudyConfig(ExperimentConfig):
     )
     cooldown: ShareBelow1 = setting(
         0.0,
-        "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then share all steps "
-        "before, which are trained once. 0 trains each length by itself, with the schedule of the run.",
+        "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then"
+        " share all steps before, which are trained once. 0 trains each length by itself, with the schedule of the"
+        " run.",
         needs="lengths|budgets|minutes",
     )
     equal_compute: bool = setting(
         True,
-        "question = labels: models without weights train for as many more steps as the longest pre-training of the others is "
-        "worth in compute.",
+        "question = labels: models without weights train for as many more steps as the longest pre-training of the"
+        " others is worth in compute.",
         needs="question=labels",
     )
     seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.")
     score: str = setting(
         "top1",
-        "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping, with "
-        "checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
+        "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping,"
+        " with checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
     )
     finetune: list[PathText] = setting(
         list,
@@ -192,5 +197,6 @@ class StudyConfig(ExperimentConfig):
         for model in self.models:
             if self.minutes and not model.speed:
                 raise UserError(
-                    f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run prints."
+                    f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run"
+                    " prints."
                 )

@@ -31,13 +31,14 @@ class ProtocolConfig(Settings):
     image_size: int = setting(REQUIRED, "Side of the square input images in pixels", min=1, max=MAX_SIDE)
     small_image_size: Side = setting(
         0,
-        "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled with it; 0 is image_size.",
+        "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is"
+        " scaled with it; 0 is image_size.",
     )
     small_resize_to: Side = setting(0, "augment.resize_to for these tasks.", needs="small_image_size")
     pixels: Literal["weights", "imagenet"] = setting(
         "weights",
-        "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean and "
-        "standard deviation.",
+        "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's"
+        " mean and standard deviation.",
     )
     augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
     batch: Batch = setting(REQUIRED, "Samples per optimizer step", needs="method=finetune")
@@ -85,12 +86,14 @@ class ProtocolConfig(Settings):
         """Check what depends on several settings. Raises UserError."""
         if shares := [str(length) for length in self.length if length.unit == "%"]:
             raise UserError(
-                f"protocol.length = {', '.join(shares)} must be in steps, epochs or samples: a share needs another length."
+                f"protocol.length = {', '.join(shares)} must be in steps, epochs or samples: a share needs another"
+                " length."
             )
         check_augment(self.augment, "protocol.augment.", "protocol.image_size", self.image_size)
         if 0 < self.small_resize_to < self.small_image_size:
             raise UserError(
-                f"protocol.small_resize_to = {self.small_resize_to} is smaller than protocol.small_image_size = {self.small_image_size}."
+                f"protocol.small_resize_to = {self.small_resize_to} is smaller than protocol.small_image_size ="
+                f" {self.small_image_size}."
             )
         self.schedule.check_decay("protocol.schedule.")
         self.check_pairs("protocol.batch", self.batch)
@@ -104,41 +107,42 @@ class ProtocolConfig(Settings):
 class VtabConfig(Settings):
     """A sweep that scores weights on VTAB-1k's tasks by a protocol."""
 
-    # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep keeps its protocol.
+    # Printed when it begins: as in a run, an override may turn off what the protocol's file configures, and a sweep
+    # keeps its protocol.
     notes_without_effect = True
 
     weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)")
     data: PathText = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
     out: PathText = setting(
         "",
-        "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and "
-        "runs/vtab/<weights>-... for others.",
+        "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints,"
+        " and runs/vtab/<weights>-... for others.",
         output="folder",
         holds="experiment",
     )
     method: Literal["finetune", "linear", "knn"] = setting(
         "finetune",
-        "finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of the "
-        "unchanged weights.",
+        "finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of"
+        " the unchanged weights.",
     )
     tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose data sets exist.")
     seeds: Seeds = setting(
         [0],
-        "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do not "
-        "depend on seeds.",
+        "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn"
+        " do not depend on seeds.",
         needs="method=finetune",
     )
     protocol: ProtocolConfig = setting(ProtocolConfig, "")
     pretrained_on: list[PathText] = setting(
         list,
-        "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as [datasets/a,datasets/b]; the "
-        "results then include the number of copies of test images that launch/dedup.py marked in them. Without a split it is that of the "
-        "weights' run, or train.",
+        "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as"
+        " [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py"
+        " marked in them. Without a split it is that of the weights' run, or train.",
     )
     micro_batch: Batch = setting(
         64,
-        "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so use "
-        "one value in a sweep.",
+        "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so"
+        " use one value in a sweep.",
     )
     precision: Precision = setting("fp32", "Precision of activations; bf16 is autocast on GPUs, and weights stay fp32.")
     threads: Threads = setting(
@@ -148,8 +152,8 @@ class VtabConfig(Settings):
     num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
     mlflow: str = setting(
         "",
-        "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the run of "
-        "the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
+        "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where"
+        " the run of the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
     )
     plan: bool = setting(False, "Only list the cells and their cost.")
 

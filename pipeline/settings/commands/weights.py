@@ -35,8 +35,8 @@ def loss_setting() -> Any:
     """The setting `loss` of the commands that compute probabilities."""
     return setting(
         "auto",
-        "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if "
-        "they have none.",
+        "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax"
+        " if they have none.",
     )
 
 
@@ -47,14 +47,15 @@ class WeightsConfig(Settings):
     image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
         "auto",
-        "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without "
-        "antialias; bicubic: Pillow's bicubic. auto is the weights' own.",
+        "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without"
+        " antialias; bicubic: Pillow's bicubic. auto is the weights' own.",
     )
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
     max_bad_share: Share = setting(
         0.001,
-        "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply allow at least 10, unless it is 0.",
+        "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's"
+        " apply allow at least 10, unless it is 0.",
     )
     batch: Batch = setting(64, "Images per forward pass.")
     threads: Threads = setting(2, "Decoding threads.")
@@ -72,8 +73,8 @@ class ViewConfig(WeightsConfig):
     )
     eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
         "auto",
-        "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image and "
-        "crop the centre (resize_center). auto is the weights' own.",
+        "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image"
+        " and crop the centre (resize_center). auto is the weights' own.",
     )
 
 
@@ -86,8 +87,9 @@ class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
     exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
     out: PathText = setting(
         "",
-        "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its checkpoints, and "
-        "runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).",
+        "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its"
+        " checkpoints, and runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this"
+        " name).",
         output="folder",
         holds="evaluation",
     )
@@ -101,7 +103,8 @@ class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
         self.check_splits("", self.split)
         if not self.classify and not self.probes:
             raise UserError(
-                "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of them."
+                "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of"
+                " them."
             )
 
 
@@ -112,8 +115,9 @@ class ExportConfig(Settings):
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"] = (
         setting(
             REQUIRED,
-            "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and BiT; "
-            "big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load it",
+            "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer"
+            " and BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as"
+            " facebookresearch/mae and transformers load it",
         )
     )
     out: PathText = setting(
@@ -147,7 +151,8 @@ class ExportConfig(Settings):
 class LookConfig(ViewConfig):
     """Weights and the images that they are applied to."""
 
-    # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is said of the others.
+    # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is
+    # said of the others.
     least_bad: ClassVar[int] = 10
     images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     split: str = setting("val", "If images is a data set: its split.")
@@ -174,7 +179,8 @@ class FeaturesConfig(LookConfig):
     out: PathText = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
     like: PathText = setting(
         "",
-        "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.",
+        "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws"
+        " none.",
     )
 
 
@@ -186,15 +192,15 @@ class ChooseConfig(LookConfig):
     )
     candidates: int = setting(
         10_000,
-        "Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of memory for "
-        "10,000, four times as much for twice as many.",
+        "Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of"
+        " memory for 10,000, four times as much for twice as many.",
         min=1,
         max=MAX_CANDIDATES,
     )
     labelled: list[PathText] = setting(
         list,
-        "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with labels, those that have one. "
-        "All are read.",
+        "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with"
+        " labels, those that have one. All are read.",
     )
     labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
     seed: Seed = setting(0, "Seed of the random part.")

@@ -1,4 +1,6 @@
-"""Exponential moving average of the weights, sharded like the fp32 weights that a rank updates, and a teacher that follows it."""
+"""Exponential moving average of the weights, sharded like the fp32 weights that a rank updates, and a teacher that
+follows it.
+"""
 
 from typing import Any
 
@@ -41,8 +43,9 @@ class Ema:
 class Teacher:
     """The objective's teacher: frozen parameters in the precision of training, copied from the sharded fp32 average.
 
-    At stages 0 and 3 a rank copies what it holds. At stages 1 and 2 it holds a part of the average and the whole teacher: then
-    the teacher's parameters are views of flat tensors that are laid out as DeepSpeed's, and one collective call fills each.
+    At stages 0 and 3 a rank copies what it holds. At stages 1 and 2 it holds a part of the average and the whole
+    teacher: then the teacher's parameters are views of flat tensors that are laid out as DeepSpeed's, and one
+    collective call fills each.
     """
 
     def __init__(self, engine: Any, ema: Ema, shards: list[OptimizerShard], ranks: Ranks) -> None:

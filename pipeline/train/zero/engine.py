@@ -1,7 +1,7 @@
 """A model trained under ZeRO by DeepSpeed; everything specific to DeepSpeed is in this folder.
 
-Two faults are avoided, each with a test: accumulating gradients in bf16, and ZeRO configurations that train incorrectly (the
-settings refuse them).
+Two faults are avoided, each with a test: accumulating gradients in bf16, and ZeRO configurations that train incorrectly
+(the settings refuse them).
 """
 
 import atexit
@@ -51,8 +51,8 @@ def start_ranks(
 ) -> None:
     """Initialise the process group; must precede any collective. No-op if it is initialised.
 
-    timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait while the
-    others are in a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
+    timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait
+    while the others are in a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
     """
     if torch.distributed.is_initialized():
         return
@@ -67,16 +67,20 @@ def start_ranks(
 def limit_collectives(minutes: float) -> None:
     """Set the timeout of the collective calls of all process groups.
 
-    DeepSpeed makes groups of its own, with torch's default instead of the one of `start_ranks`: 10 minutes with NCCL, 30 with gloo.
+    DeepSpeed makes groups of its own, with torch's default instead of the one of `start_ranks`: 10 minutes with NCCL,
+    30 with gloo.
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
 
 def _leave_gloo() -> None:
-    """Destroy the process group: otherwise gloo's threads abort the interpreter at exit (code -6) when another rank has exited before."""
+    """Destroy the process group: otherwise gloo's threads abort the interpreter at exit (code -6) when another rank has
+    exited before.
+    """
     torch.distributed.destroy_process_group()
-    # They say that a collective call has ended before they let go of its tensors, and the same happens if Python has begun to end by then.
+    # They say that a collective call has ended before they let go of its tensors, and the same happens if Python has
+    # begun to end by then.
     time.sleep(_LET_GO_SECONDS)
 
 
@@ -159,8 +163,8 @@ class Engine:
     def end_step(self) -> Tensor | float:
         """Return the gradient norm before clipping, NaN if DeepSpeed has none. Collective.
 
-        Unless the step was skipped, update the EMA, the teacher and the objective's state first. The norm may be a scalar on the
-        device, to be read before the next step: reading it waits for the device.
+        Unless the step was skipped, update the EMA, the teacher and the objective's state first. The norm may be a
+        scalar on the device, to be read before the next step: reading it waits for the device.
         """
         if self.skipped_steps == self._skipped_before:
             if self.ema:
@@ -210,7 +214,9 @@ class Engine:
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Return the backbone's output, float32 (B, K), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
+        """Return the backbone's output, float32 (B, K), of a batch's images (B, S, S, C), in evaluation mode.
+        Collective at stage 3.
+        """
         self._set_mode(training=False)
         return self.engine(
             (normalise(images, self.ranks.device, self.dtype, self.objective.pixels),), {}, task="backbone"
@@ -224,13 +230,17 @@ class Engine:
         return self.engine(tuple(view.to(self.dtype) for view in views), facts, task="measure")
 
     def _set_mode(self, training: bool) -> None:
-        """Set training or evaluation mode where it changes: it visits every module, 2 ms each step of a small model on a fast core."""
+        """Set training or evaluation mode where it changes: it visits every module, 2 ms each step of a small model on
+        a fast core.
+        """
         if self._training != training:
             self.engine.train(training)
             self._training = training
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the head's input, float32 (B, D), of a batch's images (B, S, S, C), in evaluation mode. Collective at stage 3."""
+        """Return the head's input, float32 (B, D), of a batch's images (B, S, S, C), in evaluation mode. Collective at
+        stage 3.
+        """
         # Runs the whole model: at stage 3 parameters are only gathered inside its forward pass.
         read: list[Tensor] = []
         hook = self.objective.backbone.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
@@ -428,7 +438,8 @@ def deepspeed_settings(
             "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
             "memory_efficient_linear": not config.compile,  # See internals.restore_linear.
         },
-        # torch's AdamW and SGD are not on DeepSpeed's list of tested optimizers; the tests compare them with plain PyTorch.
+        # torch's AdamW and SGD are not on DeepSpeed's list of tested optimizers; the tests compare them with plain
+        # PyTorch.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -443,7 +454,8 @@ def deepspeed_settings(
         # DeepSpeed would accumulate in 16 bits, which loses small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.precision == "fp16":
-        # DeepSpeed's default is 2^16; if that overflows, each halving costs two skipped steps. The scale grows when it can.
+        # DeepSpeed's default is 2^16; if that overflows, each halving costs two skipped steps. The scale grows when it
+        # can.
         settings["fp16"] |= {"loss_scale": 0, "initial_scale_power": _FIRST_SCALE_POWER}
     return settings
 
@@ -451,7 +463,8 @@ def deepspeed_settings(
 def _without_joint_reductions() -> None:
     """Make Inductor compute the sums over rows and over columns of a gradient of a norm in a GPU kernel each.
 
-    Its kernel for both silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue 193061).
+    Its kernel for both silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue
+    193061).
     """
     from torch._inductor import config
 

@@ -1,11 +1,13 @@
-"""DeepSpeed, and all of it that is not public: where each ZeRO stage keeps weights and gradients, and functions that are replaced.
+"""DeepSpeed, and all of it that is not public: where each ZeRO stage keeps weights and gradients, and functions that
+are replaced.
 
-Private names of DeepSpeed stand here alone; `tests/train/test_deepspeed_names.py` looks each one up, and says which a new version has changed.
-`deepspeed.utils.safe_get_full_*` and `safe_set_full_*` would do for some, but they send each whole parameter to all ranks; `safe_get_local_*`
-know stage 3 only, wait for the device, and copy what is in host memory.
+Private names of DeepSpeed stand here alone; `tests/train/test_deepspeed_names.py` looks each one up, and says which a
+new version has changed. `deepspeed.utils.safe_get_full_*` and `safe_set_full_*` would do for some, but they send each
+whole parameter to all ranks; `safe_get_local_*` know stage 3 only, wait for the device, and copy what is in host
+memory.
 
-At every stage a rank updates a few flat fp32 tensors (shards) of concatenated parameters or ranges of them; the optimizer's moments have
-the same shape.
+At every stage a rank updates a few flat fp32 tensors (shards) of concatenated parameters or ranges of them; the
+optimizer's moments have the same shape.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ warnings.filterwarnings("ignore", message=_COLLECTIVES, category=FutureWarning)
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed without MLflow and Inductor, which only parts of it need that are not used here: saves every rank 4 of 12 s.
+    """DeepSpeed without MLflow and Inductor, which only parts of it need that are not used here: saves every rank 4 of
+    12 s.
 
     Both patches end at once. If a later DeepSpeed is organised differently, the plain import happens.
     """
@@ -37,9 +40,9 @@ def _import_deepspeed() -> Any:
         import deepspeed
     with contextlib.suppress(ImportError, AttributeError), _without_inductor():
         import deepspeed.runtime.zero.muon.original_muon  # Later imports find it here.
-    # Set, because DeepSpeed would find out with the compiler which of its operators it can build. It asks for one alone, of
-    # tensor-parallel inference, which on a CPU every rank would compile for a minute, to map 66 MiB of /dev/shm under a name
-    # that outlives the rank.
+    # Set, because DeepSpeed would find out with the compiler which of its operators it can build. It asks for one
+    # alone, of tensor-parallel inference, which on a CPU every rank would compile for a minute, to map 66 MiB of
+    # /dev/shm under a name that outlives the rank.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
 
@@ -144,7 +147,8 @@ def _fragments(group: list[Any], names: dict[int, str]) -> Iterator[ParameterSli
 
 
 def constant_parts(engine: Any, rank: int, world_size: int, all_ranks: bool) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (name, first element, live flat tensor) of this rank's parts of the constants (`objectives.objective.constants`).
+    """Yield (name, first element, live flat tensor) of this rank's parts of the constants
+    (`objectives.objective.constants`).
 
     all_ranks: of what every rank holds, yield all elements, not this rank's share.
     """
@@ -210,7 +214,8 @@ def set_loss_scale(engine: Any, state: dict[str, Any]) -> None:
 def restore_linear() -> None:
     """Undo what an earlier engine of this process did at stage 3: DeepSpeed replaces torch's linear layer for good.
 
-    Its own holds no gathered weights until the backward pass. torch 2.11 compiles it wrongly: a tiny model's gradient lost 31 % of its norm.
+    Its own holds no gathered weights until the backward pass. torch 2.11 compiles it wrongly: a tiny model's gradient
+    lost 31 % of its norm.
     """
     patches = deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses
     torch.nn.functional.linear = getattr(patches, "linear_bk", torch.nn.functional.linear)
@@ -219,8 +224,9 @@ def restore_linear() -> None:
 def use_few_kernels(optimizer: Any) -> None:
     """Replace two methods of the optimizer of stage 1 in bf16. No-op for DeepSpeed's other optimizers.
 
-    It adds, measures and clips the gradient of each parameter by itself: five kernels each, which a host can take longer to launch than a
-    GPU to run. Here one call adds all of them, one measures them, and the flat tensors that hold them are clipped as they are.
+    It adds, measures and clips the gradient of each parameter by itself: five kernels each, which a host can take
+    longer to launch than a GPU to run. Here one call adds all of them, one measures them, and the flat tensors that
+    hold them are clipped as they are.
     """
     if not hasattr(optimizer, "fp32_groups_gradients_flat"):
         return
@@ -241,7 +247,9 @@ def use_few_kernels(optimizer: Any) -> None:
 
     @torch.no_grad()
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
-        """Tensors to clip; or (tensors whose norm is that of the gradient, none of experts). Gradients that nobody set are zeros."""
+        """Tensors to clip; or (tensors whose norm is that of the gradient, none of experts). Gradients that nobody set
+        are zeros.
+        """
         if for_clipping:
             return optimizer.fp32_groups_gradients_flat
         totals: list[Tensor] = [total for group in optimizer.fp32_groups_gradients for total in group]

@@ -1,4 +1,6 @@
-"""The memory-mapped index equals the manifest, is made once for all processes, and is stored wherever that is possible."""
+"""The memory-mapped index equals the manifest, is made once for all processes, and is stored wherever that is
+possible.
+"""
 
 import json
 import shutil

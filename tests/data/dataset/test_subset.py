@@ -1,4 +1,6 @@
-"""A limit keeps a random part of the samples that are not excluded; smaller parts are inside larger ones; the seed decides."""
+"""A limit keeps a random part of the samples that are not excluded; smaller parts are inside larger ones; the seed
+decides.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise

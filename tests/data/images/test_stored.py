@@ -1,4 +1,6 @@
-"""Images of every type, number of channels, layout, byte order and codec: each value that is read is the one that was written."""
+"""Images of every type, number of channels, layout, byte order and codec: each value that is read is the one that was
+written.
+"""
 
 import ast
 import io

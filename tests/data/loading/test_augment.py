@@ -71,7 +71,8 @@ def test_crops_fill_their_range() -> None:
     # The position is uniform.
     assert abs((top / np.maximum(300 - h, 1))[h < 250].mean() - 0.5) < 0.03
     assert abs((left / np.maximum(400 - w, 1))[w < 350].mean() - 0.5) < 0.03
-    # As TensorFlow's sample_distorted_bounding_box: the height is uniform, for square crops from sqrt(5 %) to all of it.
+    # As TensorFlow's sample_distorted_bounding_box: the height is uniform, for square crops from sqrt(5 %) to all of
+    # it.
     square = crops(300, 300, 2000, aspect_min=1.0, aspect_max=1.0).T[2]
     assert abs(square.mean() - (67 + 300) / 2) < 5
 
@@ -181,7 +182,8 @@ def test_views_that_are_not_square(image: np.ndarray) -> None:
         write_eval_view(of, out, AugmentConfig(**config))
         return out
 
-    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is resized to 52 x 70; then the centre.
+    # Short side of 24 x 56 to 30: the image, 120 x 160, must cover 30 x 70, so it is resized to 52 x 70; then the
+    # centre.
     found = look(image, 24, 56, eval_resize=30)
     assert np.array_equal(found, cv2.resize(image, (70, 52), interpolation=cv2.INTER_AREA)[14:38, 7:63])
     assert np.array_equal(

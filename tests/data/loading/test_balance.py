@@ -1,4 +1,6 @@
-"""Balanced epochs: each class's places are exact in expectation and within one of it, and its samples are used as evenly as possible."""
+"""Balanced epochs: each class's places are exact in expectation and within one of it, and its samples are used as
+evenly as possible.
+"""
 
 import re
 from fractions import Fraction

@@ -32,7 +32,9 @@ def regions(height: int, width: int, count: int, seed: int = 0) -> list[Region]:
 
 
 def check(data: bytes, count: int = 30, alone: bool | None = None) -> None:
-    """decode(data, region) is that part of decode(data). alone: whether the library must (not) decode the region alone."""
+    """decode(data, region) is that part of decode(data). alone: whether the library must (not) decode the region
+    alone.
+    """
     whole = decode(data)
     if alone is not None:
         part = jpeg_region.decode(data, lambda h, w: (0, 0, 1, 1))

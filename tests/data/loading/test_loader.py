@@ -170,7 +170,9 @@ def test_too_many_bad_samples_stop_the_run(dataset: Dataset) -> None:
 
 
 def test_bad_samples_are_those_of_the_batches_read_so_far(dataset: Dataset) -> None:
-    """Not of those decoded ahead: the count after a batch is the same at any speed, and threads do not change it meanwhile."""
+    """Not of those decoded ahead: the count after a batch is the same at any speed, and threads do not change it
+    meanwhile.
+    """
     split = dataset.split("train")
     for row in range(COUNT):
         spoil(split, row)

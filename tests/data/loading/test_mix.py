@@ -1,4 +1,6 @@
-"""Mixup and CutMix: weights are from Beta, pairs are mixed by the formula, and nothing depends on ranks or micro-batches."""
+"""Mixup and CutMix: weights are from Beta, pairs are mixed by the formula, and nothing depends on ranks or
+micro-batches.
+"""
 
 from pathlib import Path
 

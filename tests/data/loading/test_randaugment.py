@@ -92,7 +92,9 @@ def test_pixel_count_contrast_is_big_visions(factor: float, image: np.ndarray) -
 
 
 def test_contrast_of_the_published_grid() -> None:
-    """The two colours that big_vision's issue 109 prints for a grid of 224 px at factor 1.9, before and after its fix."""
+    """The two colours that big_vision's issue 109 prints for a grid of 224 px at factor 1.9, before and after its
+    fix.
+    """
     grid = np.empty((SIZE, SIZE, 3), np.uint8)
     reddish = np.add.outer(np.arange(SIZE) // 28, np.arange(SIZE) // 28) % 2 == 0
     grid[reddish], grid[~reddish] = (192, 64, 64), (64, 192, 192)

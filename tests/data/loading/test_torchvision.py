@@ -1,4 +1,5 @@
-"""Distortions and crops against what torchvision 0.28.0 itself makes of the same pixels, written by tests/data/loading/write_torchvision.py.
+"""Distortions and crops against what torchvision 0.28.0 itself makes of the same pixels, written by
+tests/data/loading/write_torchvision.py.
 
 Its results are those of uint8 tensors. The largest differences are stated with their reasons; most values are equal.
 """
@@ -23,7 +24,8 @@ DISTORTED = dict(zip(SAVED["names"].astype(str).tolist(), SAVED["distorted"], st
     [
         ("hue", turn_hue, 1),  # Torchvision truncates 255.999 times a value in [0, 1], ours is rounded.
         ("brightness", randaugment.brightness, 0),
-        # The mean grey is of rounded values here, of truncated ones there; so is the grey that colours are blended with.
+        # The mean grey is of rounded values here, of truncated ones there; so is the grey that colours are blended
+        # with.
         ("contrast", randaugment.contrast, 1),
         ("saturation", randaugment.color, 1),
         ("blur", blur, 1),  # OpenCV's kernel for uint8 has integers.
@@ -65,7 +67,9 @@ def test_antialiased_crops_are_equal(name: str, method: int) -> None:
 
 
 def test_random_resized_crops_are_equal() -> None:
-    """From the same numbers: uniform area, log-uniform aspect, tries that do not fit, and the central crop after ten of them."""
+    """From the same numbers: uniform area, log-uniform aspect, tries that do not fit, and the central crop after ten of
+    them.
+    """
     for (height, width, least, most), boxes in zip(SAVED["crops"].tolist(), SAVED["boxes"].tolist(), strict=True):
         config = AugmentConfig(area_min=least, area_max=most)
         for i, expected in enumerate(boxes):

@@ -135,7 +135,9 @@ def test_a_region_gives_the_views_of_the_whole_image(
 def test_what_is_shown_is_the_crop_that_is_evaluated(
     crop: Any, resize: int, sides: tuple[int, int], encode: Encode
 ) -> None:
-    """Reduced to the model's size it has the same pixels, also where the border of the crop has an odd number of them."""
+    """Reduced to the model's size it has the same pixels, also where the border of the crop has an odd number of
+    them.
+    """
     rows, columns = np.mgrid[: sides[0], : sides[1]]
     image = encode(np.dstack([rows * 0.6, columns * 0.8, (rows + columns) * 0.3]).astype(np.uint8), "PNG")
     config = AugmentConfig(eval_crop=crop, eval_resize=resize if crop != "resize" else 0)

@@ -151,7 +151,9 @@ def test_reading_a_shard_again_is_announced_and_counted(dataset: Dataset, monkey
 
 
 def test_torch_uses_no_threads_in_a_process(dataset: Dataset) -> None:
-    """A fork has none of OpenMP's threads: resizing with torch (augment.resize_filter = bicubic) would wait for them forever."""
+    """A fork has none of OpenMP's threads: resizing with torch (augment.resize_filter = bicubic) would wait for them
+    forever.
+    """
 
     def count(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         outs[0][:] = torch.get_num_threads()

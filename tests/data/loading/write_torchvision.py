@@ -1,10 +1,11 @@
-"""What torchvision makes of two small images: `python tests/data/loading/write_torchvision.py` writes tests/data/loading/torchvision.npz.
+"""What torchvision makes of two small images: `python tests/data/loading/write_torchvision.py` writes
+tests/data/loading/torchvision.npz.
 
     pip install --no-deps --target FOLDER torchvision==0.28.0
     PYTHONPATH=FOLDER python tests/data/loading/write_torchvision.py
 
-The file was written with torchvision 0.28.0 and torch 2.13.0, from pixels of numpy's generator of seed 0, as uint8 tensors. The tests
-(tests/data/loading/test_torchvision.py) need no torchvision: images and results are in the file.
+The file was written with torchvision 0.28.0 and torch 2.13.0, from pixels of numpy's generator of seed 0, as uint8
+tensors. The tests (tests/data/loading/test_torchvision.py) need no torchvision: images and results are in the file.
 """
 
 import importlib
@@ -40,7 +41,9 @@ NUM_CROPS = 20  # of each
 
 
 def crop(height: int, width: int, area: tuple[float, ...], uniform: np.ndarray) -> tuple[int, ...]:
-    """RandomResizedCrop's choice, with these numbers in place of torch's: four of each try, for area, aspect, top and left."""
+    """RandomResizedCrop's choice, with these numbers in place of torch's: four of each try, for area, aspect, top and
+    left.
+    """
     used = 0
 
     def fill(tensor: Tensor, low: float, high: float) -> Tensor:

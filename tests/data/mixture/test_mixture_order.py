@@ -1,4 +1,6 @@
-"""The order of a mixture: exact shares at every position, the same for any ranks and restart point, each set in its own epochs."""
+"""The order of a mixture: exact shares at every position, the same for any ranks and restart point, each set in its own
+epochs.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Several files that belong together: a full disk changes none of them, and a kill leaves no mixture that counts as results."""
+"""Several files that belong together: a full disk changes none of them, and a kill leaves no mixture that counts as
+results.
+"""
 
 import errno
 import itertools

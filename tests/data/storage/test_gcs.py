@@ -1,4 +1,6 @@
-"""Google Cloud Storage, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set from start to end."""
+"""Google Cloud Storage, by fake-gcs-server on loopback: what pyarrow does differently there, and a data set from start
+to end.
+"""
 
 import shutil
 import time

@@ -40,8 +40,8 @@ def test_an_impossible_endpoint_is_not_retried() -> None:
 
     def fail() -> None:
         raise OSError(
-            "When getting information for key 'x' in bucket 'b': AWS Error VALIDATION during HeadObject operation: Invalid DNS Label "
-            "found in URI host"
+            "When getting information for key 'x' in bucket 'b': AWS Error VALIDATION during HeadObject operation:"
+            " Invalid DNS Label found in URI host"
         )
 
     with pytest.raises(StorageError, match="no valid URL can be made of the bucket's name and the endpoint"):

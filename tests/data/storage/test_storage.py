@@ -114,7 +114,9 @@ def test_objects_are_files(store: str, request: pytest.FixtureRequest) -> None:
 
 
 def test_tables_in_a_bucket_are_read_without_arrows_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them, a process may hang or abort when it ends. Row groups, of which indexes are made, were read with them."""
+    """With them, a process may hang or abort when it ends. Row groups, of which indexes are made, were read with
+    them.
+    """
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
     path = to_path("s3://bucket/a.parquet")
     monkeypatch.setattr(type(path), "open", lambda path: (tmp_path / "a.parquet").open("rb"))
@@ -152,7 +154,9 @@ def test_batches_are_those_of_the_local_copy(with_cache: bool, s3: Server, datas
 
 
 def content_of_shards(url: str) -> str:
-    """A part of each request for the content of a shard. The answer to HEAD has no second half that could be missing."""
+    """A part of each request for the content of a shard. The answer to HEAD has no second half that could be
+    missing.
+    """
     return f"GET /{url.removeprefix('s3://')}/tiny/train-"
 
 
@@ -254,7 +258,9 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
 
 
 def test_a_shard_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power failure leaves a file of the right name and size, full of zeros, which no later run downloads again."""
+    """Else a power failure leaves a file of the right name and size, full of zeros, which no later run downloads
+    again.
+    """
     steps = []
     rename = os.rename
     monkeypatch.setattr(ShardCache, "_download", lambda cache, path, file, *rest: os.pwrite(file, b"shard", 0))
@@ -313,7 +319,9 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_process_that_ends_downloads_no_further_piece(s3: Server, dataset: Path, tmp_path: Path) -> None:
-    """The interpreter waited for those that were queued: of a large shard, for a minute. Arrow waits for those that are asked for."""
+    """The interpreter waited for those that were queued: of a large shard, for a minute. Arrow waits for those that are
+    asked for.
+    """
     server, url = s3
     copy_folder(dataset, f"{url}/tiny")
     code = f"""
@@ -326,7 +334,8 @@ from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry
 from pipeline.process import waits
 object_store._PIECE, waits.NOTICE_SECONDS = 64, 600.0
-reader = ShardReader(open_dataset({f"{url}/tiny"!r}, Storage(Retry(60), ShardCache(Path({str(tmp_path)!r}), 10**9))).split("train"))
+storage = Storage(Retry(60), ShardCache(Path({str(tmp_path)!r}), 10**9))
+reader = ShardReader(open_dataset({f"{url}/tiny"!r}, storage).split("train"))
 next(reader.ahead((np.array([row]),) for row in range(150)))
 sys.stdin.read()
 """

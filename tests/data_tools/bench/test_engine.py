@@ -1,4 +1,6 @@
-"""The measurement of a training step: both contestants do the same work. Forked, as ranks are: a start takes a second instead of five."""
+"""The measurement of a training step: both contestants do the same work. Forked, as ranks are: a start takes a second
+instead of five.
+"""
 
 import re
 

@@ -136,7 +136,9 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------- the whole way
 def run_uncompiled(arguments: list[str]) -> None:
-    """In a rank: the command. Its processes find imported what they would import anew; nothing is compiled, which takes minutes."""
+    """In a rank: the command. Its processes find imported what they would import anew; nothing is compiled, which takes
+    minutes.
+    """
     import torch._dynamo
 
     torch._dynamo.config.disable = True

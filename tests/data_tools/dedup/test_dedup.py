@@ -192,10 +192,12 @@ def test_killed_job_reads_no_shard_twice(sets: tuple[Dataset, Dataset], tmp_path
 
 
 def killed_after_two(folder: Path, code: str, *arguments: object) -> None:
-    """What the cluster's tasks do, in a process of its own that is killed when the third file of the folder is to have its name."""
+    """What the cluster's tasks do, in a process of its own that is killed when the third file of the folder is to have
+    its name.
+    """
     die = (
-        "import os, pathlib, signal, sys; place = pathlib.Path(sys.argv[-1]); sys.addaudithook(lambda event, _: event == 'os.rename' "
-        "and len(list(place.glob('[!.]*'))) == 2 and os.kill(os.getpid(), signal.SIGKILL))\n"
+        "import os, pathlib, signal, sys; place = pathlib.Path(sys.argv[-1]); sys.addaudithook(lambda event, _: event"
+        " == 'os.rename' and len(list(place.glob('[!.]*'))) == 2 and os.kill(os.getpid(), signal.SIGKILL))\n"
     )
     done = subprocess.run([sys.executable, "-c", die + code, *map(str, arguments), str(folder)], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL

@@ -32,7 +32,9 @@ def png(pixels: np.ndarray) -> bytes:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Dataset, dict[str, str]]:
-    """A data set with strangers and copies, and the key of each copy -> that of the largest image of which it is one."""
+    """A data set with strangers and copies, and the key of each copy -> that of the largest image of which it is
+    one.
+    """
     images = {f"a/{number:02d}.png": png(picture(number)) for number in range(len(PLANTS) + 8)}
     copy_of = {}
     for number, plant in enumerate(PLANTS.values()):
@@ -96,7 +98,8 @@ def test_the_largest_of_those_that_are_alike_is_kept(
     with Image.open(photos.path / "dedup/near_copies.png") as sheet:
         assert np.asarray(sheet).std() > 30
     assert "block 2" in capfd.readouterr().out
-    # Nothing but pairs is left, so the disk holds no second copy of the thumbnails; another run reads these and changes nothing.
+    # Nothing but pairs is left, so the disk holds no second copy of the thumbnails; another run reads these and changes
+    # nothing.
     (folder,) = (photos.path / "dedup/search").iterdir()
     kept = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert not [path.name for path in kept if path.stem.endswith(("kept", "images"))]

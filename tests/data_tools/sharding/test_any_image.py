@@ -1,4 +1,6 @@
-"""Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left out."""
+"""Data sets of images that are not three 8-bit colours: what is one sample, what its values mean, and what is left
+out.
+"""
 
 import io
 import os

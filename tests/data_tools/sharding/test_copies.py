@@ -123,8 +123,8 @@ def test_hashes_of_a_source_that_was_packed_in_another_order_are_not_taken(ray_c
     assert keys[1] == keys[0]
 
 
-# With the one seed the bad image has the first shard of its split, and another takes its place; with the other it has the
-# last, which is not needed any more.
+# With the one seed the bad image has the first shard of its split, and another takes its place; with the other it has
+# the last, which is not needed any more.
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_copy_that_could_not_be_read_at_first_is_merged(seed: int, ray_cluster: int, tmp_path: Path) -> None:
     files = {"train/cat/1.jpg": jpeg(1), "train/dog/leak.jpg": LEAK, "test/cat/leak.jpg": LEAK}

@@ -15,7 +15,9 @@ OLD_NAMES = {os.fsdecode(b"dog/%d\xff.jpg" % i): b"?" for i in range(3)}
 
 
 def test_a_start_that_made_no_shard_does_not_bind_the_next(ray_cluster: int, tmp_path: Path) -> None:
-    """The next command was refused with another val_share, and with the images converted, as for a data set that is there."""
+    """The next command was refused with another val_share, and with the images converted, as for a data set that is
+    there.
+    """
     source, out = write_folder({**GOOD, **OLD_NAMES, "dog/3.jpg": jpeg(20)}, tmp_path / "raw"), tmp_path / "out"
     with pytest.raises(UserError, match="3 of the 3 images read so far are bad, more than 1 of 16"):
         shard.run(settings(source, out, merge_copies=True))

@@ -27,7 +27,8 @@ image, out, copies = Path(sys.argv[1]), Path(sys.argv[2]), 96
 size = image.stat().st_size
 keys = [f"class/{i}" for i in range(copies)]
 rows = {"key": keys, "name": keys, "labels": [[0]] * copies, "path": [str(image)] * copies, "offset": [0] * copies,
-        "size": [size] * copies, "packed": [0] * copies, "mtime": [0] * copies, "page": [-1] * copies, "parts": [[]] * copies}
+        "size": [size] * copies, "packed": [0] * copies, "mtime": [0] * copies, "page": [-1] * copies,
+        "parts": [[]] * copies}
 config = ShardConfig(source="", out="", inspect="header")
 before = peak()
 done = write_shard(ShardingJob(str(image.parent), str(out), "train-000000.tar", "train", rows, config, None))

@@ -1,4 +1,6 @@
-"""Layouts that know their samples: every image, class and split of real files of each kind; one line for what is wrong."""
+"""Layouts that know their samples: every image, class and split of real files of each kind; one line for what is
+wrong.
+"""
 
 import csv
 import json
@@ -586,7 +588,9 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
 
 
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
-    """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it, too."""
+    """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it,
+    too.
+    """
     for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):
         (tmp_path / "raw" / name).mkdir(parents=True)
         write_tar({f"{name}.jpg": jpeg(1), f"{name}.cls": b"1"}, tmp_path / "raw" / name / f"{name}.tar")

@@ -1,4 +1,6 @@
-"""The parts of VTAB's preparation: TFRecords, label rules, converted images, the table of tasks, the rule of the splits."""
+"""The parts of VTAB's preparation: TFRecords, label rules, converted images, the table of tasks, the rule of the
+splits.
+"""
 
 import io
 import zipfile

@@ -1,4 +1,6 @@
-"""A sweep as the command runs it: all 19 tasks from original files to results, and the same however often it is killed."""
+"""A sweep as the command runs it: all 19 tasks from original files to results, and the same however often it is
+killed.
+"""
 
 import contextlib
 import csv

@@ -67,7 +67,8 @@ def test_shots_are_of_as_many_groups_as_there_are() -> None:
                 counts = np.unique(groups[own], return_counts=True)[1]
                 assert (len(own), len(counts), counts.max() - counts.min() <= 1) == (k, min(k, num_groups), True)
             assert set(rows) <= set(chosen[25])
-        # Once small groups have given all, the others give more. Of groups of one image, the choice is that without groups.
+        # Once small groups have given all, the others give more. Of groups of one image, the choice is that without
+        # groups.
         assert np.bincount(groups[fewshot.choose_shots(labels, 2, 150, seed, groups)])[9] == 12
         alone = fewshot.choose_shots(labels, 2, 5, seed, np.arange(len(labels)))
         assert np.array_equal(alone, fewshot.choose_shots(labels, 2, 5, seed))

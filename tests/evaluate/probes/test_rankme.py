@@ -12,7 +12,9 @@ def features(n: int, d: int, scale: float = 1.0, mean: float = 0.0) -> np.ndarra
 
 
 def test_rankme_is_the_paper_s_formula() -> None:
-    """From the eigenvalues of the Gram matrix, not centred; in the matrix of equal singular values it is their number."""
+    """From the eigenvalues of the Gram matrix, not centred; in the matrix of equal singular values it is their
+    number.
+    """
     found = features(300, 20) * np.linspace(0.1, 3, 20, dtype=np.float32) + 1
     sigma = np.sqrt(np.linalg.eigvalsh(found.T.astype(np.float64) @ found))
     p = sigma / sigma.sum() + 1e-7

@@ -47,7 +47,9 @@ def test_tokens_are_those_of_the_last_norm(changes: dict[str, object], tmp_path:
 def test_pixels_of_a_crop_have_their_classes(
     size: tuple[int, int], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of colours: where a crop has a pure colour, the class is that of the colour; beyond the image there is none."""
+    """Blocks of colours: where a crop has a pure colour, the class is that of the colour; beyond the image there is
+    none.
+    """
     rng = np.random.default_rng(0)
     classes = np.kron(rng.integers(0, 3, (size[0] // SIDE, size[1] // SIDE)), np.ones((SIDE, SIDE))).astype(np.int16)
     monkeypatch.setattr(crops, "SCALES", (scale, scale))

@@ -90,7 +90,10 @@ def test_endings_of_names(write_pairs: Write) -> None:
         file.rename(file.with_stem(f"{file.stem}_labelIds"))
     with pytest.raises(
         UserError,
-        match=r"no name in common: the first are .*0_leftImg8bit.png and .*0_instanceIds.png.*image_suffix and mask_suffix",
+        match=(
+            r"no name in common: the first are .*0_leftImg8bit.png and .*0_instanceIds.png.*image_suffix and"
+            r" mask_suffix"
+        ),
     ):
         opened(images, masks)
     assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
