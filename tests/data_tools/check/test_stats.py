@@ -158,7 +158,7 @@ def test_the_command_sends_all_of_it_to_mlflow(
     assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
     assert run_.data.metrics == stats.metrics(found)
     assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(
-        [*FILES, "metrics.jsonl", "page"]
+        [*FILES, "metrics.jsonl", "run.json"]
     )
     for name in FILES:
         sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
