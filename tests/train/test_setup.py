@@ -83,7 +83,7 @@ def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
     assert any("of 6 steps were skipped" in problem for problem in run_report.problems(records["broken"]))
     assert records["sound"].outcome == "finished"
     assert read_status(tmp_path / "sound") == Status("finished", 30, 0, "")
-    told = json.loads((tmp_path / "sound/page/end.json").read_text())["tags"]["mlflow.note.content"]
+    told = json.loads((tmp_path / "sound/run.json").read_text())["end"]["tags"]["mlflow.note.content"]
     assert re.search(r"; val_top1 [\d.]+ % \[[\d.]+, [\d.]+\] at step 30; ", told), "its interval over images"
 
 

@@ -118,7 +118,8 @@ def measure_after_failures(file: str) -> None:
 @pytest.mark.slow
 def test_the_rest_is_measured_after_failures_and_the_budget_ends_it(forge: Forge, tmp_path: Path) -> None:
     said = forge.start_work(1, "test_gpu_bench:measure_after_failures", str(_file := tmp_path / "found.json")).finish()
-    assert said.count("failed: ") == 2
+    assert "two lines" in said
+    assert "no time left" in said
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
