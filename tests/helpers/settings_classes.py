@@ -16,7 +16,8 @@ def _below(cls: type) -> list[type]:
 
 
 # By name, of pipeline/settings only: tests and objectives have some, too.
-CLASSES = {cls.__name__: cls for cls in _below(Settings) if cls.__module__.startswith("pipeline.settings.")}
+_OWN = (cls for cls in _below(Settings) if cls.__module__.startswith("pipeline.settings."))
+CLASSES = {cls.__name__: cls for cls in sorted(_OWN, key=lambda cls: cls.__name__)}
 _SECTIONS = {
     inner
     for cls in CLASSES.values()
