@@ -1,7 +1,5 @@
 """What metrics are: declared by a run, else known from earlier versions."""
 
-import math
-
 import pytest
 
 from pipeline import objectives
@@ -57,13 +55,6 @@ def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, sc
 def test_effective_images_are_no_score_of_a_probe() -> None:
     for name in ("val_top1", "pets_5shot", "pets_5shot_l2_0.1", "pets_20nn"):
         assert metric_of(f"{name}_effective_images") == Metric("count", "", "eval")
-
-
-def test_values_are_shown_in_their_unit() -> None:
-    shown = [Metric(unit).text(0.12345) for unit in ("share", "loss", "count", "")]
-    assert shown == ["12.35 %", "0.1235", "0", "0.1235"]
-    assert Metric("count").text(1234) == "1,234"
-    assert Metric("count").text(math.nan) == "nan"
 
 
 def test_a_declaration_comes_before_the_name() -> None:

@@ -200,14 +200,10 @@ def test_training_refuses_what_the_plan_refuses(
     ("overrides", "said"),
     [
         (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
-        (["cluster=0x8xH100"], "write nodes x GPUs x kind"),
         (["cluster=8x8xTPU"], "'TPU' is not a known GPU. Known: B300, GB300"),
-        (["cluster=6x8xH100"], "train.global_batch = 4096 is not divisible by 48 ranks"),
         (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
-        (["classes=0"], "samples = 14200000, classes = 0: set both, or neither"),
         (["samples=0", "classes=0", "data.path=nowhere"], "Or plan without it: samples=14.2e6 classes=21841."),
         (["variant=ViT-L/16"], "set model.name for a new model"),
-        (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
     ],
 )
 def test_refusals(overrides: list[str], said: str) -> None:

@@ -21,7 +21,6 @@ from data_tools.bench.noise import noise_views
 from pipeline import objectives
 from pipeline.base.metric import Metric
 from pipeline.estimate import activations, memory
-from pipeline.estimate.plan import make_plan
 from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import on_meta
 from pipeline.objectives.lejepa import Lejepa
@@ -166,14 +165,6 @@ def test_samples_of_other_ranks_are_counted() -> None:
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
     with across_ranks.on_meta(3):
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
-
-
-def test_what_takes_less_names_a_batch_that_is_not_divided() -> None:
-    config, model = run_of(
-        "lejepa", "train.micro_batch=32", "objective={local_size: 16, hidden: 8, width: 4, directions: 4}"
-    )
-    said = memory.what_takes_less(config, make_plan(config, 1000, 1), model)
-    assert re.search(r"train.micro_batch=(\d+) with train.global_batch=\1", said)
 
 
 class Mistaken(Lejepa):

@@ -156,29 +156,6 @@ def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
     assert read_weights(tmp_path / "hf")[2].get("loss", "softmax") == loss
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "huggingface"])
-@pytest.mark.parametrize("positions", ["sincos2d", "learned"])
-def test_that_fixed_positions_become_a_table_is_said(tmp_path, capsys, form, positions):
-    """At another size the table is resampled: logits differed by more than half of the largest, without a word."""
-    random_weights(tmp_path / "model.pt", positions=positions)
-    file = tmp_path / FORMS[form]
-    run(tmp_path / "model.pt", form, file)
-    is_said = positions == "sincos2d" and form != "safetensors"
-    note = (
-        "are written as a table, which is resampled at other sizes than 16 x 16, where these weights compute theirs"
-        " anew"
-    )
-    assert (note in capsys.readouterr().out) == is_said
-    # The way out that the line names.
-    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    expected = load(tmp_path / "model.pt", image_size=32).eval()(images)
-    again = tmp_path / f"again-{FORMS[form]}"
-    run(tmp_path / "model.pt", form, again, image_size=32)
-    assert torch.allclose(load(again).eval()(images), expected, atol=1e-5)
-    if is_said:
-        assert not torch.allclose(load(file, image_size=32).eval()(images), expected, atol=0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [True, False])
 def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path, head):

@@ -222,10 +222,11 @@ def test_a_small_folder_may_have_some_unreadable_images(weights: Path, data: Dat
 def test_names_that_are_no_utf_8_are_shown_and_written(
     weights: Path, data: Dataset, tmp_path: Path, monkeypatch
 ) -> None:
-    """A photo named in Latin-1 ended in a UnicodeEncodeError."""
+    """A photo named in Latin-1 ended in a UnicodeEncodeError; escape codes in a name reached the terminal."""
     name = os.fsdecode(b"caf\xe9.jpg")
     (folder := tmp_path / "odd").mkdir()
-    (folder / name).write_bytes(files_of(data)[0])
+    for each in (name, "red\x1b[31m.jpg"):
+        (folder / each).write_bytes(files_of(data)[0])
     with tarfile.open(folder / "some.tar", "w") as tar:
         tar.add(folder / name, name)
     out, stdout = tmp_path / "out.csv", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")  # As of a locale in UTF-8.
@@ -241,15 +242,5 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
     runpy.run_path(command[0], run_name="__main__")
     stdout.flush()
     assert b"caf\\udce9.jpg  " in stdout.buffer.getvalue()
+    assert b"\x1b" not in stdout.buffer.getvalue()
     assert "caf\\udce9.jpg" in out.read_text()
-
-
-def test_names_with_line_breaks_are_one_line(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
-    """They broke the list of predictions, and escape codes in a name reached the terminal."""
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    for name in ("two\nlines.png", "red\x1b[31m.png"):
-        (folder / name).write_bytes(files_of(data)[0])
-    run(weights, folder, "top=1")
-    lines = [line for line in capsys.readouterr().out.splitlines() if str(folder) in line]
-    assert [line.split("  ")[0] for line in lines] == [f"{folder}/red\\x1b[31m.png", f"{folder}/two\\nlines.png"]

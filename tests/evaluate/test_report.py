@@ -221,17 +221,6 @@ def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path
         refused("gives NaN or infinity for 64 of 70 images, the first val0", tmp_path / "inf.pt", f"shots={shots}")
 
 
-def test_classes_of_weights_without_names_are_taken_by_number_and_that_is_said(
-    weights: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of an .npz, say: on a data set with another order of the classes, its score would be that of chance."""
-    nameless = save(tmp_path / "nameless.pt", K)
-    note = f"nameless.pt has no class names: its classes are taken to be those of {data.path}, in the same order\n"
-    for path, more, is_said in ((nameless, [], True), (nameless, ["match_classes=false"], False), (weights, [], False)):
-        report.run(config(path, data, "shots=0", f"out={tmp_path / 'out'}", *more))
-        assert (note in capsys.readouterr().out) == is_said
-
-
 def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
     weights: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from pipeline.experiment.engine import write_answer
 from pipeline.experiment.law import Estimate, Holdout
 from pipeline.experiment.points import Line, Point, difference, points_of
 from pipeline.experiment.study import report_of
-from pipeline.experiment.table import TABLE, Row, StudyResults, parquet, read_table, unit_of
+from pipeline.experiment.table import TABLE, Row, StudyResults, parquet, read_table
 from pipeline.experiment.variants import differences
 
 EXTENDING = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
@@ -283,14 +283,6 @@ def test_poor_results_are_no_error(question: str, tmp_path: Path) -> None:
     for score in (0.0, 1.0):
         cells = [replace(cell, scores={"top1": score}, num_test={"top1": 9}) for cell in two.cells]
         written(question, replace(two, cells=cells), tmp_path / f"equal{score}")
-
-
-def test_compute_is_shown_in_a_unit_of_its_size() -> None:
-    """It was "5e-06 exaFLOPs" for a study on a CPU."""
-    units = [unit_of(x)[1] for x in (0.0, 5e-10, 2e-3, 1.0, 4000.0)]
-    assert units == ["gigaFLOPs", "gigaFLOPs", "petaFLOPs", "exaFLOPs", "exaFLOPs"]
-    small = made_up.study("scaling", [made_up.cell("A", "A", 2e-6, 0, 0.5, "scaling")])
-    assert (points_of(small)[0].x, small.unit[1]) == (pytest.approx(2), "teraFLOPs")
 
 
 def test_what_a_kill_leaves_of_two_reports_is_not_taken_for_one(

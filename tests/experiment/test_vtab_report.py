@@ -115,17 +115,6 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert three.means[OVERALL].accuracy == pytest.approx(0.61)
 
 
-def test_scores_on_different_data_are_named(tmp_path: Path) -> None:
-    old, new = results(dtd=[0.5], pets=[0.5]), results(dtd=[0.5], pets=[0.5], svhn=[0.5])
-    new["data"]["pets"] = "made-again"
-    sweeps = [str(write(tmp_path / name, content)) for name, content in (("old", old), ("new", new))]
-    report.run(VtabReportConfig(sweeps=sweeps, out=str(tmp_path / "both")))
-    said = "The data of the sweeps differ (their fingerprints are below), so these scores cannot be compared: Pets."
-    assert said in (tmp_path / "both" / "report.md").read_text()
-    report.run(VtabReportConfig(sweeps=[sweeps[0], sweeps[0]], out=str(tmp_path / "one")))
-    assert "The data of the sweeps" not in (tmp_path / "one" / "report.md").read_text()
-
-
 def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
     uneven = whole(seeds=2)
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]

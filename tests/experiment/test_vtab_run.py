@@ -51,19 +51,6 @@ def refused(folder: Path, settings: Sequence[str], *more: str) -> str:
     return str(error.value)
 
 
-def test_a_checkpoint_of_a_run_in_training_is_said_to_be_in_danger(
-    tmp_path: Path, prepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once it is removed, all other cells fail, and the run's newest checkpoint would be another sweep."""
-    step = tmp_path / "run" / "checkpoints" / "step-00000001"
-    step.mkdir(parents=True)
-    models.save(models.create("ViT-mu/4", 8, 7), step / "model.safetensors")
-    settings = [*prepared, f"weights={step}", "tasks=[dtd]"]
-    monkeypatch.setattr(vtab, "holder", lambda run: "PID 1" if run == tmp_path / "run" else None)
-    open_once = Sweep(schema.load(VtabConfig, None, settings), tmp_path / "out")
-    assert [note for note in open_once.notes if f"{step} is in training (PID 1) and may remove" in note]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> Path:
     """The folder of a finished sweep; tests must not change it."""

@@ -5,7 +5,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.variants import VARIANTS, parse_name
-from pipeline.base.errors import UserError
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
 
 # (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly,
@@ -108,12 +107,3 @@ def test_names():
     config = configure("ViT-S/4", 32, 10, depth=6)
     assert (config.width, config.depth, config.patch_size, config.grid, config.num_tokens) == (384, 6, 4, (8, 8), 65)
     assert parse_name("ViT-g/14") != parse_name("ViT-G/14")
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("ViT-B16", "ViT-B/16"), ("ViT-X/14", "ViT-"), ("", "ViT-")],
-)
-def test_an_unknown_name_gets_the_nearest_known(name, nearest):
-    with pytest.raises(UserError, match=f'did you mean "{nearest}'):
-        parse_name(name)

@@ -173,29 +173,6 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser.picture("artifacts")
 
 
-def test_logged_and_registered_models(pages: tuple[Browser, str, dict[str, str]]) -> None:
-    browser, url, ids = pages
-    (model,) = connect(url).search_logged_models(["1"], f"source_run_id = '{ids['pets-b16']}'")
-    browser.open(
-        f"{url}/#/experiments/1/models?workflowType=machine_learning",
-        "pets-b16-step-00000020",
-        "photos-b16-step-00000020",
-    )
-    page = f"{url}/#/experiments/1/models/{model.model_id}"
-    browser.open(
-        f"{page}?workflowType=machine_learning",
-        "pets-b16-step-00000020",
-        "Ready",
-        "eval/val_top1",
-        "pets:val",
-        "vit-pets",
-    )
-    browser.reads(
-        "Step 20 of pets-b16", "pets-b16/checkpoints/step-00000020", "sha256", "from pipeline.model import load"
-    )
-    browser.picture("logged_model")
-
-
 def test_the_pages_ask_nobody_else_and_complain_of_nothing(pages: tuple[Browser, str, dict[str, str]]) -> None:
     """After all tests above."""
     browser, url, _ = pages

@@ -147,12 +147,6 @@ def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: 
         prepare(schema.load(RunConfig, None, given(teacher, bare)))
 
 
-def test_classes_that_are_called_otherwise_are_taken_by_number_if_asked_and_that_is_said(teacher: Path) -> None:
-    assert DistillClasses.check_classes(run(teacher), 4, CLASSES) == ""
-    config = run(teacher, "objective.match_classes=false")
-    assert "1 of d " in DistillClasses.check_classes(config, 4, ["class0", "X", "class2", "class3"])
-
-
 def test_frozen_blocks_are_counted_in_the_whole_model(teacher: Path) -> None:
     """Counts were of models of two and three blocks, which have no four to freeze: no such run could start."""
     deep = ("model.depth=6", "train.freeze=4 blocks", "init.weights=w", "model.name=null")

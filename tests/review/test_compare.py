@@ -19,7 +19,7 @@ from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
 from pipeline.review import budgets, compare, reader, table
 from pipeline.review.reader import from_folder
-from pipeline.review.statistics import by_evaluation, comparable
+from pipeline.review.statistics import by_evaluation
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig
 
@@ -142,25 +142,6 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path) -> None:
         "held_out_loss.png",
         "training_loss.png",
     }
-
-
-def test_dev_splits_of_several_seeds_are_not_called_the_same_images(tmp_path: Path) -> None:
-    record = from_folder(write_run(tmp_path / "run", evaluations={20: 0.4}))
-    metrics = {name.replace("test_", "dev_"): series for name, series in record.metrics.items()}
-    records = {
-        f"seed{seed}": dataclasses.replace(
-            record, settings=record.settings | {"seed": seed, "data.dev_share": 0.1}, metrics=metrics
-        )
-        for seed in range(3)
-    }
-
-    def lines(names: str) -> str:
-        chosen = {name: records[name] for name in names.split()}
-        return next(comparable(chosen, list(by_evaluation(chosen).values())))
-
-    assert "other images for each seed (digits" in lines("seed0 seed1 seed2")
-    records["again"] = records["seed0"]
-    assert "other images" not in lines("seed0 again")
 
 
 def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from review_runs import MODEL, write_run
 from pipeline.checkpoint.store import FORMAT
 from pipeline.cluster.status_files import read_settings
 from pipeline.monitor.mlflow.state import run_id_of
-from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
@@ -86,35 +86,6 @@ def test_lineage_is_a_table_of_the_weights_that_runs_began_with(tmp_path: Path, 
     assert "6.42" not in page
 
 
-def test_the_page_of_a_run_that_went_wrong(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", steps=20, evaluations={10: 0.6, 20: 0.5})
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "time": 1, "metrics": {"skipped_steps": 3, "loss": "nan"}}\n{"cut')
-    (folder / "status.json").write_text(
-        json.dumps({"status": "diverged", "step": 20, "code": 1, "reason": "loss is NaN. Lower optimizer.lr."})
-    )
-    starts = (Start(0, 0, ["a"]), Start(1, 10, ["a"], "stopped at step 10: SIGTERM", "optimizer.lr was 0.1, is 0.2"))
-    change(folder, end=None, starts=starts)
-    checkpoint(folder, 10)
-    checkpoint(folder, 20)
-    (folder / "checkpoints" / "kept.json").write_text(
-        json.dumps({"always": [], "best": "step-00000010", "metric": "test_top1", "value": 0.6})
-    )
-    page = page_of(from_folder(folder))
-    for shown in (
-        "optimizer.lr was 0.1, is 0.2",
-        "3 steps skipped",
-        "1 log line with",
-        "1 damaged line",
-        "loss is NaN",
-        "Lower optimizer.lr",
-        f"| best | 10 | {10:064x} |",
-        f"| last | 20 | {20:064x} |",
-        "| 50.00 % [45.12, 54.88] | 20 | 60.00 % [55.13, 64.68] | 10 | 400 |",
-    ):
-        assert re.search(re.escape(shown), page, re.IGNORECASE), shown
-
-
 def test_epochs_of_a_mixture_are_those_of_its_first_set(tmp_path: Path) -> None:
     """All images of the mixture were counted as those of data.path."""
     folder = write_run(tmp_path / "a", steps=500)  # Of 16 images each, 4,000 of them from the 1,000 of data.path.
@@ -123,14 +94,6 @@ def test_epochs_of_a_mixture_are_those_of_its_first_set(tmp_path: Path) -> None:
         change(folder, facts=replace(facts, parameters=facts.parameters | epochs))
         page = page_of(from_folder(folder))
         assert f"| epochs | {shown} | {shown} |" in page
-
-
-def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", "optimizer.lr=0.5", model=replace(MODEL, dropout=0.25))
-    page = page_of(from_folder(folder))
-    assert "| optimizer.lr | 0.5 | 0.001 |" in page
-    assert "| model.dropout | 0.25 | 0.0 |" in page
-    assert "optimizer.beta1" not in page
 
 
 @pytest.mark.slow
@@ -156,18 +119,3 @@ def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", steps=10)
     change(folder, facts=replace(PageFolder(folder).read_facts().facts, flops_per_image=7e9))
     assert from_folder(folder).exaflops == pytest.approx(10 * 16 * 7e9 / 1e18)
-
-
-def test_the_command_that_scores_the_weights_names_a_split_that_there_is(out: Path) -> None:
-    """Images held out of the training split ("dev") are no split of the data."""
-    run = write_run(out / "two words", evaluations={20: 0.5})
-    path = checkpoint(run, 20)
-    record = from_folder(run)
-    held_out = replace(record.datasets[1], split="dev")
-    for settings, datasets, split in (
-        ({}, record.datasets, " split=test"),
-        ({"data.eval_split": "test"}, (record.datasets[0], held_out), " split=test"),
-        ({"data.eval_split": None}, (record.datasets[0], held_out), ""),
-    ):
-        _, code = report.weights(replace(record, datasets=datasets, settings=record.settings | settings))
-        assert f"evaluate.py 'weights={path.resolve()}' data=datasets/digits{split}\n" in code

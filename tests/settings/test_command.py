@@ -18,8 +18,6 @@ from pipeline.process.launcher import VARIABLES, forget_launcher
 from pipeline.settings import command
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
-from pipeline.settings.commands.study import StudyConfig
-from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,13 +152,6 @@ def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"
 
 
-def test_mistakes_in_settings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run(print, monkeypatch, "source=a", "outt=b")
-    assert stop.value.code == 2
-    assert "outt" in capsys.readouterr().err
-
-
 _NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # Also of a pipe or a socket.
 _REFUSED = (errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
@@ -292,25 +283,6 @@ def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatc
     printed = capsys.readouterr().out
     assert "About." in printed
     assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.py")), ids=lambda path: path.stem)
-def test_the_examples_of_a_command_are_broken_where_its_file_breaks_them(path: Path) -> None:
-    """A single backslash at the end of a line joins it to the next one, with all spaces between them."""
-    lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-    commands = [line.partition("#")[0].strip() for line in lines if "python launch/" in line]
-    assert [command for command in commands if "  " in command] == []
-
-
-def test_help_says_what_a_list_of_mappings_is_for() -> None:
-    for cls, name, meaning in (
-        (RunConfig, "data.mix", "Data sets that are trained on"),
-        (StudyConfig, "models", "The models"),
-    ):
-        lines = command.fields_help(cls).splitlines()
-        (place,) = [i for i, line in enumerate(lines) if line.startswith(f"  {name}  (list of mapping; ")]
-        assert lines[place + 1].strip().startswith(meaning)
-        assert any(line.startswith(f"  {name}[].") for line in lines)
 
 
 def test_a_module_that_a_command_names_has_a_function_run_for_its_settings() -> None:

@@ -157,22 +157,3 @@ def mutate(text: str, generator: random.Random) -> str:
     if how == "flip" and text:
         text = text[:at] + chr(generator.randrange(256)) + text[at + 1 :]
     return text[:at] if how == "cut" else text
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("seed: !!int xyz", "seed = xyz"),
-        ("model: {width: 1e300}", "model.width = 1e300"),
-        ("model: {image_size: 100000}", "model.image_size = 100000"),
-        ("train: {length: 1e300 epochs}", "train.length = 1e300 epochs"),
-        ("data: {limit: 1e300}", "data.limit = 1e300"),
-        ("engine: {timeout_minutes: 1e300}", "engine.timeout_minutes = 1e300"),
-        ("x" * 900 + ": 1", f"unknown setting {'x' * 200}... (900 characters)."),
-    ],
-    ids=lambda text: text[:30],
-)
-def test_what_is_said(text: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    assert said in outcome(RunConfig, path, [])

@@ -31,8 +31,7 @@ from pipeline.objectives.objective import check_small_views
 from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.settings import schema, yaml_reader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
-from pipeline.settings.commands.operate import SuperviseConfig
-from pipeline.settings.commands.reports import CompareConfig, GridConfig, SyncConfig, VtabReportConfig
+from pipeline.settings.commands.reports import CompareConfig, GridConfig, SyncConfig
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
@@ -296,17 +295,12 @@ def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nmae: x", "unknown setting nmae. Did you mean name?"),
         ("train: {globl_batch: 3}", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
         ("train: 5", "train = 5"),
         ("name:", "name = None"),
-        ("objective: 3", "objective = 3"),
-        ("seed: 1.5", "seed = 1.5"),
         ("seed: true", "seed = true"),
         ("optimizer: {lr: .nan}", "optimizer.lr = .nan"),
-        ("augment: {flip: 2}", "augment.flip = 2"),
         ("data: {eval_split: null}", "data.eval_split = None"),
-        ("engine: {zero_stage: 4}", "engine.zero_stage = 4"),
         ("train: {length: 90}", "train.length = 90"),
         ("model: {image_size: 224x0}", "model.image_size = 224x0"),
         ("probe: {shots: [5, -1]}", "probe.shots[1] = -1"),
@@ -469,12 +463,6 @@ def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> N
     assert schema.load(RunConfig, path).name == text
 
 
-def test_a_setting_twice_in_a_file_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "name: a\nmodel: {name: ViT-S/16}\nseed: 1\nseed: 2")
-    with pytest.raises(UserError, match=r"seed is set twice"):
-        schema.load(RunConfig, path)
-
-
 def test_null_and_empty_values() -> None:
     assert load("init.weights=null").init.weights is load("init.weights=").init.weights is None
     assert load("track.uri=").track.uri == ""
@@ -484,13 +472,10 @@ def test_null_and_empty_values() -> None:
     ("override", "said"),
     [
         ("train.globl_batch=3", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
-        ("trian.length=3", "unknown setting trian. Did you mean train?"),
         ("image_size=32", "unknown setting image_size. Did you mean model.image_size?"),
         ("train.lr=3", " or optimizer.lr?"),
-        ("init.weight=x", "unknown setting init.weight. Did you mean init.weights or data.weight?"),
         ("config=a.yaml", "unknown setting config."),
         ("data.mix=x", "data.mix[0] = x"),
-        ("data=x", "data = x"),
         ("seed.x=3", "seed = {'x': '3'}"),
         ("train.length.x=3", "train.length.x"),
         ("train", "'train'"),
@@ -498,7 +483,6 @@ def test_null_and_empty_values() -> None:
         ("=3", "'=3'"),
         ("train=5", "train = 5"),
         ("train.micro_batch=x", "train.micro_batch = x"),
-        ("train.length=[", "train.length = ["),
     ],
 )
 def test_mistakes_on_the_command_line(override: str, said: str) -> None:
@@ -538,7 +522,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16' and init.weights = 'x.npz': set one of them"),
         (["model.name=nosuch"], 'model: "nosuch" is an unknown model; did you mean'),
         (["model.name=null"], "model.name = None and init.weights = None: set one of them"),
-        (["model.name=", "init.weights="], "model.name = None and init.weights = None: set one of them"),
         (
             ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "init.mean_pool=true"],
             "init.mean_pool and init.attentive_pool",
@@ -575,16 +558,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
                 "train.freeze=backbone",
             ],
             "none of which train.freeze = backbone trains",
-        ),
-        (
-            [
-                "model.name=null",
-                "init.weights=x.npz",
-                "optimizer.name=muon",
-                "train.loss=softmax",
-                "train.freeze=encoder",
-            ],
-            "none of which train.freeze = encoder trains",
         ),
     ],
 )
@@ -663,13 +636,6 @@ def test_a_tree_is_read_back_as_it_was() -> None:
         ("pretrain.py", RunConfig),
         ("shard.py", ShardConfig),
         ("index.py", IndexConfig),
-        ("vtab_prepare.py", VtabPrepareConfig),
-        ("vtab.py", VtabConfig),
-        ("supervise.py", SuperviseConfig),
-        ("vtab_report.py", VtabReportConfig),
-        ("compare.py", CompareConfig),
-        ("finetune_grid.py", GridConfig),
-        ("segment.py", SegmentConfig),
     ],
 )
 def test_help_lists_every_field(

@@ -55,20 +55,6 @@ def test_any_metric_of_any_evaluator_chooses_the_best_checkpoint(settings: list[
     assert objectives.best_from(load(*settings)) == evaluator
 
 
-@pytest.mark.parametrize(
-    ("settings", "possible"),
-    [
-        (["checkpoint.best=pets_10nn"], "val_top1, val_top5, val_loss."),
-        (["checkpoint.best=pets_20nn", *PROBE], "val_top1, val_top5, val_loss, pets_5shot, pets_10nn."),
-        (["checkpoint.best=val_num_samples"], "val_top1, val_top5, val_loss."),
-    ],
-)
-def test_the_error_lists_what_is_possible(settings: list[str], possible: str) -> None:
-    with pytest.raises(UserError, match="must be one of") as error:
-        objectives.check(load(*settings))
-    assert str(error.value).endswith(f"must be one of {possible}")
-
-
 def test_five_classes_have_no_top5() -> None:
     best = load("checkpoint.best=val_top5")
     assert objectives.best_from(best, num_classes=6) == "scores"

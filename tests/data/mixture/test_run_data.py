@@ -106,13 +106,6 @@ def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
     assert data.own.classes == a.classes
 
 
-def test_what_a_set_leaves_out_is_said_once_for_training_and_evaluation(sets: Path) -> None:
-    data = open_run_data(schema.load(DataConfig, None, [f"path={sets / 'a'}", "eval_split=val"]), 0, 20, "learned")
-    evaluated = {name: (of, replace(split, left_out={"alpha": 3})) for name, (of, split) in data.evaluated.items()}
-    (note,) = replace(data, split=replace(data.split, left_out={"alpha": 3}), evaluated=evaluated).notes()
-    assert "3 images with an alpha channel" in note
-
-
 def test_a_balance_is_within_each_set(sets: Path) -> None:
     of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
     split = open_run_data(of_run.data, 0, 20, "learned").split
@@ -368,13 +361,3 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
         entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
         assert entry.evaluated == {"web_val": "val"}
         assert RunProbeConfig(data=entry.path).prefix == "web"
-
-
-def test_a_run_says_how_many_samples_have_no_label(sets: Path) -> None:
-    data = open_run_data(DataConfig(path=str(sets / "a"), exclude="none"), 0, 20, "learned")
-    assert data.notes() == []
-    split = data.split.parts[0]
-    starts = np.minimum(np.arange(91), 60)
-    index = replace(split.index, labels=np.zeros(60, np.int32), label_starts=starts)
-    (note,) = replace(data, split=replace(split, index=index)).notes()
-    assert "30 of 90" in note

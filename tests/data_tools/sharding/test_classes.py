@@ -104,23 +104,6 @@ def test_labels_that_become_one_count_once(tmp_path: Path) -> None:
     assert len(ruled(tmp_path / "list.csv", class_list=_other(tmp_path, "cat"))) == 2
 
 
-def test_a_class_with_one_image_is_named(zoo: Path) -> None:
-    assert "1 class with one image only in train: ant" in odd_classes(ruled(zoo))
-
-
-def test_classes_that_val_share_leaves_out_of_a_split_are_named(zoo: Path) -> None:
-    """A hash of their keys decides, which knows no classes."""
-    listing = ruled(zoo, val_share=0.2)
-    assert counts(listing, "val") == {"ant": 0, "bee": 1, "cat": 0, "dog": 2}
-    # Of ant, which has one image alone, none can be held out.
-    assert odd_classes(listing, 0.2)[-2:] == [
-        "1 class with one image only in train: ant",
-        "1 class with no image in val: cat",
-    ]
-    assert not any("val" in note for note in odd_classes(listing))  # Of a source that has its own val.
-    assert "2 classes with all images in val: ant, bee" in odd_classes(ruled(zoo, val_share=0.7), 0.7)
-
-
 def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
     """An accent in one character or two (macOS), case, and spaces."""
     files = [

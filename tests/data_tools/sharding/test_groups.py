@@ -141,16 +141,6 @@ def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert "of 60 images in whole groups leaves" in refused(photos, group_pattern=PATTERN, val_share=0.0001)
 
 
-def test_a_group_in_two_splits_of_the_source_is_named(tmp_path: Path) -> None:
-    places = {"train": (1, 2, 3), "test": (3, 4)}
-    files = {f"{split}/cat/p{p}_{split}.jpg": jpeg(p) for split, numbers in places.items() for p in numbers}
-    source = write_folder(files, tmp_path / "raw")
-    listing = listed(source, group_pattern="p[0-9]", splits={"train": "train", "test": "test"})
-    *counts, warning = describe_groups(groups_of(listing))
-    assert counts == ["groups of train: 3, of at most 1 image ('p1')", "groups of test: 2, of at most 1 image ('p3')"]
-    assert warning.startswith("warning: 1 group with images in both 'train' and 'test', such as 'p3': ")
-
-
 @pytest.mark.ray
 def test_the_data_set_keeps_its_groups(
     ray_cluster: int, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

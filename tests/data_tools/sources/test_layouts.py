@@ -535,13 +535,11 @@ def test_bad_list(tmp_path: Path) -> None:
             'path,label\n1.jpg,"cat\n2.jpg,dog\n',
             "row 1: 'cat\\n2.jpg,dog\\n' has a line break",
         ),
-        ('path,label\n1.jpg,cat\n"2.jpg,dog\n3.jpg",dog\n', "row 2: '2.jpg,dog\\n3.jpg' has a line break"),
         ("path;label\n1.jpg;cat\n", "It has: path;label."),
         ("1.jpg,cat\n2.jpg,dog\n", "It has: 1.jpg, cat."),
         ("path,label\n1.jpg,caf\xe9\n", "UTF-8"),
-        ("path,label\n1.jpg,cat\n1.jpg,dog\n", "1.jpg and 1.jpg have the same key, '1'"),
     ],
-    ids=["URL", "quote", "quoted path", "semicolons", "no header", "latin-1", "twice"],
+    ids=["URL", "quote", "semicolons", "no header", "latin-1"],
 )
 def test_slips_in_a_list(text: str, said: str, tmp_path: Path) -> None:
     (path := tmp_path / "list.csv").write_text(text, encoding="latin-1")

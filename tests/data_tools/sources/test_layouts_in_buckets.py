@@ -54,7 +54,6 @@ IN_BUCKET: dict[str, Callable[[Path], Path]] = {
     "imagenet1k": lambda at: imagenet1k(at / "raw"),
     "webdataset": _webdataset,
     "parquet": lambda at: hugging_face(at / "raw/data/train-0.parquet", pa.array([2, 0, 0, 1, 2]), NAMES).parents[1],
-    "one parquet": lambda at: hugging_face(at / "raw.parquet", pa.array(list("abcba"))),
 }
 
 

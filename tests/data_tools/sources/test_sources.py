@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from raw_images import LAYOUTS as LAYOUTS_OF_IMAGES
-from raw_images import jpeg, write_class_tars, write_folder, write_tar, write_zip
+from raw_images import jpeg, write_folder, write_tar, write_zip
 
 from data_tools.sharding.shard import run
 from data_tools.sources import list_source
@@ -67,19 +67,10 @@ def _begins_with(start: bytes, name: str) -> Callable[[Path], Path]:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda at: at / "nowhere", "nowhere: no such file or folder"),
     "no images": (lambda at: write_folder({"cat/notes.txt": b""}, at / "raw"), "no class folders with images"),
-    "images at the top": (lambda at: write_folder({"1.jpg": jpeg(1)}, at / "raw"), "no class folders with images"),
     "empty class": (_empty_class, "raw: 1 class folder without images: fox."),
-    "empty class tar": (
-        lambda at: write_class_tars({**GOOD, "fox/readme.txt": b"?"}, at / "raw"),
-        "raw: 1 class folder without images: fox.",
-    ),
     "two extensions": (
         lambda at: write_folder({**GOOD, "cat/1.png": b"?"}, at / "raw"),
         "cat/1.jpg and cat/1.png have the same key, 'cat/1'",
-    ),
-    "dots": (
-        lambda at: write_folder({**GOOD, "cat/a.b.jpg": b"?", "cat/a_b.jpg": b"?"}, at / "raw"),
-        "cat/a.b.jpg and cat/a_b.jpg have the same key, 'cat/a_b'",
     ),
     "twice in a tar": (_twice_in_tar, "cat/1.jpg and cat/1.jpg have the same key"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged"),
@@ -87,10 +78,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "not fetched": (
         _begins_with(LFS, "raw.tar"),
         "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull.",
-    ),
-    "splits as classes": (
-        lambda at: write_folder(_below("test", "train"), at / "raw"),
-        "If they are, say so: splits.test=test splits.train=train",
     ),
     "splits beside other folders": (
         lambda at: write_folder(_below("train", "valid") | {"extra/1.jpg": jpeg(1), "notes/a.txt": b""}, at / "raw"),

@@ -253,28 +253,6 @@ def test_what_is_refused_before_anything_is_written(write_pairs: Write, weights:
     assert not out.exists()
 
 
-def test_images_that_are_scored_on_twice_are_told(
-    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    images, masks = write_pairs(4)
-    one = images / "part.0/0.png"
-    scores = run.run(
-        settings(
-            images,
-            masks,
-            f"weights={weights}",
-            f"out={tmp_path / 'out'}",
-            "steps=1",
-            f"val_images={one}",
-            f"val_masks={masks / 'part.0/0.png'}",
-        )
-    )
-    said = capsys.readouterr().out
-    assert "1 image" in said
-    assert json.loads((tmp_path / "out/segmentation.json").read_text())["interval"] == [None, None]
-    assert scores["num_samples"] == 1
-
-
 def test_scores_of_images_that_weights_were_trained_on_are_marked(
     make_dataset: Callable[..., Dataset], weights: Path, tmp_path: Path
 ) -> None:

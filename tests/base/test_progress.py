@@ -1,29 +1,10 @@
-"""How durations read, and progress.json while several threads write it."""
+"""progress.json while several threads write it."""
 
 import json
 import threading
 from pathlib import Path
 
-import pytest
-
-from pipeline.base.progress import ProgressFile, duration
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "0 s"),
-        (119, "119 s"),
-        (120, "2 min"),
-        (7199, "120 min"),
-        (7200, "2.0 h"),
-        (86400, "24.0 h"),
-        (172_800, "2.0 d"),
-        (1_000_000, "11.6 d"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+from pipeline.base.progress import ProgressFile
 
 
 def test_the_file_is_whole_whichever_thread_writes_it(tmp_path: Path) -> None:
