@@ -274,7 +274,10 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
 def _without_unlabelled(done: IndexedTar, job: IndexJob) -> IndexedTar:
     rows = read_rows(to_path(job.part))
     bare = rows.filter(rows["labels"].is_null()).select(["key", "ext"]).to_pylist()
-    skipped = [(printable(row["key"]), printable(f"{job.name}: {row['key']}.{row['ext']}"), NO_LABEL) for row in bare]
+    skipped = [
+        (printable(row["key"]), printable(f"{job.name}: {row['key']}.{row['ext']}"), f"{NO_LABEL} with a label")
+        for row in bare
+    ]
     shard = replace(done.shard, samples=done.shard.samples - len(bare))
     return replace(done, shard=shard, skipped=[*done.skipped, *skipped])
 

@@ -1,5 +1,9 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.tables import INFO
@@ -18,6 +22,8 @@ LIKE_SPLITS = {
 }
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 _BEGINNINGS = ("train", "val", "test", "dev")
+# Of shards: what is before its number, the number, perhaps that of all shards, the suffix.
+_NUMBERED = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?(\.\w+)")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"
 
@@ -27,9 +33,9 @@ def split_files(
 ) -> list[tuple[str, str, AnyPath]]:
     """Returns (split, name inside source, path) of every file `*<suffix>` below source, sorted by split and name.
 
-    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets a warning about
-    compressed tars of these splits, which are left out. Raises UserError for a split without files, when one split
-    would take files that look like several splits, and for an unfinished data set.
+    splits: split name -> prefix of its file names; the longest matching prefix counts. notes: gets warnings about
+    files of these splits that are left out (compressed tars, and *.TAR) or missing. Raises UserError for a split
+    without files, when one split would take files that look like several splits, and for an unfinished data set.
     """
     if source.is_file():
         found = {source.name: source}
@@ -41,24 +47,25 @@ def split_files(
                 refuse_unfinished(path.parent.parent)
         found = {name: path for name, path in found.items() if path.name[0] != "."}
     paths = {name: path for name, path in found.items() if source.is_file() or name.endswith(suffix)}
-    packed = sorted(name for name in found if name.lower().endswith(_PACKED)) if suffix == ".tar" else []
+    endings = (suffix, *_PACKED * (suffix == ".tar"))
+    others = [name for name in sorted(found) if name.lower().endswith(_PACKED if name in paths else endings)]
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
-    for name in sorted(paths.keys() - set(packed)):
+    for name in sorted(paths.keys() - set(others)):
         fitting = [split for split, start in splits.items() if name.startswith(start)]
         if fitting:
             split = max(fitting, key=lambda split: len(splits[split]))
             files[split].append((split, name, paths[name]))
     for split, of_split in files.items():
-        of_packed = [name for name in packed if name.startswith(splits[split])]
-        if of_packed and of_split:
+        unread = [name for name in others if name.startswith(splits[split])]
+        if unread and of_split:
             notes.append(
-                f"warning: {counted(len(of_packed), 'compressed tar')} of {source} left out, such as"
-                f" {printable(of_packed[0])}. To use them, unpack each to a .tar (gzip -d, ...)"
+                f"warning: {counted(len(unread), 'file')} of {source} left out, such as {printable(unread[0])}. To use"
+                f" them, unpack (gzip -d, ...) or rename each to *{suffix}"
             )
-        elif of_packed:
+        elif unread:
             raise UserError(
-                f"{source}: {of_packed[0]} is compressed, and only plain tars have places from which one image can be"
-                " read. Unpack it (gzip -d, ...) to a .tar."
+                f"{source}: {unread[0]} is not a plain *{suffix}, from which one image can be read. Unpack it (gzip -d,"
+                " ...) or rename it."
             )
         elif not of_split:
             raise UserError(
@@ -67,7 +74,30 @@ def split_files(
             )
     if list(splits.values()) == [""]:
         _refuse_mixture(source, list(paths))
-    return [file for of_split in files.values() for file in of_split]
+    found_files = [file for of_split in files.values() for file in of_split]
+    notes += _gaps([name for _, name, _ in found_files])
+    return found_files
+
+
+def _gaps(names: list[str]) -> Iterator[str]:
+    """Warnings of numbers that are missing among those of the shards, if fewer are missing than there."""
+    of_series = defaultdict[tuple[str, int, str], set[int]](set)
+    for found in filter(None, map(_NUMBERED.fullmatch, names)):
+        before, number, of, suffix = found.groups("0")
+        of_series[before, int(of), suffix].add(int(number))
+    for (before, total, suffix), numbers in of_series.items():
+        first, last = min(numbers), max(numbers)
+        if total and last <= total:  # Numbered from 0, or from 1.
+            first = last // total
+            last = first + total - 1
+        count = last + 1 - first - len(numbers)
+        if 0 < count < len(numbers):
+            missing = sorted(set(range(first, last + 1)) - numbers)
+            some = ", ".join(map(str, missing[:5])) + ", ..." * (count > 5)
+            yield (
+                f"warning: {counted(count, 'number')} missing in {printable(before)}*{suffix}, {first} to {last}:"
+                f" {some}. Is the source complete?"
+            )
 
 
 def refuse_unfinished(folder: AnyPath) -> None:

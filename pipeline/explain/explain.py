@@ -1,6 +1,7 @@
 """Writes a folder of drawings that explain weights, and what they compute for images; `run` does everything."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,9 +17,10 @@ from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
+from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import eval_view, read_by
+from pipeline.data.loading.views import eval_view, noting_left_out, read_by
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import outcomes
@@ -167,7 +169,12 @@ def _draw_images(
         order = np.sort(order)
     num_read = max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)
     view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
+    unread = dict[int, set[str]]()
+    if split.left_out is None and "predictions" not in wanted:  # Predicting says it.
+        view = noting_left_out(view, unread)
     rows, pixels = read_view(config, split, order[:num_read], view)
+    for line in describe_left_out(Counter(what for of_row in unread.values() for what in of_row)):
+        print(line)
     rows, few = rows[: config.num_drawn], pixels[: config.num_drawn]
     shown = read_shown(config, loaded, split, rows)[1]
     captions = [_caption(pictures, row) for row in rows.tolist()]

@@ -198,7 +198,7 @@ def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("not_drawn")
-def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> None:
+def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path, capsys) -> None:
     weights, out = save(tmp_path / "random.pt", depth=2), tmp_path / "out"
     run(weights, out, f"images={photos}", "draw=attention", "layer=all", "head=all", "num_drawn=2")
     assert drawn(out) == ["attention-1", "attention-2"]
@@ -214,6 +214,11 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path) -> 
     assert ["/".join(Path(key).parts[-2:]) for key in more["images"]] == readable
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
     assert run(weights, out, f"images=[{','.join(files)}]", "draw=components")["images"] == files
+    Image.open(files[0]).convert("RGBA").save(tmp_path / "see_through.png")
+    capsys.readouterr()
+    for drawing in ("components", "predictions"):
+        run(weights, out, f"images=[{files[1]},{tmp_path / 'see_through.png'}]", f"draw={drawing}")
+    assert capsys.readouterr().out.count("1 image with an alpha") == 2
 
 
 @pytest.mark.usefixtures("not_drawn")

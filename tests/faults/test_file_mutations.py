@@ -152,6 +152,8 @@ def vtab_files() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
     root = Path(folder.name)
     vtab_originals.write_tfds(root / "tfds", vtab_originals.write_originals(root / "originals"))
+    shutil.copytree(root / "originals/dsprites", root / "originals/npz")
+    vtab_originals.dsprites_as_npz(root / "originals/npz")
     return folder
 
 
@@ -161,7 +163,7 @@ def copy_vtab(kind: str, name: str, at: Path) -> Path:
 
 
 def read_vtab(kind: str, name: str, source: Path) -> str:
-    task = next(task for task in TASKS if task.dataset == name)
+    task = next(task for task in TASKS if task.dataset == ("dsprites" if name == "npz" else name))
     config = ShardConfig(source=str(source), out="unused", splits=dict.fromkeys(prepare.SPLITS, ""))
     with vtab_originals.small_splits(), tempfile.TemporaryDirectory() as staging:
         return as_sharded(prepare._list(task, Origin(kind, source), False, source, config, Path(staging)))  # type: ignore[arg-type]
@@ -170,7 +172,7 @@ def read_vtab(kind: str, name: str, source: Path) -> str:
 VTAB = {
     f"{kind} {name}": Format(partial(copy_vtab, kind, name), partial(read_vtab, kind, name))
     for kind, names in (
-        ("originals", sorted({task.dataset for task in TASKS})),
+        ("originals", sorted({task.dataset for task in TASKS} | {"npz"})),
         ("tfds", sorted(vtab_originals.TFDS)),
     )
     for name in names

