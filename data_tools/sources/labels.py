@@ -98,6 +98,17 @@ def label_column(there: list[str], config: ShardConfig, where: str, collector: C
     return column
 
 
+def note_unused_splits(there: list[str], used: list[str], collector: Collector) -> None:
+    """A note if a table has a column of the default name for splits that is not used. used: its other columns."""
+    name = ShardConfig.split_column
+    note = (
+        f"warning: the column {name!r} is not used: each split is a file of its own here (splits.train=train"
+        " splits.val=val)"
+    )
+    if name in set(there) - {*used} and note not in collector.notes:
+        collector.notes.append(note)
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column of this type holds text, in any of Arrow's layouts."""
     kind = value_type(kind)

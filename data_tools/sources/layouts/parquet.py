@@ -18,7 +18,14 @@ import pyarrow.parquet as pq
 import pyarrow.types as types
 
 from data_tools.sources.class_numbers import read_names, refuse_other_names
-from data_tools.sources.labels import LabelColumn, check_columns, check_names, group_name, label_column
+from data_tools.sources.labels import (
+    LabelColumn,
+    check_columns,
+    check_names,
+    group_name,
+    label_column,
+    note_unused_splits,
+)
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -47,6 +54,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             schema = file.schema_arrow
             column = label_column(schema.names, config, str(path), collector, column)
             wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
+            note_unused_splits(schema.names, [*filter(None, wanted.values())], collector)
             check_columns(schema.names, list(wanted.items()), str(path))
             if column:
                 known = given or _class_label_names(schema, column)

@@ -19,6 +19,7 @@ from data_tools.sources.labels import (
     group_name,
     is_text,
     label_column,
+    note_unused_splits,
 )
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
@@ -56,6 +57,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         column = label_column(there, config, str(path), collector, column)
         named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}
         table = _read(path, config, there, named)
+        if not by_column and config.split_column:
+            note_unused_splits(there, [*path_columns(config), *filter(None, named.values())], collector)
         if column and labels is None:
             field = table.schema.field(column)
             if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator):

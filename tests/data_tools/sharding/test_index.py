@@ -228,7 +228,7 @@ def test_lists_of_excluded_samples_are_refused_after_indexing_other_rows(ray_clu
     second = run(config(source, inspect="decode", **settings))
     assert (second.fingerprint, second.info["samples"]) == (first.fingerprint, {"train": 5})
     assert [job.out for job in jobs(second, "train", tmp_path)] != places
-    with pytest.raises(UserError, match="mine.parquet"):
+    with pytest.raises(UserError, match=r"mine\.parquet"):
         second.split("train")
     assert len(second.split("train", "none")) == 5
     write_list(second, "mine", pa.table({**columns, "row": [3]}, EXCLUDED))

@@ -371,9 +371,12 @@ def test_parquet(labels: pa.Array, names: list[str] | None, expected: list, tmp_
 def test_a_table_of_images_and_of_the_paths_that_they_had(tmp_path: Path) -> None:
     """Alone it was a list, none of whose files is there; in a folder it was read."""
     path = hugging_face(tmp_path / "raw/a.parquet", pa.array(list("ababa")))
-    images = pq.read_table(path)
-    pq.write_table(images.append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)])), path)
+    images = pq.read_table(path).append_column("path", pa.array([f"old/{row}.jpg" for row in range(5)]))
+    pq.write_table(images, path)
     assert samples(listed(path)) == samples(listed(path.parent))
+    assert not any("'split'" in note for note in listed(path).notes)
+    pq.write_table(images.append_column("split", pa.array(["train", "val"] * 2 + ["val"])), path)
+    assert any("'split'" in note for note in listed(path).notes), "its images of val would be trained on without a word"
 
 
 def test_parquet_splits_and_bare_binary(tmp_path: Path) -> None:
