@@ -293,7 +293,7 @@ def _timed(case: Case, step: Step, flops: float) -> tuple[list[float], Row]:
 
 
 def _median_seconds(step: Callable[[], object], seconds: float, on_gpu: bool) -> float:
-    """Of a step, the median of several rounds that take `seconds` together; a round is at least one step."""
+    """Median time of a step, over rounds of at least one step that take `seconds` together."""
 
     def round_of(count: int) -> float:
         begin = time.perf_counter()

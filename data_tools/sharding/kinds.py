@@ -114,7 +114,7 @@ def pixels_of(
         )
     value = nodata if nodata is not None else found[0] if found else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
-    print(f"images are {pixels.describe()}" + (f"; {value:g} is no value" if value is not None else ""))
+    print(f"images are {pixels.describe()}" + (f"; {value:g} means missing" if value is not None else ""))
     return pixels
 
 
@@ -381,7 +381,7 @@ def _to_rgb8(values: np.ndarray, names: Sequence[str], stored: StoredImage) -> n
     if values.dtype.name not in FULL_RANGE:
         raise DecodeError(f"{stored.describe()}: floating-point values have no range that could become 0 to 255")
     if values.shape[2] == 2:
-        raise DecodeError(f"{stored.describe()}: two channels are no gray and no RGB")
+        raise DecodeError(f"{stored.describe()}: two channels are neither gray nor RGB")
     low, high = FULL_RANGE[values.dtype.name]
     scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
     return scaled[..., 0] if values.shape[2] == 1 else np.ascontiguousarray(scaled[..., _rgb_places(names)])

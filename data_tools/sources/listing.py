@@ -439,7 +439,7 @@ class Collector:
                 )
 
     def _ignored(self) -> list[str]:
-        """Notes about the files that are no samples."""
+        """Notes about the ignored files."""
         kinds = [("file", " without an image extension", self._no_images), ("hidden file", "", self._hidden)]
         return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
 

@@ -126,7 +126,7 @@ def shortened(text: str, limit: int = MAX_QUOTED) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """The number, or the number in a text, as a float; None for infinity, NaN and what is no number."""
+    """The value of a number, or of a number in a text, as a float; None for infinity, NaN and everything else."""
     try:
         number = float(value) if isinstance(value, (int, float, str)) else math.nan
     except (ValueError, OverflowError):

@@ -44,7 +44,7 @@ class Table:
 
     @property
     def looks(self) -> list[str]:
-        """Of each column, its class in the style sheet; "" is none."""
+        """Each column's class in the style sheet, or ""."""
         found = []
         for i, (name, is_number) in enumerate(zip(self.header, self.numeric, strict=True)):
             longest = max((len(row[i]) for row in self.rows), default=0)

@@ -313,8 +313,8 @@ class Parameters:
     published: int  # of a teacher that is in no checkpoint
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
-    # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy
-    # (normalised)
+    # of the backbone's head, or the largest tensor that is added for training outside dense layers: it has a
+    # normalised copy
     head: int
     persistent: int  # of trained tensors below stage 3's threshold
     matrices: int  # of the backbone's blocks, which Muon would update

@@ -24,7 +24,7 @@ from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 
-# Of a .cls file; a longer one is no number of a class.
+# Largest .cls file that is read as a class number.
 _MAX_DIGITS = 32
 
 
@@ -62,8 +62,8 @@ def open_adhoc_split(
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
     places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select
-    samples. Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image,
-    to each file.
+    samples. Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is not an
+    image, to each file.
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`.
     In a tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs
     to, else into `names`.

@@ -55,7 +55,7 @@ def compute_of_runs(weights: Path) -> list[float]:
         folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
         try:
             end, settings, facts = read_end(folder), read_settings(folder), PageFolder(folder).read_facts().facts
-        except (UserError, OSError):  # A file of weights is no folder, for one.
+        except (UserError, OSError):  # For example, a file of weights is not a folder.
             end = None
         if end is None or folder in folders:
             return [*found, 0.0]

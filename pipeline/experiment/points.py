@@ -20,7 +20,7 @@ class Point:
     seeds, shares.
 
     x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test
-    images of each score; 0 where it is no proportion of images, or unknown. effective: of images in groups, their
+    images of each score; 0 if unknown, or if it is not a proportion of images. effective: of images in groups, their
     `effective_number`; else num_test.
     """
 

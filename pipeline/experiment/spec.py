@@ -94,7 +94,7 @@ class RunSpec:
 class ScoresFile:
     """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1.
 
-    loss: None where it is no finite number. trained_by: runs that trained on these images; "" for none.
+    loss: None if not finite. trained_by: runs that trained on these images; "" for none.
     """
 
     loss: float | None

@@ -35,7 +35,7 @@ from pipeline.model.position import resample_state, resizing_notes
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
-# Before the name of a tensor that is no part of the model, but of the objective that trained it.
+# Prefix of tensors that belong to the objective that trained the model, not to the model.
 ADDITION = "objective."
 
 Say = Callable[[str], object]

@@ -47,7 +47,7 @@ class SentModel:
 
 @dataclass
 class Sent:
-    """What one tracker has received of a run folder.
+    """The parts of a run folder that one tracker has received.
 
     key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has
     parameters and data sets. last: metric -> step of its last point (its time, for a run without steps, which logs all
@@ -94,7 +94,7 @@ class Exporter(Protocol):
         """Show the run's checkpoints."""
 
     def explain(self, error: Exception) -> str:
-        """What is wrong, as "cannot be reached (connection refused)"."""
+        """Describes an error, such as "cannot be reached (connection refused)"."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Watchdog:
     Each rank calls `at` before each phase. After `minutes` without a call and without an announced wait of
     any rank, it writes `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective
     call waits for the others, so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its
-    host is down). Then all end with code 1. minutes: 0 is no watchdog. record: called with a line, and whether other
+    host is down). Then all end with code 1. minutes: 0 turns it off. record: called with a line, and whether other
     ranks are the cause, before the end.
     """
 

@@ -88,7 +88,7 @@ class DinoSettings(LocalViewSettings):
         0.9,
         "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.",
     )
-    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.")
+    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0: off.")
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
@@ -103,7 +103,7 @@ class DinoSettings(LocalViewSettings):
         0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
     )
     koleo_weight: NonNegativeFloat = setting(
-        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none."
+        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."
     )
 
 

@@ -76,7 +76,7 @@ def through(points: Sequence[int], found: Sequence[T], at: int) -> T:
 def remembered(function: Callable[..., T]) -> Callable[..., T]:
     """A cache of a function of (objective's class, config, more): a RunConfig is not hashable.
 
-    Settings of the engine and of the micro-batch are no part of the key: what depends on them is in `more`.
+    Settings of the engine and the micro-batch are not part of the key: what depends on them is in `more`.
     """
     known: dict[Any, T] = {}
 

@@ -74,7 +74,7 @@ _CODE = ("revision", "git_branch", "command", "torch", "device", "user", "ranks"
 def run(config: CompareConfig) -> dict[str, RunRecord]:
     """Write the comparison of `config.runs` and print its table; returns the runs by their names in it.
 
-    Raises UserError for an address that is no run, and for damaged files, before anything is written.
+    Raises UserError for an address that is not a run, and for damaged files, before anything is written.
     """
     found = [read(address) for address in config.runs]
     for (address, one), (again, other) in itertools.combinations(zip(config.runs, found, strict=True), 2):

@@ -107,7 +107,7 @@ class Score:
 
 
 def best_first(score: Score | None) -> float:
-    """Key by which scores are sorted; what is none, or no number, is last."""
+    """Sort key of scores, best first; None and NaN come last."""
     return -score.metric.sign * score.value if score and not math.isnan(score.value) else math.inf
 
 

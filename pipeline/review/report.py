@@ -49,7 +49,7 @@ _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 def run(config: RunReportConfig) -> Path:
-    """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
+    """Write the report of `config.run`; returns its HTML file. Raises UserError if the address is not a run."""
     record = read(config.run)
     folder = Path(config.out) if config.out else record.folder / "review"
     try_output("out", folder, holds="report of a run")
@@ -188,7 +188,7 @@ def _median(series: Series | None) -> float:
 
 
 def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    """Of what has a direction: the held-out split's, the most telling first, then probes' by name."""
+    """Rows of metrics with a direction: those of the held-out split, most telling first, then probes by name."""
     probed = sorted(
         name for name in record.metrics if record.metric(name).group == "probe" and record.metric(name).better
     )

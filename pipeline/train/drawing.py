@@ -83,7 +83,7 @@ class DrawingProcess:
         self._begun = time.monotonic()
         environment = {
             name: value for name, value in child_environment().items() if name not in VARIABLES
-        }  # It is no rank.
+        }  # It is not a rank.
         with open(self.folder / PAGE / LOG, "ab") as log:
             quiet = subprocess.DEVNULL
             return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)

@@ -268,9 +268,7 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
 
 
 def caveats(run: "TrainingRun") -> str:
-    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often
-    "".
-    """
+    """Warnings about a finished run: most steps were skipped, or its score may be chance; "" without any."""
     skipped, step, num_classes = (
         run.engine.skipped_steps,
         run.progress.step,

@@ -64,7 +64,7 @@ def kind(source: AnyPath) -> str:
         if start.startswith(LFS_POINTER):
             raise UserError(f"{source} is {LFS_REASON}.") from None
         raise UserError(
-            f"{source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv,"
+            f"{source} is not a .tar, .tar.gz, .tgz or .zip (begins with {start[:12]!r}), nor a list of images (.csv,"
             " .tsv, .parquet). Is it whole? Unpack archives of other kinds (zstd, 7z, rar)."
         ) from None
     return "tar"

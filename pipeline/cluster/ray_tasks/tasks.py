@@ -180,7 +180,7 @@ class _RunningTask:
 
 
 def _final_error(error: Exception) -> Exception:
-    """What is said of a task that is not retried, or not again."""
+    """The error to raise for a task that is not retried any more."""
     if not isinstance(error, LostError):
         return error
     return UserError(

@@ -106,8 +106,8 @@ class StoredImage:
         return values, missing
 
     def values(self, pixels: Pixels) -> np.ndarray:
-        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there
-        is none; channels that the image lacks become their mean (`Pixels.fill`).
+        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` without
+        one; channels that the image lacks become their mean (`Pixels.fill`).
 
         Raises DecodeError as `values_and_missing`.
         """

@@ -18,7 +18,7 @@ from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run_sections import ScheduleConfig
 
-# Of DINOv3: weight decay of AdamW, and the share of the steps in which the rate rises.
+# As in DINOv3: weight decay of AdamW, and share of warm-up steps.
 _WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
 
 

@@ -54,8 +54,8 @@ class Refusals:
         try:
             request()
         except Exception as error:
-            # What somebody has deleted, as a version of a registered model, is not made again. An older server has no
-            # logged models; a server without the request for metrics is none of MLflow.
+            # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
+            # models; a server that does not know the request for metrics is not MLflow.
             missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
             is_missing = getattr(error, "error_code", "") in missing
             if not (is_refusal(error) or is_missing) or not self._is_active():

@@ -1,5 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no kernel of a hidden
-layer.
+"""Muon: momentum whose matrices are made orthogonal before each update; AdamW for all but kernels of hidden layers.
 
 The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural networks", 2024). The scale
 0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and

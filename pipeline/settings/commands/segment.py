@@ -39,7 +39,7 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(
         ["255"],
-        "Values of masks that are no class: numbers, or colours as '#000000'.",
+        "Values of masks that mean no class: numbers, or colours as '#000000'.",
     )
     short_side: Side = setting(
         0,

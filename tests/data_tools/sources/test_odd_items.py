@@ -311,7 +311,7 @@ SHARD = [
 BAD = {
     "deep.jpg": "not valid JSON",
     "caf\\udce9.jpg": "not UTF-8",
-    "long.jpg": "no whole number",
+    "long.jpg": "not an integer",
 }
 
 
