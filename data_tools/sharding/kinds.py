@@ -185,7 +185,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     keys = listing.table["key"].to_pylist()
     of_files = _by_pattern(keys, config.channel_pattern) if config.channel_pattern else _by_columns(keys, config)
     found = config.channel_columns or sorted({channel for _, channel in of_files})
-    # As "1:dapi", the channel 1 has the name dapi.
+    # "1:dapi" names channel 1 dapi.
     names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
     if config.to_rgb8:
         pairs = list(names.items())
@@ -258,7 +258,7 @@ def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
 
 
 def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
-    """As `_by_pattern`, of a list with a column for each channel."""
+    """Like `_by_pattern`, for a list with a column for each channel."""
     # Keys that occur twice have got an extension: a@0_tif and a@0_png.
     parts = (key.rpartition("@") for key in keys)
     return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]

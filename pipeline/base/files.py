@@ -156,7 +156,7 @@ def _rename(hidden: Path, path: Path) -> None:
 
 
 def _link(hidden: Path, path: Path) -> None:
-    """As a rename, but raises FileExistsError where the path exists."""
+    """Rename that raises FileExistsError where the path exists."""
     os.link(hidden, path)
     hidden.unlink()
 

@@ -48,7 +48,7 @@ def read(path: Path, kind: type[T]) -> T:
 
 
 def read_or_none(path: Path, kind: type[T]) -> T | None:
-    """As `read`, but None for a file that is missing, damaged or not to be read."""
+    """Like `read`, but None for a file that is missing, damaged or unreadable."""
     try:
         return read(path, kind)
     except (OSError, UserError):

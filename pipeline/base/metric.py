@@ -63,7 +63,7 @@ _KNOWN = {
     **dict.fromkeys(("collapse", "probe_collapse"), Metric("count", "lower", "health")),  # 1, at steps that show one.
     **SPREAD,
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
-    "best_score": Metric("share", "higher"),  # Of a study.
+    "best_score": Metric("share", "higher"),  # In studies.
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),

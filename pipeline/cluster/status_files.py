@@ -32,7 +32,7 @@ from pipeline.settings.yaml_reader import parse_yaml
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
 SETTINGS_FILE = "config.yaml"
-# Of a YAML document. A file that was cut short would otherwise have the defaults of the settings that it lacks.
+# End mark of a YAML document: a truncated file would otherwise be read with defaults for what it lacks.
 _END_OF_SETTINGS = "\n...\n"
 _UNKNOWN_HOLDER = "an unidentified run"
 # In the identity of a checkpoint: the folder of its run, whatever folder a relative `out` began in.
@@ -198,7 +198,7 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
     if not folder or other.resolve() == own.resolve():
         return
     try:
-        if own.exists() and other.samefile(own):  # By another mount.
+        if own.exists() and other.samefile(own):  # Same file by another mount.
             return
         settings = read_settings(other)
     except (OSError, UserError):  # It was moved, and this run is it.

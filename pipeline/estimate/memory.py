@@ -187,7 +187,7 @@ def _gradients_and_buffers(
         # makes orthogonal together.
         own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
         together = max(found.largest_matrix, min(own, BATCH_ELEMENTS["cuda"]))
-        # Of the matrices that Muon gathers from several ranks there is one at the end of each rank's range, at most.
+        # Muon gathers at most one matrix from several ranks at the end of each rank's range.
         cut = min(found.matrices, (world_size - 1) * found.largest_matrix) if stage else 0
         work += 4 * (own + cut + 4 * together)
     bucket = e * reduce_bucket(P)

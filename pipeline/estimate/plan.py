@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def evaluations(self) -> str:
-        """As "evaluation every 100"."""
+        """Such as "evaluation every 100"."""
         every = self.evaluate_every.get("scores")
         return f"evaluation every {every:,}" if every else "no evaluation"
 

@@ -98,7 +98,7 @@ def open_adhoc_split(
         if path.suffix == ".tar":
             images += _in_tar(path, len(of_labels), links, setting)
         else:
-            folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
+            folder = Path(os.path.abspath(path)).parent  # A link counts where it is.
             label = numbers.get(folder.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
     note = f"left out: {counted(len(links), 'link')}, such as {links[0]}" if links else ""
@@ -198,7 +198,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
 def _label_of(name: str, known: dict[str, int]) -> int:
     """The label of an image in a tar, -1 if unknown. known: name of a .cls file without its suffix -> label."""
     folder, slash, last = name.rpartition("/")
-    # Of `2023.05.01.jpg`, webdataset's key is `2023`, which other images may have, too.
+    # webdataset's key of `2023.05.01.jpg` is `2023`, which other images may have, too.
     return known.get(name.rpartition(".")[0], known.get(folder + slash + last.partition(".")[0], -1))
 
 

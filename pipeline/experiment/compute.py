@@ -62,7 +62,7 @@ def compute_of_runs(weights: Path) -> list[float]:
         folders.add(folder)
         step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
         found.append(settings.train.global_batch * (step * facts.flops_per_image))
-        # As the run found them at its first start.
+        # The weights that the run found at its first start.
         before = facts.origin.path if facts.origin else settings.init.weights
         if before is None:
             return found

@@ -47,7 +47,7 @@ class Point:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Of the interval, around the mean also where it is rounded otherwise; the mean twice without an interval."""
+        """Ends of the interval, extended to the mean despite rounding; without an interval, the mean twice."""
         found = self.interval
         return (min(found.low, self.mean), max(found.high, self.mean)) if found else (self.mean, self.mean)
 

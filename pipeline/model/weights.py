@@ -161,9 +161,7 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
 
 
 def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are None, for unknown, here and in the dicts of the fields: JSON of other writers has
-    null.
-    """
+    """Returns the fields, and the fields of inner dicts, that are not None: JSON of other writers has null."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 

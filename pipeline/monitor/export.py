@@ -287,7 +287,7 @@ class FolderExport:
             except FileNotFoundError:  # It was just removed.
                 continue
             except OSError as error:
-                if error.errno is None:  # Of a request: the tracker is away.
+                if error.errno is None:  # A failed request: the tracker is unreachable.
                     raise
                 if name not in self._warned:
                     self._warned.add(name)

@@ -103,7 +103,7 @@ class PageFolder:
             raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.") from None
 
     def saved(self) -> RunFile | None:
-        """As `read_facts`, but None before the first start."""
+        """Like `read_facts`, but None before the first start."""
         return self.read_facts() if self.file.exists() else None
 
     def has_parameters(self, parameters: Mapping[str, Any]) -> bool:

@@ -200,7 +200,7 @@ class RunFacts:
     checkpoint_folder: str = ""
 
     def metric(self, name: str) -> Metric:
-        """What a metric of this run is."""
+        """The declaration of a metric of this run."""
         return metric_of(name, self.metrics)
 
     def all_tags(self) -> dict[str, str]:

@@ -194,7 +194,7 @@ class Dino(Objective):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, backbone.config.width)) if masks else None
         for name in ("centre", "patch_centre") if masks else ("centre",):
             self.register_buffer(name, torch.zeros(given.prototypes))
-            # Of the teacher's outputs of this step, and last how many they are.
+            # Sums of the teacher's outputs in this step; the last element counts them.
             self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
         # A tensor, because torch.compile would compile anew for each value of a number.
         self.register_buffer("temperature", torch.full((), given.teacher_temperature), persistent=False)

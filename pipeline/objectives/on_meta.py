@@ -167,7 +167,7 @@ def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, 
         raise TypeError(
             f"{name}: only one of loss and values names {', '.join(sorted(differ))}: both must name the same."
         )
-    # Without the backbone's, because settings decide what of it is used.
+    # Not the backbone's: settings decide which of them are used.
     ours = {*objective.parameters()}.difference(objective.backbone.parameters())
     unused = [key for key, p in objective.named_parameters() if p in ours and p.requires_grad and p.grad is None]
     if unused:

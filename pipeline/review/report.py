@@ -107,7 +107,7 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
 
 
 def problems(record: RunRecord) -> Iterator[str]:
-    """What to know before trusting the scores."""
+    """Warnings about the scores."""
     for name, what in _COUNTS.items():
         if (series := record.metrics.get(name)) and (count := series.values.max()) > 0:
             yield f"{count:,.0f} {what}"

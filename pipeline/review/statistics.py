@@ -121,12 +121,12 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
 
 
 def _but_the_seed(record: RunRecord) -> Hashable:
-    """What runs of different seeds have in common; None for a run whose settings are unknown."""
+    """Key that runs share if only their seeds differ; None if the settings are unknown."""
     if not record.has_all_settings:
         return None
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
-    # By the seed, these settings draw which images are excluded.
+    # These settings draw the excluded images by the seed.
     defaults, by_seed = changes.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
     is_drawn = any(str(record.settings.get(name, defaults[name])) != str(defaults[name]) for name in by_seed)
     data = (*(facts.digest for facts in record.datasets), None if is_drawn else record.parameters.get("excluded"))
@@ -179,7 +179,7 @@ def _measure(record: RunRecord) -> tuple[str, str, int, str]:
 
 
 def scored_on(record: RunRecord) -> str:
-    """What `_measure` says, in words."""
+    """Describes `_measure` in words."""
     data, split, count, measure = _measure(record)
     facts = None if any(record.scored_split) else record.dataset("evaluation")
     named = f"{facts.name}, fingerprint {data}" if facts else Path(data).name
@@ -272,7 +272,7 @@ def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list
 
 
 def in_seeds(names: Sequence[str]) -> str:
-    """What runs that differ in their seed only are called: the first one's name, and their number."""
+    """Name of runs that differ only in their seed: the first one's, and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 

@@ -256,7 +256,7 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
 
 
 def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
-    """What differs from the run that made a checkpoint. now: this run's `identity`."""
+    """Differences to the run that made a checkpoint. now: this run's `identity`."""
     known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     return changes.differences(state.identity, now, known)
 

@@ -191,7 +191,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
             file.seek(tar.offset)
             if tar.offset + _BLOCK > end or any(file.read(_BLOCK)):
                 raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
-    except (ValueError, OverflowError) as error:  # Of a damaged number.
+    except (ValueError, OverflowError) as error:  # A damaged number.
         raise tarfile.ReadError(str(error)) from None
 
 

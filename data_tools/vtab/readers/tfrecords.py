@@ -212,7 +212,7 @@ def _vehicles(example: Example) -> np.ndarray:
     return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
 
 
-# Of the tasks whose label is not the feature of that name.
+# Tasks whose label is not the feature `label`.
 _LABELS: dict[str, Label] = {
     "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
     "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),

@@ -118,7 +118,7 @@ class Split:
 
     @property
     def set_names(self) -> list[str]:
-        """Of each part, what to call it."""
+        """Name of each part."""
         return [f"split {self.name!r}"]
 
     @property

@@ -202,7 +202,7 @@ class _OpenFile:
         self._touched = time.monotonic()
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):  # Of a failing file server.
+        with contextlib.suppress(OSError):  # The file server may fail.
             os.close(self._file)
 
     def read_at(self, offset: int, size: int) -> bytes:

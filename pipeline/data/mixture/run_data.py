@@ -249,7 +249,7 @@ def _without(split: Split, held_out: Split) -> Split:
         of_rows, taken = (
             split.groups,
             held_out.groups,
-        )  # Of which the split that is held out of may have had a part only.
+        )  # A group may be only partly in the split.
     return split.only(rows[~np.isin(of_rows, taken)])
 
 
@@ -358,7 +358,7 @@ def _bring_together(
                 " something else in each. Mix sets of one form, or use an objective that learns without labels, such"
                 " as train.loss=dino."
             )
-    shown: dict[str, str] = {}  # Of each class, its readable name.
+    shown: dict[str, str] = {}  # Class -> readable name.
     renamed = []  # For each set, the names of its classes in the mixture.
     for entry, dataset in zip(sets, datasets, strict=True):
         if unknown := [name for name in entry.class_map if name not in dataset.classes]:

@@ -109,7 +109,7 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
     held_out = places < config.val_share
     if config.val_share:
-        held_out[places == places.min()] = True  # Of few images, or groups, one at least.
+        held_out[places == places.min()] = True  # At least one image or group.
     if held_out.all() or not held_out.any():
         raise UserError(
             f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be"

@@ -26,7 +26,7 @@ from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
 
-# By type of device, the most elements of matrices that are made orthogonal together, if they are more than one matrix.
+# Most elements of several matrices that are made orthogonal together, by type of device.
 # In bf16 they have 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all
 # temporary tensors at most 256 MiB.
 BATCH_ELEMENTS = {"cuda": 2**24}
