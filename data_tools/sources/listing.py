@@ -364,7 +364,7 @@ class Collector:
         if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
             table = sorted_by_key(with_extensions(table, twice))
             notes.append(
-                f"{counted(len(twice), 'file')} named as another but for the extension: their keys have it, too"
+                f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
             )
         self._check_keys(table)
         notes += self._ignored()

@@ -78,7 +78,7 @@ _KNOWN = {
 
 
 def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric:
-    """The metric of a name in metrics.jsonl. declared: by the run. A name that nobody declared is a number without a
+    """The metric of a name in metrics.jsonl. declared: by the run. An undeclared name is a number without a
     group.
     """
     if declared and name in declared:

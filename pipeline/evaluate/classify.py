@@ -47,7 +47,7 @@ class ClassificationScores:
     """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over
     those with a label.
 
-    top5: None for so few classes that it says nothing (`classification.has_top5`). top1_effective_images, top5_...: of
+    top5: None for too few classes (`classification.has_top5`). top1_effective_images, top5_...: of
     `effective_number`; None for data without groups.
     """
 

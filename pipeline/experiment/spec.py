@@ -187,7 +187,7 @@ def start_command(command: str, arguments: Sequence[str], launcher: str = "", ou
 def wait_until_free(folder: Path) -> str:
     """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
 
-    Returns who has the folder after that time; "" if nobody has.
+    Returns the process that still has the folder after that time, or "".
     """
     if (who := holder(folder)) is None:
         return ""
@@ -245,7 +245,7 @@ def _plant(spec: RunSpec) -> None:
 
 # -------------------------------------------------------------------- what became of one
 def state_of(spec: RunSpec) -> tuple[State, str]:
-    """Returns (state, reason), as its folder tells."""
+    """Returns (state, reason), by its folder."""
     try:
         status = json_record.read(spec.folder / "status.json", Status)
         if status.status not in ("finished", "diverged"):

@@ -195,7 +195,7 @@ class FolderExport:
                 has_answered |= was_connected
                 num_failures += 1
                 if num_failures == 1 and was_connected:
-                    continue  # Connecting again makes a new run if somebody deleted it, or says what is wrong.
+                    continue  # Connecting again makes a new run if it was deleted, or reports the error.
                 if not has_warned:
                     has_warned = True
                     what = str(error) if isinstance(error, UserError) else self.exporter.explain(error)
@@ -321,5 +321,5 @@ def read_states(path: Path) -> tuple[dict[str, Sent], str]:
 def warn(line: str) -> None:
     try:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # The terminal was closed: what sends goes on.
+    except (OSError, ValueError):  # The terminal was closed: sending continues.
         silence_broken_output()

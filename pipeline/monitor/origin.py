@@ -1,7 +1,7 @@
 """Finds out what weights are at the moment when something begins with them: path, SHA-256, run, step, and what they
 scored.
 
-A run in progress goes on: its last score is later not that of the weights that were taken from it.
+The last score of a run in progress will not stay that of the weights taken from it now.
 """
 
 import contextlib

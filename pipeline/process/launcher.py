@@ -105,7 +105,7 @@ def refuse_busy_port() -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port that nobody listens on, from a range that Linux does not assign to connections by itself.
+    """Returns a free TCP port, from a range that Linux does not assign to connections by itself.
 
     A port that the system chose (port 0) could be assigned to another process before ours listens on it, seconds later.
     """

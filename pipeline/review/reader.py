@@ -41,7 +41,7 @@ def from_folder(folder: Path) -> RunRecord:
                 " command that began it."
             )
         raise UserError(f"{folder} is not the folder of a run: {RUN_FILE} and {_RESULTS} are missing.")
-    # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
+    # A run in progress writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
     # that is found has its metrics, and is that of a run that was killed only if it was.
     is_free = False
     with contextlib.suppress(OSError):  # The lock may be unreadable (another user's run): only the status is known.

@@ -258,7 +258,7 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
     chosen = next((one for one in found if "best" in one.roles), found[-1])
     words = [f"weights={chosen.path}"]
     if held_out := record.dataset("evaluation"):
-        # "dev" is a part of the training split, of which that command knows nothing.
+        # "dev" is a part of the training split, which that command does not know.
         split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
         words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
     how = (

@@ -157,7 +157,7 @@ class ModelConfig(Settings):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "image_size")}
 
     def for_weights(self) -> dict[str, Any]:
-        """The settings that a run may change for init.weights, but for the image size: they act in training only."""
+        """The settings that a run may change for init.weights, except for the image size: they act in training only."""
         return {name: getattr(self, name) for name in ONLY_TRAIN}
 
 

@@ -57,7 +57,7 @@ class TarSample:
 
     @property
     def is_unlabelled(self) -> bool:
-        """Whether it can be used, but for the missing label."""
+        """Whether it can be used, except for the missing label."""
         return not self.has_label_file and self.fault in (NO_LABEL, _NO_LABEL_IN_JSON)
 
 

@@ -2,7 +2,7 @@
 
 Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
 hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
-key. Images are read by offset, as they are but for dSprites'.
+key. Images are read by offset, as they are except for dSprites'.
 """
 
 import re

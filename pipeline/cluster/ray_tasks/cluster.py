@@ -151,7 +151,7 @@ def _prepare_environment() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise UserError when nobody listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
+    """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
     if number is None:

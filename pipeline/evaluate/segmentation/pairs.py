@@ -137,8 +137,8 @@ def _paired(
         firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
         raise UserError(
             f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the"
-            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, but for"
-            " the suffix; for endings of names set image_suffix and mask_suffix."
+            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, except"
+            " for the suffix; for endings of names set image_suffix and mask_suffix."
         )
     alone = [len(each.split) - len(found) for each in (opened, opened_masks)]
     if any(alone):

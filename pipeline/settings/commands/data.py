@@ -64,7 +64,7 @@ class ImagesConfig(ValuesConfig):
     group_pattern: RegularExpression = group_pattern()
     inspect: Inspect = setting(
         "decode",
-        "decode: decode every image; header: read its header and, but for GIF, BMP, TIFF and PPM, look for its end.",
+        "decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end.",
     )
     channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(
         list,

@@ -80,7 +80,7 @@ def test_names_that_differ_in_the_extension_keep_it(tmp_path: Path) -> None:
     )
     listing = listed(source, layout="images")
     assert unlabelled(listing) == {"a/1_jpg": jpeg(1), "a/1_JPG": jpeg(2), "a/1_png": jpeg(3), "b/1": jpeg(4)}
-    assert any("named as another but for the extension" in note for note in listing.notes)
+    assert any("named as another except for the extension" in note for note in listing.notes)
 
 
 def test_splits_are_folders(tmp_path: Path) -> None:
