@@ -19,9 +19,8 @@ support them.
       ray job submit --working-dir . -- python launch/study.py --config FILE on=ray gpus=8 out=/shared/runs
       python launch/study.py --config FILE gpus=8 slurm=study.sbatch
 
-Cells run cheapest first. After any interruption, run the same command again: finished cells are kept, others
-continue from their checkpoints. A cell that fails or diverges is reported, and the others continue; the exit
-code is then 2 for failures.
+Cells run cheapest first. After any interruption, run the same command again: finished cells are kept, others resume.
+A cell that fails or diverges is reported, and the others continue; the exit code is then 2 for failures.
 """
 
 import sys

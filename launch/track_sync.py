@@ -9,7 +9,7 @@ server.
   python launch/track_sync.py runs=[runs/vit_l16]
   python launch/track_sync.py runs=[runs] uri=http://mlflow.example.org:5000
 
-A run that goes on is left alone. Sending twice changes nothing.
+A run in progress is skipped. Sending twice changes nothing.
 """
 
 import sys

@@ -86,7 +86,7 @@ class Setup:
         return ("engine: " if self.engine else "") + (", ".join(chosen) or "eager")
 
 
-# As a run on a GPU has it.
+# As in a run on a GPU.
 DEFAULTS = Setup(engine=True, fused=True, deterministic=True)
 
 
@@ -260,7 +260,7 @@ def pipeline_engine(run: RunConfig, objective: Objective, optimizer: torch.optim
 
 
 def _vit(case: Case) -> models.Model:
-    """With random weights drawn on the device, which is faster than the model's own."""
+    """A model with random weights drawn on the device, which is faster than its own initialisation."""
     with torch.device("meta"):
         model = models.build(case.config)
     model.to_empty(device=case.device)
@@ -293,7 +293,7 @@ def _timed(case: Case, step: Step, flops: float) -> tuple[list[float], Row]:
 
 
 def _median_seconds(step: Callable[[], object], seconds: float, on_gpu: bool) -> float:
-    """Of a step, the median of several rounds that take `seconds` together; a round is at least one step."""
+    """Median time of a step, over rounds of at least one step that take `seconds` together."""
 
     def round_of(count: int) -> float:
         begin = time.perf_counter()

@@ -42,7 +42,7 @@ class BenchResults:
             "torch": torch.__version__,
         }
         self.facts: dict[str, Any] = {
-            # As it was typed: launch/bench.py takes the benchmark's name out of sys.argv.
+            # The command as typed: launch/bench.py takes the benchmark's name out of sys.argv.
             "command": shlex.join(["python", *sys.orig_argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "machine": self.machine,

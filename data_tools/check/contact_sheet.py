@@ -12,7 +12,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.storage.parquet import open_parquet
 
-_SIDE = 180  # Of a tile, in pixels.
+_SIDE = 180  # Side of a tile, in pixels.
 _SEED = 0  # Every sheet of a data set shows the same samples.
 _GREY = np.full((_SIDE, _SIDE, 3), 225, np.uint8)
 

@@ -23,7 +23,7 @@ from pipeline.data.storage.bucket import AnyPath, make_folder
 from pipeline.settings.commands.data import DedupConfig
 
 FOLDER, THUMBNAILS, SEARCH = "dedup", "thumbnails", "search"
-# Of a report and its sheet of pairs.
+# For a report and its sheet of pairs.
 HISTOGRAM_BINS = 10
 MAX_PICTURED = 96
 

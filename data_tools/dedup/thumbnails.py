@@ -26,7 +26,7 @@ from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.data.storage.retry import StorageError
 
 FINE, PLAIN, BAD = range(3)
-# Of n images: (n, SIDE, SIDE) uint8; (n,) uint8, one of the above; (n, 16) uint8, `content_hash` of the files.
+# For n images: (n, SIDE, SIDE) uint8; (n,) uint8, one of the above; (n, 16) uint8, `content_hash` of the files.
 ARRAYS = ("thumbs", "states", "hashes")
 # Format of the files, part of their name. Increase it when the rule of plain images or the hash changes.
 _FORMAT = 3

@@ -131,7 +131,7 @@ def _compare(own: ComparedSplit, left: np.ndarray, config: DedupConfig) -> Itera
     choice.update(left.tobytes())
     folder = own.dataset.path / FOLDER / SEARCH / f"{_OURS}{choice.hexdigest()[:16]}"
     make_folder(folder)
-    for other in folder.parent.glob(f"{_OURS}*"):  # Of other images, or of another max_distance.
+    for other in folder.parent.glob(f"{_OURS}*"):  # For other images or another max_distance.
         if other.name != folder.name:
             remove_tree(other)
     starts = [job.first_row for job in own.jobs]

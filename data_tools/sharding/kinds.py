@@ -126,7 +126,7 @@ def pixels_of(
         )
     value = nodata if nodata is not None else found[0] if found else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
-    print(f"images are {pixels.describe()}" + (f"; {value:g} is no value" if value is not None else ""))
+    print(f"images are {pixels.describe()}" + (f"; {value:g} means missing" if value is not None else ""))
     return pixels
 
 
@@ -197,7 +197,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     keys = listing.table["key"].to_pylist()
     of_files = _by_pattern(keys, config.channel_pattern) if config.channel_pattern else _by_columns(keys, config)
     found = config.channel_columns or sorted({channel for _, channel in of_files})
-    # As "1:dapi", the channel 1 has the name dapi.
+    # "1:dapi" names channel 1 dapi.
     names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
     if config.to_rgb8:
         pairs = list(names.items())
@@ -270,7 +270,7 @@ def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
 
 
 def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
-    """As `_by_pattern`, of a list with a column for each channel."""
+    """Like `_by_pattern`, for a list with a column for each channel."""
     # Keys that occur twice have got an extension: a@0_tif and a@0_png.
     parts = (key.rpartition("@") for key in keys)
     return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]
@@ -417,7 +417,7 @@ def _to_rgb8(values: np.ndarray, names: Sequence[str], stored: StoredImage) -> n
     if values.dtype.name not in FULL_RANGE:
         raise DecodeError(f"{stored.describe()}: floating-point values have no range that could become 0 to 255")
     if values.shape[2] == 2:
-        raise DecodeError(f"{stored.describe()}: two channels are no gray and no RGB")
+        raise DecodeError(f"{stored.describe()}: two channels are neither gray nor RGB")
     low, high = FULL_RANGE[values.dtype.name]
     scaled = np.rint((values.astype(np.float64) - low) * (255 / (high - low))).astype(np.uint8)
     return scaled[..., 0] if values.shape[2] == 1 else np.ascontiguousarray(scaled[..., _rgb_places(names)])

@@ -161,7 +161,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
         if to_compare or not (out / SOURCE_TABLE).exists():
-            save(listing, out / SOURCE_TABLE)  # What is to be compared stays so until all of it has been.
+            save(listing, out / SOURCE_TABLE)  # Kept until all samples have been compared.
         for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
@@ -420,7 +420,7 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
 
 
 def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> list[str]:
-    """What is set otherwise than it was, as "seed = 0, not 1"."""
+    """The changed settings, such as "seed = 0, not 1"."""
     if not existing:
         return []
     others = []

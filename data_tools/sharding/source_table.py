@@ -66,7 +66,7 @@ def difference(path: AnyPath, listing: Listing) -> str:
 
 
 def _ids(split: pa.Array | pa.ChunkedArray, table: pa.Table) -> pa.ChunkedArray:
-    """As `train/cat/1 (1234 bytes)`, one for each sample."""
+    """`train/cat/1 (1234 bytes)` for each sample."""
     text = pa.large_string()
     return pc.binary_join_element_wise(
         split.cast(text),

@@ -35,7 +35,7 @@ BEYOND = 0.001
 FOLDER = ".values"
 # Bits after the leading one, by numpy's kind: float32 and float64 are counted within 1/8192 of the value.
 _FRACTION_BITS = {"f": 12, "i": 20, "u": 20}
-# As many values wait to be merged with others: sorting them one image at a time would take longer.
+# Values to collect before a merge: sorting one image at a time would take longer.
 _MOST_WAITING = 2**20
 
 

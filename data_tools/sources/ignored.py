@@ -1,4 +1,4 @@
-"""Files of a source that are no samples: which they are, and how a note counts them."""
+"""Ignored files of a source: which files are not samples, and the notes that count them."""
 
 from dataclasses import dataclass, field
 

@@ -46,7 +46,7 @@ def png(pixels: np.ndarray) -> bytes:
     Not compressed: zlib output differs between builds, and shard bytes must not depend on the machine.
     """
     height, width = pixels.shape[:2]
-    # Each row begins with its filter type: 0 is none.
+    # Each row begins with its filter type: 0 means unfiltered.
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0))).tobytes()
     stored = b"\x78\x01"
     for start in range(0, len(rows), _STORED_BLOCK):

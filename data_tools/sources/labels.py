@@ -61,7 +61,7 @@ class LabelColumn:
         if self._numbers is None:
             return [str(label) for label in labels]
         if not all(isinstance(label, int) or re.fullmatch(WHOLE_NUMBER, label) for label in labels):
-            raise UserError(f"{where}: label {quoted(value)} is no number, as those before it or label_names ask for.")
+            raise UserError(f"{where}: label {quoted(value)} is not a number, as label_names or earlier labels need.")
         numbers = (label if isinstance(label, int) else int(label.partition(".")[0]) for label in labels)
         return [self._numbers.name(number, where) for number in numbers]
 

@@ -364,7 +364,7 @@ class Collector:
         if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
             table = sorted_by_key(with_extensions(table, twice))
             notes.append(
-                f"{counted(len(twice), 'file')} named as another but for the extension: their keys have it, too"
+                f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
             )
         self._check_keys(table)
         notes += self._ignored()
@@ -439,7 +439,7 @@ class Collector:
                 )
 
     def _ignored(self) -> list[str]:
-        """Notes about the files that are no samples."""
+        """Notes about the ignored files."""
         kinds = [("file", " without an image extension", self._no_images), ("hidden file", "", self._hidden)]
         return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
 

@@ -58,7 +58,7 @@ def given(config: VtabPrepareConfig) -> dict[str, str]:
         folder = resolve(name, value)
         if not folder.is_dir():
             raise UserError(
-                f"{name} = {value}: {folder} is no folder. Give the one that has one for each data set: {name}=..."
+                f"{name} = {value}: {folder} is not a folder. Give one with a folder for each data set: {name}=..."
             )
     return found
 

@@ -30,7 +30,7 @@ _SECTION = "Commands"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the commands' pages, by the README's table, so that a command that it omits is no page."""
+    """List the commands' pages, by the README's table, so a command missing there gets no page."""
     commands = [f"commands/{name}.md" for name in _commands()]
     (section,) = (entry for entry in config.nav if _SECTION in entry)
     section[_SECTION] = commands

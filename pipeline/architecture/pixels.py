@@ -32,7 +32,7 @@ PixelType = Literal[
     "float64",
     "any",
 ]
-# Of models alone, trained on sets of several types or channels: each set is scaled to [0, 1] by its own range
+# Only for models trained on sets of several types or channels: each set is scaled to [0, 1] by its own range
 # (`Pixels.of_all`).
 ANY_TYPE: PixelType = "any"
 # The values of types that have limits.
@@ -238,9 +238,7 @@ class Pixels:
 
     @classmethod
     def of_unknown(cls, num_channels: int) -> "Pixels":
-        """Of weights that say no more: three channels are 8-bit RGB; others have neither a range nor names, and any
-        type.
-        """
+        """Pixels of weights that tell only a number of channels: 3: 8-bit RGB; others: any type, no range or names."""
         names = tuple(f"channel {number}" for number in range(1, num_channels + 1))
         return RGB8 if num_channels == 3 else cls(names, low=(), high=(), mean=(), std=())
 

@@ -63,16 +63,12 @@ class OneRankCrashError(CrashError):
 
 
 def is_outage(error: BaseException | None) -> "TypeGuard[OSError]":
-    """Whether an error is that of a disk or a file server, which may be over: it is reported as a CrashError, not as a
-    mistake.
-    """
+    """Whether an error is a failure of a disk or file server, perhaps temporary: a CrashError, not a user's mistake."""
     return isinstance(error, OSError) and error.errno in OUTAGES
 
 
 def raise_outage(error: BaseException, path: object) -> None:
-    """Raise this error again if it is an outage, with the path if it names none: first of all, where others mean
-    damage.
-    """
+    """Raise this error again if it is an outage, with a path. Called before other errors are taken for damage."""
     if is_outage(error):
         error.filename = error.filename or str(path)
         raise error
@@ -80,9 +76,7 @@ def raise_outage(error: BaseException, path: object) -> None:
 
 @contextmanager
 def naming(path: object) -> "Iterator[None]":
-    """Give an OSError of the block this path if it names none, as that of a write: "no space left" is of little use
-    without.
-    """
+    """Add this path to an OSError of the block that has no path, such as "no space left" of a write."""
     try:
         yield
     except OSError as error:
@@ -96,14 +90,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_of_one_rank(error: UserError | CrashError | OSError) -> bool:
-    """Whether other ranks know nothing of it."""
+    """Whether only this rank met the error."""
     return isinstance(error, OSError) or error.on_one_rank
 
 
 def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
-    """What is said of an error in place of its traceback, in one line; None for an error of the system that has no such
-    line.
-    """
+    """The one line that is shown for an error in place of its traceback; None for a system error without one."""
     if not isinstance(error, OSError):
         return " ".join(str(error).split("\n"))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -25,10 +25,8 @@ _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def as_bytes(text: str) -> bytes:
-    """UTF-8, whatever the locale. A byte of a file name that is no UTF-8 (a lone surrogate in Python) is written as
-    `\\udcXX`.
-
-    In JSON that is the escape from which the same name is read back.
+    """UTF-8, whatever the locale. Bytes of a file name that are not UTF-8 (lone surrogates in Python) are written as
+    `\\udcXX`, which JSON reads back as the same name.
     """
     return text.encode(errors="backslashreplace")
 
@@ -158,7 +156,7 @@ def _rename(hidden: Path, path: Path) -> None:
 
 
 def _link(hidden: Path, path: Path) -> None:
-    """As a rename, but raises FileExistsError where the path exists."""
+    """Rename that raises FileExistsError where the path exists."""
     os.link(hidden, path)
     hidden.unlink()
 

@@ -48,7 +48,7 @@ def read(path: Path, kind: type[T]) -> T:
 
 
 def read_or_none(path: Path, kind: type[T]) -> T | None:
-    """As `read`, but None for a file that is missing, damaged or not to be read."""
+    """Like `read`, but None for a file that is missing, damaged or unreadable."""
     try:
         return read(path, kind)
     except (OSError, UserError):
@@ -126,7 +126,7 @@ def shortened(text: str, limit: int = MAX_QUOTED) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """The number, or the number in a text, as a float; None for infinity, NaN and what is no number."""
+    """The value of a number, or of a number in a text, as a float; None for infinity, NaN and everything else."""
     try:
         number = float(value) if isinstance(value, (int, float, str)) else math.nan
     except (ValueError, OverflowError):

@@ -60,7 +60,7 @@ class FileLock:
         os.close(self.file)
 
     def is_current(self) -> bool:
-        """Whether the path still names the open file. The lock on a file that was removed meanwhile is of no use."""
+        """Whether the path still names the open file. The lock on a removed file has no effect."""
         try:
             return os.path.samestat(os.fstat(self.file), os.stat(self.path))
         except FileNotFoundError:

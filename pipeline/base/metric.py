@@ -1,4 +1,4 @@
-"""What a metric of a run is: declared by whoever measures it, kept with the run, read by all that show it.
+"""Declares the metrics of a run: kept with the run, and read by everything that shows them.
 
 A run's declarations are in its run.json. So a name that no reader
 has heard of is checked, grouped, ranked and drawn like any other.
@@ -34,7 +34,7 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """By which values are multiplied to be better the higher they are."""
+        """Factor that makes higher values better: 1 or -1."""
         return -1 if self.better == "lower" else 1
 
     def text(self, value: float) -> str:
@@ -46,9 +46,9 @@ class Metric:
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
 
-# What a probe measures of features without labels.
+# Metrics of a probe that need no labels.
 SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
-# What reports and the training loop itself log, which declare nothing. The first pattern that fits.
+# Metrics of reports and the training loop, which are not declared. The first matching pattern counts.
 _KNOWN = {
     "loss": Metric("loss", "lower", "train"),
     **dict.fromkeys(("lr", "grad_norm", "epoch", "images_seen", "exaflops"), Metric(group="train")),
@@ -63,7 +63,7 @@ _KNOWN = {
     **dict.fromkeys(("collapse", "probe_collapse"), Metric("count", "lower", "health")),  # 1, at steps that show one.
     **SPREAD,
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
-    "best_score": Metric("share", "higher"),  # Of a study.
+    "best_score": Metric("share", "higher"),  # In studies.
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
@@ -78,7 +78,7 @@ _KNOWN = {
 
 
 def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric:
-    """The metric of a name in metrics.jsonl. declared: by the run. A name that nobody declared is a number without a
+    """The metric of a name in metrics.jsonl. declared: by the run. An undeclared name is a number without a
     group.
     """
     if declared and name in declared:

@@ -21,8 +21,8 @@ def read_arrays(
     """The arrays of a file, or of its content, by name. names: of those to read, which must be there; None reads all.
     optional: read, too, if it is there.
 
-    where: name of the file in errors. Nothing is unpickled. Raises FileNotFoundError, and UserError for all that is no
-    such file.
+    where: name of the file in errors. Nothing is unpickled. Raises FileNotFoundError, and UserError for anything but
+    such a file.
     """
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as raw:

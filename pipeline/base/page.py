@@ -38,13 +38,13 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Of each column, whether most cells begin as a number does, not counting empty ones and dashes."""
+        """Whether most cells of each column begin like a number, not counting empty ones and dashes."""
         filled = [[row[i] for row in self.rows if row[i].strip(" -\u2013")] for i in range(len(self.header))]
         return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
 
     @property
     def looks(self) -> list[str]:
-        """Of each column, its class in the style sheet; "" is none."""
+        """Each column's class in the style sheet, or ""."""
         found = []
         for i, (name, is_number) in enumerate(zip(self.header, self.numeric, strict=True)):
             longest = max((len(row[i]) for row in self.rows), default=0)
@@ -88,7 +88,7 @@ _FILTERS = {
     "cell": lambda text: text.replace("|", "\\|").replace("\n", " "),
     "count": lambda number: f"{number:,}",
     "unbroken": lambda text: _UNBROKEN.sub(lambda part: part[0].replace(" ", "\u00a0"), text),
-    "words": lambda text: type(text)(" ".join(text.split())),  # Of escaped text, escaped text.
+    "words": lambda text: type(text)(" ".join(text.split())),  # Escaped text stays escaped.
 }
 
 
@@ -161,7 +161,7 @@ def _fill(template: Path, macros: str, values: dict[str, Any]) -> str:
 
 
 def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]:
-    """As `render`, of blocks."""
+    """Like `render`, for blocks."""
     pictures = [block for block in blocks if isinstance(block, PngImage)]
     return render(_TEMPLATES / "blocks.j2", title, pictures, blocks=blocks)
 

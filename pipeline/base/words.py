@@ -39,7 +39,7 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
 
 
 def how_to_resume(step: int) -> str:
-    """What follows a crash. step: of the last checkpoint that is known, 0 without one."""
+    """What the same command does after a crash. step: of the last known checkpoint, 0 without one."""
     goes_on = f"resumes from the checkpoint of step {step:,}, or a later one" if step else "starts the run again"
     return f"The same command {goes_on}."
 

@@ -73,9 +73,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a run has counted since its first start, over all ranks. unreadable: (row of the training split, reason), by
-    row.
-    """
+    """Counts since a run's first start, over all ranks. unreadable: (row of the training split, reason), by row."""
 
     loss_spikes: int = 0
     storage_retries: int = 0
@@ -113,8 +111,8 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class WriterStatus:
-    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line. crash: it is no
-    user's mistake.
+    """Progress of a writer. beat: heartbeat while it works. part: set when done. error: one line. crash: the error
+    is not a user's mistake.
     """
 
     beat: int | None = None

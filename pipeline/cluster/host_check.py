@@ -34,7 +34,7 @@ _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from
 _TOKEN = "hosts"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 _START_SECONDS = 60.0
-# Timeout of a host's answer: one whose disks hang accepts the connection and says nothing.
+# Timeout of a host's answer: one whose disks hang accepts the connection but never answers.
 _ANSWER_SECONDS = 120.0
 _TIMED_OUT = 124  # Exit code of timeout(1).
 # Begins the line of a host's answer.

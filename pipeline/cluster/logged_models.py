@@ -8,9 +8,7 @@ from pipeline.process.committed import read_checksums
 
 
 def logged_models(checkpoints: Checkpoints, ended: bool) -> list[ModelFacts]:
-    """The logged models of a run, oldest first. Checkpoints that other steps will remove are none while the run goes
-    on.
-    """
+    """The logged models of a run, oldest first; while it goes on, without checkpoints that later steps will remove."""
     kept = checkpoints.kept()
     found = checkpoints.candidates()
     newest = found[0].name if found and ended else None

@@ -13,7 +13,7 @@ class RankStore:
     A thread makes the requests, one after another. After one that was not answered in time, all raise at once until it
     is answered; only what `set` was given is kept, and stored then. All raise RuntimeError if the store is lost or does
     not answer.
-    store: a connection of its own, which nobody else uses. seconds: the limit.
+    store: a connection used only here. seconds: the limit.
     """
 
     def __init__(self, store: Any, seconds: float) -> None:

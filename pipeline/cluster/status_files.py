@@ -1,6 +1,6 @@
 """State files of a run folder: is a run alive, how did its last start end, is it asked to stop. No slow imports.
 
-lock             locked by rank 0 while it lives; contains its host and process id
+lock             locked by rank 0 while it runs; contains its host and process id
 status.json      how the last start ended; "running" also if it was killed
 failures/*       error and traceback of each rank that failed by itself; a killed rank leaves none
 stop             created by a person or a supervisor: the run commits a checkpoint, removes this file and exits
@@ -32,7 +32,7 @@ from pipeline.settings.yaml_reader import parse_yaml
 # Exit code of a stopped run: everything is committed, and the same command resumes it (EX_TEMPFAIL in sysexits.h).
 RESUME = 75
 SETTINGS_FILE = "config.yaml"
-# Of a YAML document. A file that was cut short would otherwise have the defaults of the settings that it lacks.
+# End mark of a YAML document: a truncated file would otherwise be read with defaults for what it lacks.
 _END_OF_SETTINGS = "\n...\n"
 _UNKNOWN_HOLDER = "an unidentified run"
 # In the identity of a checkpoint: the folder of its run, whatever folder a relative `out` began in.
@@ -198,7 +198,7 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
     if not folder or other.resolve() == own.resolve():
         return
     try:
-        if own.exists() and other.samefile(own):  # By another mount.
+        if own.exists() and other.samefile(own):  # Same file by another mount.
             return
         settings = read_settings(other)
     except (OSError, UserError):  # It was moved, and this run is it.
@@ -216,7 +216,7 @@ def read_end(path: Path) -> Status | None:
     if status is None or status.status != "running":
         return status
     failures = sorted(read_failures(path).values(), key=lambda failure: (failure.lost_others, failure.rank))
-    # What a rank met because it lost another one tells no cause, unless its watchdog found it.
+    # The error of a rank that lost another one is not the cause, unless its watchdog found it.
     error = next((f.error for f in failures if not f.lost_others or f.error.startswith(HANG)), "")
     return Status("failed", status.step, 1, error) if error else status
 

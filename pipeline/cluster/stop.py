@@ -378,7 +378,7 @@ class Stop:
         return self._told("stop")
 
     def _told(self, name: str) -> str:
-        """What a rank has told the others: why they are to "stop", or how and why they "end"; empty if nothing."""
+        """A rank's message to the others: why to "stop", or how and why to "end"; "" without one."""
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
             if self._store is not None and self._store.check(key_of_start(name)):
                 return self._store.get(key_of_start(name))
@@ -433,7 +433,7 @@ def _exit(code: int, stopped_by: str = "") -> NoReturn:
 def _spread() -> None:
     """Give the other ranks time to read from the store, which ends with rank 0."""
     for wait in waits.in_progress():
-        wait.is_silent = True  # What the main thread waits for is of no use any more.
+        wait.is_silent = True  # The main thread's wait does not matter any more.
     time.sleep(_SPREAD_SECONDS)
 
 

@@ -45,7 +45,7 @@ def supervise(command: list[str], config: SuperviseConfig) -> None:
     folder = Path(run.out) / run.name
     with only_writer(folder / "supervise.log", is_file=True):
         code = Supervisor(command, config, folder).loop()
-    stop_file(folder).unlink(missing_ok=True)  # Of a person, for a run that had just ended.
+    stop_file(folder).unlink(missing_ok=True)  # Written for a run that had just ended.
     sys.exit(code)
 
 

@@ -89,8 +89,8 @@ def _count(config: Config, images: int, dtype: torch.dtype, checkpointing: bool,
 def of_many(count: Callable[[int], Saved], images: int) -> Saved:
     """What `count` gives for a number of images; for more than 32, extrapolated by the quadratic through three counts.
 
-    A count takes a tenth of a second for a large model, and a loss that compares images of a batch is no linear
-    function of their number.
+    A count takes a tenth of a second for a large model, and a loss that compares images of a batch is not
+    linear in their number.
     """
     if images <= _COUNTED[-1]:
         return count(images)

@@ -66,7 +66,7 @@ class Choice:
 def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
     """Choose the layout that should train fastest. Raises UserError if none fits.
 
-    Preferred are no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
+    Prefers no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
     `HEADROOM` of the memory with a micro-batch that keeps a GPU busy. If there are none, the largest micro-batch
     decides.
     """

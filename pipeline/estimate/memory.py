@@ -187,7 +187,7 @@ def _gradients_and_buffers(
         # makes orthogonal together.
         own = math.ceil(found.matrices / (1 if stage == 0 else world_size))
         together = max(found.largest_matrix, min(own, BATCH_ELEMENTS["cuda"]))
-        # Of the matrices that Muon gathers from several ranks there is one at the end of each rank's range, at most.
+        # Muon gathers at most one matrix from several ranks at the end of each rank's range.
         cut = min(found.matrices, (world_size - 1) * found.largest_matrix) if stage else 0
         work += 4 * (own + cut + 4 * together)
     bucket = e * reduce_bucket(P)
@@ -313,8 +313,8 @@ class Parameters:
     published: int  # of a teacher that is in no checkpoint
     undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
-    # of the backbone's head, or the largest of what is added to be trained and is no dense layer's: it has a copy
-    # (normalised)
+    # of the backbone's head, or the largest tensor that is added for training outside dense layers: it has a
+    # normalised copy
     head: int
     persistent: int  # of trained tensors below stage 3's threshold
     matrices: int  # of the backbone's blocks, which Muon would update

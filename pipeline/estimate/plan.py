@@ -29,8 +29,7 @@ class Plan:
     """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run
     does not have.
 
-    best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations; "" is
-    none.
+    best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
     at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
     evaluator and
     CHECKPOINT: what is due then is done after the last step only.
@@ -89,7 +88,7 @@ class Plan:
 
     @property
     def evaluations(self) -> str:
-        """As "evaluation every 100"."""
+        """Such as "evaluation every 100"."""
         every = self.evaluate_every.get("scores")
         return f"evaluation every {every:,}" if every else "no evaluation"
 

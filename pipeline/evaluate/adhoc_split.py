@@ -24,7 +24,7 @@ from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 
-# Of a .cls file; a longer one is no number of a class.
+# Largest .cls file that is read as a class number.
 _MAX_DIGITS = 32
 
 
@@ -62,8 +62,8 @@ def open_adhoc_split(
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
     places: files, folders, tars and glob patterns; or a single data set, from which `split` and `exclude` select
-    samples. Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image,
-    to each file.
+    samples. Hidden files of a folder or tar are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is not an
+    image, to each file.
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`.
     In a tar, the label is the number in the sample's .cls file, into the classes of the data set that the tar belongs
     to, else into `names`.
@@ -98,7 +98,7 @@ def open_adhoc_split(
         if path.suffix == ".tar":
             images += _in_tar(path, len(of_labels), links, setting)
         else:
-            folder = Path(os.path.abspath(path)).parent  # Of a link, the one that it is in.
+            folder = Path(os.path.abspath(path)).parent  # A link counts where it is.
             label = numbers.get(folder.name, -1)
             images.append(_Image(str(path), path, 0, path.stat().st_size, label))
     note = f"left out: {counted(len(links), 'link')}, such as {links[0]}" if links else ""
@@ -198,7 +198,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
 def _label_of(name: str, known: dict[str, int]) -> int:
     """The label of an image in a tar, -1 if unknown. known: name of a .cls file without its suffix -> label."""
     folder, slash, last = name.rpartition("/")
-    # Of `2023.05.01.jpg`, webdataset's key is `2023`, which other images may have, too.
+    # webdataset's key of `2023.05.01.jpg` is `2023`, which other images may have, too.
     return known.get(name.rpartition(".")[0], known.get(folder + slash + last.partition(".")[0], -1))
 
 

@@ -62,8 +62,8 @@ def run(config: ChooseConfig) -> list[str]:
     chosen = coverage.choose(found, config.num, covered, groups, seen)
     if len(chosen) < config.num:
         raise UserError(
-            f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are no copies of each other or"
-            f" of labelled ones, fewer than num = {config.num:,}. Raise candidates, or lower num."
+            f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are not copies of each other"
+            f" or of labelled ones, fewer than num = {config.num:,}. Raise candidates, or lower num."
         )
     with new_output(Path(config.out), is_folder=True) as folder:
         stands_for = _stands_for(found, chosen, len(images.split))

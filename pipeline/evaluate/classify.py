@@ -1,7 +1,7 @@
 """Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
 
-A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do logits that
-are no numbers.
+A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do
+non-finite logits.
 """
 
 from collections import Counter
@@ -38,9 +38,7 @@ class Predictions:
 
     @property
     def computed(self) -> np.ndarray:
-        """bool (n,), False for an unreadable image and logits that are no numbers, of which the most likely class is
-        any.
-        """
+        """bool (n,), False for unreadable images and non-finite logits, whose most likely class is arbitrary."""
         return self.readable & np.isfinite(self.loss)
 
 
@@ -49,7 +47,7 @@ class ClassificationScores:
     """top1, top5: accuracies in [0, 1] over all n samples. loss: mean over the readable samples, and of softmax over
     those with a label.
 
-    top5: None for so few classes that it says nothing (`classification.has_top5`). top1_effective_images, top5_...: of
+    top5: None for too few classes (`classification.has_top5`). top1_effective_images, top5_...: of
     `effective_number`; None for data without groups.
     """
 

@@ -67,7 +67,7 @@ def _sheet(config: FeaturesConfig) -> Path:
 def _open_query(config: FeaturesConfig, pixels: Pixels) -> AdhocSplit:
     path = to_path(config.like)
     if not (isinstance(path, Path) and path.is_file()):
-        raise UserError(f"like = {config.like} is no image file on this machine. Give the path of one.")
+        raise UserError(f"like = {config.like} is not an image file on this machine. Give the path of one.")
     query = open_adhoc_split([config.like], "", "none", [], pixels=pixels)
     if len(query.split) != 1:
         raise UserError(f"like = {config.like} has {counted(len(query.split), 'image')}. Give the path of one.")

@@ -36,8 +36,7 @@ def sample_deviation(accuracies: Sequence[float]) -> float | None:
 def rounding(num_test: float) -> float:
     """Standard deviation of rounding an accuracy to whole images of `num_test`; 0 where their number is unknown.
 
-    The least deviation over seeds that is assumed: equal accuracies on a few images are no proof that seeds do not
-    differ.
+    Lower bound of the deviation over seeds: equal accuracies on a few images do not prove that seeds do not differ.
     """
     return 12**-0.5 / num_test if num_test else 0.0
 

@@ -204,7 +204,7 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
 
 
 def _named(weights: str) -> Path:
-    """The path of weights, without a file name that says nothing of them."""
+    """The path of weights, without an uninformative file name."""
     path = Path(weights)
     return path.parent if path.name in FILES else path
 

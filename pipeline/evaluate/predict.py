@@ -89,7 +89,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     if own and images.fingerprint:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
     if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
-        with contextlib.suppress(UserError):  # Of names that are not unique; then no true class is known.
+        with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
             split = images.split.relabelled(label_map(images.label_names, own))
             images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)

@@ -1,4 +1,4 @@
-"""Reads images as the model sees them, with enough pixels for people, and draws a sheet of them."""
+"""Reads images as the model sees them, with enough pixels to look at, and draws a sheet of them."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def read_view(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWrit
 def read_shown(
     config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `read_view`, what the model sees with enough pixels for people, uint8 (n, H, W, 3)."""
+    """Like `read_view`: what the model sees, with enough pixels to look at, uint8 (n, H, W, 3)."""
     view = shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
     kept, images = read_view(config, split, rows, view)
     return kept, to_rgb(images.numpy(), loaded.pixels)

@@ -55,14 +55,14 @@ def compute_of_runs(weights: Path) -> list[float]:
         folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
         try:
             end, settings, facts = read_end(folder), read_settings(folder), PageFolder(folder).read_facts().facts
-        except (UserError, OSError):  # A file of weights is no folder, for one.
+        except (UserError, OSError):  # For example, a file of weights is not a folder.
             end = None
         if end is None or folder in folders:
             return [*found, 0.0]
         folders.add(folder)
         step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
         found.append(settings.train.global_batch * (step * facts.flops_per_image))
-        # As the run found them at its first start.
+        # The weights that the run found at its first start.
         before = facts.origin.path if facts.origin else settings.init.weights
         if before is None:
             return found

@@ -88,7 +88,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
     otherwise be left out, and the frontier be too high.
     """
-    points = [point for point in points if point.x > 0]  # Of which there is a logarithm.
+    points = [point for point in points if point.x > 0]  # Positive, for the logarithm.
     models = list(dict.fromkeys(point.model for point in points))
     curves = {}
     for model in models:
@@ -104,7 +104,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
             nearest = int(np.abs(logs - at).argmin())
             is_same = abs(logs[nearest] - at) <= math.log(_SAME_BUDGET)
             other = means[nearest] if is_same else np.interp(at, logs, means)
-            # Of equal scores, the first model's stays.
+            # If scores are equal, the first model's stays.
             if other > point.mean or (other == point.mean and place < models.index(point.model)):
                 return True
         return False

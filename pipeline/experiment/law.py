@@ -96,7 +96,7 @@ class PowerLaw:
         return found
 
     def expected(self, x: float, num_runs: int = 1) -> Estimate:
-        """As `predict`, but refuses nothing."""
+        """Like `predict`, but never refuses."""
         at = np.array([float(x)])
         scatter = np.random.default_rng(self.seed).choice(self.noise, (self.refits.shape[1], num_runs)).mean(1)
         return _estimate(float(self.law(at)[0]), *np.clip(np.quantile(self.refitted(at) + scatter, _LEVELS), 0, 1))
@@ -167,7 +167,7 @@ def _cells_deviate(residuals: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     """
     from scipy.special import fdtrc
 
-    squares, freedom = np.zeros(2), np.zeros(2)  # Of cells; of seeds.
+    squares, freedom = np.zeros(2), np.zeros(2)  # Between cells; between seeds.
     for x, of_one in residuals:
         sizes, means = _means(x, of_one)
         of_seeds = float(((of_one - means[np.searchsorted(sizes, x)]) ** 2).sum())
@@ -227,8 +227,7 @@ class Holdout:
 
 
 def leave_largest_out(law: PowerLaw, x: Sequence[float], errors: Sequence[float]) -> Holdout | str:
-    """With the noise of the other runs; with that of `law` where they are too few or say nothing. Or why there is no
-    check.
+    """Predict the largest runs from the others, or return why not. Noise: the others', or `law`'s if that is unusable.
 
     x, errors: of the runs of `law`.
     """

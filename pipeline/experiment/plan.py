@@ -136,7 +136,7 @@ def _speed_of_this_cpu() -> float:
     from pipeline.monitor.profile import peak_flops
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # Of this process, which trains nothing.
+    torch.set_num_threads(1)  # This process does not train.
     try:
         return threads * peak_flops(torch.device("cpu"), torch.float32, 0.0)[0]
     finally:

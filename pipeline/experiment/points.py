@@ -20,7 +20,7 @@ class Point:
     seeds, shares.
 
     x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test
-    images of each score; 0 where it is no proportion of images, or unknown. effective: of images in groups, their
+    images of each score; 0 if unknown, or if it is not a proportion of images. effective: of images in groups, their
     `effective_number`; else num_test.
     """
 
@@ -47,7 +47,7 @@ class Point:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Of the interval, around the mean also where it is rounded otherwise; the mean twice without an interval."""
+        """Ends of the interval, extended to the mean despite rounding; without an interval, the mean twice."""
         found = self.interval
         return (min(found.low, self.mean), max(found.high, self.mean)) if found else (self.mean, self.mean)
 

@@ -94,7 +94,7 @@ class RunSpec:
 class ScoresFile:
     """The fields of a run's scores.json that are checked. Only a run that predicts masked patches has no top1.
 
-    loss: None where it is no finite number. trained_by: runs that trained on these images; "" for none.
+    loss: None if not finite. trained_by: runs that trained on these images; "" for none.
     """
 
     loss: float | None
@@ -187,7 +187,7 @@ def start_command(command: str, arguments: Sequence[str], launcher: str = "", ou
 def wait_until_free(folder: Path) -> str:
     """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
 
-    Returns who has the folder after that time; "" if nobody has.
+    Returns the process that still has the folder after that time, or "".
     """
     if (who := holder(folder)) is None:
         return ""
@@ -231,7 +231,7 @@ def _plant(spec: RunSpec) -> None:
     target = _checkpoints(spec)
     path = target.begin(spec.trunk_steps, "planted")
     assert isinstance(path, Path), "study.py refuses checkpoints in a bucket"
-    for old in path.iterdir():  # Of a plant that was killed.
+    for old in path.iterdir():  # Left by a killed call.
         old.unlink()
     for file in Path(str(source)).iterdir():
         try:
@@ -245,7 +245,7 @@ def _plant(spec: RunSpec) -> None:
 
 # -------------------------------------------------------------------- what became of one
 def state_of(spec: RunSpec) -> tuple[State, str]:
-    """Returns (state, reason), as its folder tells."""
+    """Returns (state, reason), by its folder."""
     try:
         status = json_record.read(spec.folder / "status.json", Status)
         if status.status not in ("finished", "diverged"):
@@ -308,7 +308,7 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     known = objectives.facts(spec.config.train.loss)
     found = changes.decisive(objectives.flat_settings(spec.config), known, "comparison")
     if spec.needs and Path(str(found.get("init.weights"))).parent == Path(spec.config.out):
-        del found["init.weights"]  # Of another run of the experiment, whose folder may be moved.
+        del found["init.weights"]  # A path in another run of the experiment, which may be moved.
     return found
 
 
@@ -343,7 +343,7 @@ def row_of(spec: RunSpec, hours: float | None = None) -> Row:
 
 
 def _scores(spec: RunSpec) -> dict[str, tuple[Any, int | None, float | None]]:
-    """By name: the score, the number of its test images if known, and of images in groups their effective number."""
+    """Name -> (score, number of its test images if known, effective number of images in groups)."""
     found: dict[str, tuple[Any, int | None, float | None]] = {}
     if spec.is_evaluated:
         scores = read_scores(spec)

@@ -36,7 +36,7 @@ from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 
-_BEST = "best_score"  # Of all models.
+_BEST = "best_score"  # The best score of all models.
 _METHOD = (
     "A score is the mean over the seeds of one model at one data size and length. Brackets are 95 % intervals, each for"
     " itself: Student's t over the seeds; of a single run over its test images, which says nothing of other seeds or"

@@ -17,7 +17,7 @@ TABLE = "results.parquet"
 _UNITS = ((1.0, "exaFLOPs"), (1e-3, "petaFLOPs"), (1e-6, "teraFLOPs"), (1e-9, "gigaFLOPs"))
 # damaged: its run has ended, and what its files say cannot be used.
 State = Literal["done", "diverged", "failed", "damaged", "not run"]
-# Of the runs that a start does. One that failed, or is damaged, is tried again; one that diverged would diverge again.
+# States of runs that a start does (again). A diverged run would diverge again.
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
 
 
@@ -139,8 +139,8 @@ def keep_earlier(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """What a study's question is answered from. score: the name of the score that its figures show. data: path;
-    fingerprint: of the data set.
+    """The results that answer a study's question. score: name of the score in its figures. data: path of the data set;
+    fingerprint: its own.
 
     evaluated_on: the data and split of the score. cells: pre-trainings, with the scores of their fine-tunings. notes:
     sentences for the reader. counts_images: whether they are compared by their number of training images; else by
@@ -163,7 +163,7 @@ class StudyResults:
 
     @property
     def seed(self) -> int:
-        """Of what the report draws."""
+        """Seed of the report's random draws."""
         return min((cell.seed for cell in self.cells), default=0)
 
     @cached_property

@@ -19,7 +19,7 @@ def differences(results: StudyResults) -> list[Tested]:
 
 
 def table(found: Sequence[Tested], results: StudyResults) -> Table:
-    """With the first model of each size above those that are compared with it, and the other scores of each."""
+    """Rows: the first model of each size, then those compared with it. Has their other scores, too."""
     others = [name for name in results.score_names if name != results.score]
     means = {name: {(p.model, p.data_size): p.mean for p in points_of(results, name)} for name in others}
     rows, shown = [], set[int]()

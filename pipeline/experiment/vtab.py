@@ -110,8 +110,8 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
 def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
-    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty
-    is none. Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed;
+    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty:
+    none. Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed;
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
@@ -261,7 +261,7 @@ class Sweep(Experiment):
         write_text(self._file_of(spec), json.dumps(found, indent=1) + "\n")
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """Of the sweep; those of the cells are in their names. Dropout masks are drawn per micro-batch."""
+        """Settings of the sweep; those of the cells are in their names. Dropout masks are drawn per micro-batch."""
         names = ("method", "precision", "micro_batch")
         protocol = schema.flatten({"protocol": schema.to_dict(self.config.protocol)})
         return {"this sweep": {**protocol, **{name: getattr(self.config, name) for name in names}}}

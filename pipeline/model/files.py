@@ -182,7 +182,7 @@ def state_dict_in(content: Any) -> Mapping[str, Tensor] | None:
 
 
 def is_safetensors(path: Path) -> bool:
-    """By the name or the content, whose header is JSON after 8 bytes."""
+    """Whether a file is a .safetensors, by name or content: its header is JSON after 8 bytes."""
     if path.suffix == ".safetensors":
         return True
     with open(path, "rb") as file:

@@ -234,7 +234,7 @@ class SmallStem(nn.Module):
         return self.units(F.relu(self.norm(self.root(images))))
 
     def initialize(self, generator: torch.Generator) -> None:
-        """As the hybrid's stem: kernels as in Flax, a new unit computes its shortcut alone."""
+        """Same as the hybrid's stem: kernels as in Flax; a new unit computes only its shortcut."""
         _initialize_kernels(self, generator)
         for unit in cast(Iterable[BasicUnit], self.units):
             nn.init.zeros_(unit.norm2.weight)

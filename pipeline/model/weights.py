@@ -35,7 +35,7 @@ from pipeline.model.position import resample_state, resizing_notes
 
 FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
-# Before the name of a tensor that is no part of the model, but of the objective that trained it.
+# Prefix of tensors that belong to the objective that trained the model, not to the model.
 ADDITION = "objective."
 
 Say = Callable[[str], object]
@@ -161,9 +161,7 @@ def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
 
 
 def _known(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are None, for unknown, here and in the dicts of the fields: JSON of other writers has
-    null.
-    """
+    """Returns the fields, and the fields of inner dicts, that are not None: JSON of other writers has null."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 

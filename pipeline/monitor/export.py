@@ -47,7 +47,7 @@ class SentModel:
 
 @dataclass
 class Sent:
-    """What one tracker has received of a run folder.
+    """The parts of a run folder that one tracker has received.
 
     key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has
     parameters and data sets. last: metric -> step of its last point (its time, for a run without steps, which logs all
@@ -94,7 +94,7 @@ class Exporter(Protocol):
         """Show the run's checkpoints."""
 
     def explain(self, error: Exception) -> str:
-        """What is wrong, as "cannot be reached (connection refused)"."""
+        """Describes an error, such as "cannot be reached (connection refused)"."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class FolderExport:
                 has_answered |= was_connected
                 num_failures += 1
                 if num_failures == 1 and was_connected:
-                    continue  # Connecting again makes a new run if somebody deleted it, or says what is wrong.
+                    continue  # Connecting again makes a new run if it was deleted, or reports the error.
                 if not has_warned:
                     has_warned = True
                     what = str(error) if isinstance(error, UserError) else self.exporter.explain(error)
@@ -287,7 +287,7 @@ class FolderExport:
             except FileNotFoundError:  # It was just removed.
                 continue
             except OSError as error:
-                if error.errno is None:  # Of a request: the tracker is away.
+                if error.errno is None:  # A failed request: the tracker is unreachable.
                     raise
                 if name not in self._warned:
                     self._warned.add(name)
@@ -321,5 +321,5 @@ def read_states(path: Path) -> tuple[dict[str, Sent], str]:
 def warn(line: str) -> None:
     try:
         print(f"warning: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # The terminal was closed: what sends goes on.
+    except (OSError, ValueError):  # The terminal was closed: sending continues.
         silence_broken_output()

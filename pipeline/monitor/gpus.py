@@ -11,7 +11,7 @@ _NOT_SAID = re.compile("NVIDIA|TESLA|GEFORCE|SXM[2-6]?|HBM[23]E?|AC")
 
 @dataclass(frozen=True)
 class _GpuSheets:
-    """As gpus.yaml explains them."""
+    """Content of gpus.yaml, which explains the fields."""
 
     sheets: dict[str, tuple[float, int]]
     memory: dict[str, int]

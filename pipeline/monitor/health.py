@@ -33,7 +33,7 @@ class SpikeScore:
         if 2 * len(self.recent) >= (self.recent.maxlen or 0):
             mean = statistics.fmean(self.recent)
             score = (loss - mean) / max(statistics.pstdev(self.recent, mean), _MIN_DEVIATION * abs(mean), 1e-12)
-        # Spikes are kept too: after a lasting change of level, losses of the new level are no spikes.
+        # Spikes are kept too: after a lasting change of level, losses of the new level are not spikes.
         self.recent.append(loss)
         return score
 

@@ -1,7 +1,7 @@
 """Finds out what weights are at the moment when something begins with them: path, SHA-256, run, step, and what they
 scored.
 
-A run in progress goes on: its last score is later not that of the weights that were taken from it.
+The last score of a run in progress will not stay that of the weights taken from it now.
 """
 
 import contextlib
@@ -21,8 +21,7 @@ from pipeline.process.committed import GONE, NAME, read_checksums
 
 
 def find_origin(file: Path, named: str) -> WeightsOrigin:
-    """What a weights file is. named: what the command names, such as its run. Reads all of it, unless a checkpoint has
-    its checksum.
+    """Identify a weights file. named: as in the command, such as its run. Hashes it unless a checkpoint has its hash.
 
     Raises OSError, and UserError for a file that is gone.
     """
@@ -40,9 +39,7 @@ def find_origin(file: Path, named: str) -> WeightsOrigin:
 
 
 def sha256_now(named: str) -> str:
-    """SHA-256 of the weights that this names now, as `find_origin` has it; "" for those of MLflow, and for what cannot
-    be read.
-    """
+    """Current SHA-256 of these weights, as in `find_origin`; "" for weights in MLflow and unreadable files."""
     from pipeline.model.files import find_file  # Late: imports torch.
 
     with contextlib.suppress(UserError, OSError):
@@ -51,7 +48,7 @@ def sha256_now(named: str) -> str:
 
 
 def _made_by(file: Path) -> dict[str, Any]:
-    """What a weights file of ours says of its run: its name ("run") and the step."""
+    """Metadata of a weights file of this pipeline: its run's name ("run") and the step."""
     from pipeline.model.weights import METADATA  # Late: imports torch.
 
     # `load` says what is wrong with a file.

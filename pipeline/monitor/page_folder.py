@@ -57,7 +57,7 @@ class End:
 
 @dataclass(frozen=True)
 class RunFile:
-    """Content of run.json. experiment: name of the MLflow experiment. end: None while the run goes on, and after a
+    """Content of run.json. experiment: name of the MLflow experiment. end: None during the run, and after a
     kill.
     """
 
@@ -103,7 +103,7 @@ class PageFolder:
             raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.") from None
 
     def saved(self) -> RunFile | None:
-        """As `read_facts`, but None before the first start."""
+        """Like `read_facts`, but None before the first start."""
         return self.read_facts() if self.file.exists() else None
 
     def has_parameters(self, parameters: Mapping[str, Any]) -> bool:
@@ -112,7 +112,7 @@ class PageFolder:
         return saved is None or json.dumps(saved.facts.parameters) == json.dumps(parameters, default=str)
 
     def read_end(self) -> End | None:
-        """None while the run goes on, and after a kill."""
+        """None during the run, and after a kill."""
         saved = self.saved()
         return saved.end if saved else None
 

@@ -23,7 +23,7 @@ _USABLE = 0.94
 # Matrix products are timed with doubled sides until one takes so long: a smaller one measures the time of its launch.
 _LONG_ENOUGH = 1e-3
 _SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-# Of each side, as many products as this time allows.
+# Seconds of matrix products for each side.
 _MEASURE_SECONDS = 0.1
 
 

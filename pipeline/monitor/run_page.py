@@ -54,7 +54,7 @@ the artifacts has all of them. A run that began from other weights names that ru
     ),
 }
 
-# Of a URI: the password between the user and the host, and among the parameters behind the question mark. It may have a
+# A password in a URI: between the user and the host, or among the parameters behind the question mark. It may have a
 # slash, as in base64; what has at most five digits before one is a port.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
@@ -138,19 +138,19 @@ class WeightsOrigin:
 
     @property
     def title(self) -> str:
-        """As "photos-b16, step 200"; without a run, the name of the file."""
+        """Such as "photos-b16, step 200"; without a run, the name of the file."""
         step = "" if self.step is None else f", step {self.step:,}"
         return (self.run or Path(self.path).name) + step
 
     @property
     def details(self) -> str:
-        """As "step 200, SHA-256 0123456789abcdef..., which scored 4.55 % flowers:val"."""
+        """Such as "step 200, SHA-256 0123456789abcdef..., which scored 4.55 % flowers:val"."""
         step = "" if self.step is None else f"step {self.step:,}, "
         score = f", which scored {self.score}" if self.score else ""
         return f"{step}SHA-256 {self.sha256[:16]}...{score}"
 
     def tags(self) -> dict[str, str]:
-        """As an MLflow run has them."""
+        """Tags for an MLflow run."""
         step = "" if self.step is None else str(self.step)
         found = {
             "": self.title,
@@ -165,7 +165,7 @@ class WeightsOrigin:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an MLflow run shows beside its metrics.
+    """The facts that an MLflow run shows beside its metrics.
 
     kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain or data. parameters: settings that differ
     from their defaults, and what follows from them. description: Markdown. parents: relation -> ID of the MLflow run
@@ -200,7 +200,7 @@ class RunFacts:
     checkpoint_folder: str = ""
 
     def metric(self, name: str) -> Metric:
-        """What a metric of this run is."""
+        """The declaration of a metric of this run."""
         return metric_of(name, self.metrics)
 
     def all_tags(self) -> dict[str, str]:

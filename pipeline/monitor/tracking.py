@@ -115,7 +115,7 @@ class Tracker:
         finally:
             for export in self._exports:
                 export.end(end, in_a_hurry)
-            with contextlib.suppress(OSError):  # Of a record that could not be written, which `log` has raised.
+            with contextlib.suppress(OSError):  # `log` has already raised it for the record.
                 self._file.close()
 
     def _remove_after(self, step: int, repeats: bool) -> list[str]:

@@ -48,7 +48,7 @@ class Watchdog:
     Each rank calls `at` before each phase. After `minutes` without a call and without an announced wait of
     any rank, it writes `<folder>/rank-00003.txt`; the lowest rank that wrote one reads them all. A rank in a collective
     call waits for the others, so the cause is a rank elsewhere, or one that wrote nothing (stopped, swapped out, or its
-    host is down). Then all end with code 1. minutes: 0 is no watchdog. record: called with a line, and whether other
+    host is down). Then all end with code 1. minutes: 0 turns it off. record: called with a line, and whether other
     ranks are the cause, before the end.
     """
 
@@ -66,7 +66,7 @@ class Watchdog:
         self._waited_at = -float("inf")  # When a wait that may last was seen last.
         self._published: waits.Wait | None = None
         self._num_published = 0
-        self._of_others: dict[int, tuple[PublishedWait, float]] = {}  # By rank, with the time of its limit.
+        self._of_others: dict[int, tuple[PublishedWait, float]] = {}  # Rank -> (wait, time of its limit).
         # Reports of an earlier hang, which are kept to be read. Not known by their age: clocks of hosts differ.
         self._earlier = {file.name: file.stat().st_mtime_ns for file in folder.glob("rank-*.txt")}
         if self.seconds:
@@ -87,7 +87,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.seconds / 4)):
             since, step, phase = self._at
-            with contextlib.suppress(OSError):  # Of a folder that cannot be reached.
+            with contextlib.suppress(OSError):  # The folder may be unreachable.
                 self._publish()
                 if self._is_waited_for(time.monotonic() - since):
                     self._waited_at = time.monotonic()
@@ -135,7 +135,7 @@ class Watchdog:
         return is_own or bool(others)
 
     def _waits_of_others(self) -> dict[int, PublishedWait]:
-        """By rank. The limit counts from when this rank saw the wait first, because clocks of hosts differ."""
+        """Rank -> wait. The limit counts from when this rank first saw it, because clocks of hosts differ."""
         now, found = time.monotonic(), {}
         for file in sorted(self.folder.glob("wait-*.json")):  # One listing, for any number of ranks.
             rank = int(file.stem.removeprefix("wait-"))

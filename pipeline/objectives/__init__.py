@@ -137,8 +137,8 @@ def teacher_digest(config: RunConfig) -> str:
 
 
 def facts(loss: str) -> dict[str, Fact]:
-    """What a change of each of these means, for a value of `train.loss`."""
-    # Without the section, which would stand for its entries, and so for those that no longer exist.
+    """The facts of all settings of a run with this `train.loss`."""
+    # Without the fact of the section, which would apply to entries that no longer exist.
     of_run = {name: fact for name, fact in facts_of(RunConfig).items() if name != "objective"}
     return {**of_run, **facts_of(kind(loss).Settings, "objective.", "run")}
 

@@ -88,7 +88,7 @@ class DinoSettings(LocalViewSettings):
         0.9,
         "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.",
     )
-    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0 is none.")
+    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0: off.")
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
@@ -103,7 +103,7 @@ class DinoSettings(LocalViewSettings):
         0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
     )
     koleo_weight: NonNegativeFloat = setting(
-        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0 is none."
+        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."
     )
 
 
@@ -194,7 +194,7 @@ class Dino(Objective):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, backbone.config.width)) if masks else None
         for name in ("centre", "patch_centre") if masks else ("centre",):
             self.register_buffer(name, torch.zeros(given.prototypes))
-            # Of the teacher's outputs of this step, and last how many they are.
+            # Sums of the teacher's outputs in this step; the last element counts them.
             self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
         # A tensor, because torch.compile would compile anew for each value of a number.
         self.register_buffer("temperature", torch.full((), given.teacher_temperature), persistent=False)

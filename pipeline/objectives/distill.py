@@ -47,7 +47,7 @@ class Distill(TaughtObjective):
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        """Without a head, for images that it cuts into as many patches as the backbone does.
+        """Arguments of the teacher: no head, and an image size that gives as many patches as the backbone's.
 
         Images of the backbone's own size, if either of them has no patches. Raises UserError for weights that cannot be
         read, and if patches are compared that are not there.

@@ -304,7 +304,7 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
 
 
 def num_kept(num_patches: int, mask_share: float) -> int:
-    """Number of patches that MAE keeps. Raises UserError if it is none."""
+    """Number of patches that MAE keeps. Raises UserError if it is 0."""
     kept = int(num_patches * (1 - mask_share))
     if kept < 1:
         raise UserError(

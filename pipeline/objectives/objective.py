@@ -241,7 +241,7 @@ class Objective(nn.Module):
         self.teacher.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module, but the teacher stays in evaluation mode: it has no dropout and no stochastic depth."""
+        """As for any module, but the teacher stays in evaluation mode: it has no dropout and no stochastic depth."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()

@@ -76,7 +76,7 @@ def through(points: Sequence[int], found: Sequence[T], at: int) -> T:
 def remembered(function: Callable[..., T]) -> Callable[..., T]:
     """A cache of a function of (objective's class, config, more): a RunConfig is not hashable.
 
-    Settings of the engine and of the micro-batch are no part of the key: what depends on them is in `more`.
+    Settings of the engine and the micro-batch are not part of the key: what depends on them is in `more`.
     """
     known: dict[Any, T] = {}
 
@@ -167,7 +167,7 @@ def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, 
         raise TypeError(
             f"{name}: only one of loss and values names {', '.join(sorted(differ))}: both must name the same."
         )
-    # Without the backbone's, because settings decide what of it is used.
+    # Not the backbone's: settings decide which of them are used.
     ours = {*objective.parameters()}.difference(objective.backbone.parameters())
     unused = [key for key, p in objective.named_parameters() if p in ours and p.requires_grad and p.grad is None]
     if unused:

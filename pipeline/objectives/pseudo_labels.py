@@ -24,7 +24,7 @@ from pipeline.settings.quantities import Share, ShareBelow1
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import Settings, setting
 
-# What the teacher's view has of `augment`. Not the distortions that it has none of, to which others may be added.
+# Settings of `augment` for the teacher's view: without distortions, including those added later.
 _CROP_AND_FLIP = (
     "crop",
     "area_min",

@@ -46,7 +46,7 @@ def _is_outage(error: Exception, path: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What says in a run's run.json where its checkpoints are."""
+    """The fields of run.json that locate a run's checkpoints."""
 
     name: str = ""
     checkpoint_folder: str = ""
@@ -73,7 +73,7 @@ def _place(run: Path, facts: _Facts) -> Path | str:
 
 @dataclass(frozen=True)
 class _RecordedIdentity:
-    """What a checkpoint's state.json says of its run: all settings by dotted name."""
+    """The field of a checkpoint's state.json with all settings of its run, by dotted name."""
 
     identity: dict[str, Any] = field(default_factory=dict)
 

@@ -116,7 +116,7 @@ class Ranks:
             try:
                 value = function()
             except UserError as error:
-                # Of all ranks from here on, so that rank 0 alone says it.
+                # All ranks have it from here on, so only rank 0 prints it.
                 value = UserError(str(error)) if error.on_one_rank else error
         return self.agree(value)
 

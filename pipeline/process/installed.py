@@ -5,7 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
-# Of the repository, or site-packages: launch/ and configs/ are installed beside the library.
+# The repository or site-packages: launch/ and configs/ are installed beside the library.
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -34,7 +34,7 @@ def quiet_torch() -> None:
 
 
 def forget_launcher(starts_one: bool = False) -> None:
-    """Remove a launcher's variables from the environment of a command that is no rank.
+    """Remove a launcher's variables from the environment of a command that is not a rank.
 
     starts_one: it starts a launcher, which gets those that are the same for all ranks.
 
@@ -63,7 +63,7 @@ def check_environment() -> int:
     if "RANK" not in numbers:
         return 1
     if missing := [name for name in ("LOCAL_RANK", *_OF_ALL_RANKS) if name not in os.environ]:
-        raise OneRankError(  # There may be no rank 0 to say it.
+        raise OneRankError(  # Rank 0 may not exist to report it.
             f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
             "torchrun) sets all of them; for a run of one rank, unset RANK."
         )
@@ -105,7 +105,7 @@ def refuse_busy_port() -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port that nobody listens on, from a range that Linux does not assign to connections by itself.
+    """Returns a free TCP port, from a range that Linux does not assign to connections by itself.
 
     A port that the system chose (port 0) could be assigned to another process before ours listens on it, seconds later.
     """

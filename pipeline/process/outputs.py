@@ -114,9 +114,7 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
 
 @contextlib.contextmanager
 def holding_outputs() -> Iterator[None]:
-    """Of each folder and file that is passed to `hold` in the block, this process is the only writer until the block
-    ends.
-    """
+    """Until the block ends, this process is the only writer of all folders and files passed to `hold` in it."""
     global _held
     with contextlib.ExitStack() as _held:
         try:
@@ -139,7 +137,7 @@ def hold(output: Path, is_file: bool = False) -> None:
 
 
 def kind_of(folder: Path) -> Holds | None:
-    """What a folder holds, by the files in it; None for anything else."""
+    """The kind of results in a folder, by its files; None if unknown."""
     for kind, marks in _MARKS.items():
         if any(True for mark in marks for _ in folder.glob(mark)):
             return kind
@@ -160,7 +158,7 @@ def _refuse_among(name: str, path: Path, images: list[str]) -> None:
 
 
 def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
-    """As `_problem`, for a folder whose results would mix with those of another kind."""
+    """Like `_problem`, for a folder that holds results of another kind."""
     found = kind_of(path) if output == "folder" and holds else None
     if holds and found not in (None, holds):
         return f"this folder holds results of another kind ({found}, not {holds})"

@@ -37,8 +37,7 @@ def guard(module: str) -> None:
     """
     if module != "__main__":
         return
-    # A file name may have bytes that are no UTF-8, and a locale may lack characters: they are shown as escapes, as on
-    # stderr.
+    # Bytes of a file name that are not UTF-8, and characters that the locale lacks, are shown as escapes, as on stderr.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     # In a background job SIGINT is ignored, and stays ignored.

@@ -102,7 +102,7 @@ def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Seri
     yield "held_out_loss", f"Loss {on}{loss}", record.of_split("loss"), False
     yield "training_loss", f"Training loss{loss}", record.metrics.get("loss"), False
     for own, name in record.further.items():
-        file = "metric_" + re.sub(r"[^\w.-]", "_", own)  # Of a probe, it contains the name of a data folder.
+        file = "metric_" + re.sub(r"[^\w.-]", "_", own)  # A probe's name contains that of a data folder.
         title = title_of(own) if own == name else f"{title_of(own)} {on}"
         yield file, title, record.metrics[name], record.metric(name).is_share
 

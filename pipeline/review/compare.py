@@ -39,7 +39,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
 # With more runs, a table of what differs has a row for each run, not a column.
 _MAX_COLUMNS = 6
 _MAX_PAIRS = 30
-# Of the folder's name; file systems allow 255 bytes.
+# Length of the folder's name; file systems allow 255 bytes.
 _MAX_CHARACTERS = 60
 # Said of a report where there was one: the folder is by default named after runs, and others may have the same names.
 REPLACED = " (the earlier one there is replaced)"
@@ -74,7 +74,7 @@ _CODE = ("revision", "git_branch", "command", "torch", "device", "user", "ranks"
 def run(config: CompareConfig) -> dict[str, RunRecord]:
     """Write the comparison of `config.runs` and print its table; returns the runs by their names in it.
 
-    Raises UserError for an address that is no run, and for damaged files, before anything is written.
+    Raises UserError for an address that is not a run, and for damaged files, before anything is written.
     """
     found = [read(address) for address in config.runs]
     for (address, one), (again, other) in itertools.combinations(zip(config.runs, found, strict=True), 2):
@@ -271,9 +271,7 @@ def when(seconds: float) -> str:
 
 
 def _budget(pair: Pair) -> str:
-    """What the better one of two runs had more or less of, as ", with 2.5 times the images and 2.5 times the FLOPs"; ""
-    where that is the same.
-    """
+    """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if equal."""
     told = []
     for name, amount in (("images", lambda record: record.images_seen), ("FLOPs", lambda record: record.exaflops)):
         first, second = (amount(of.records[0]) for of in (pair.first, pair.second))

@@ -41,10 +41,10 @@ def from_folder(folder: Path) -> RunRecord:
                 " command that began it."
             )
         raise UserError(f"{folder} is not the folder of a run: {RUN_FILE} and {_RESULTS} are missing.")
-    # A run that goes on writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
+    # A run in progress writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
     # that is found has its metrics, and is that of a run that was killed only if it was.
     is_free = False
-    with contextlib.suppress(OSError):  # Of another user's run, or one whose lock is no file, only the status is known.
+    with contextlib.suppress(OSError):  # The lock may be unreadable (another user's run): only the status is known.
         is_free = holder(folder) is None
     status = read_status(folder)
     word, outcome = (status.status, status.reason or status.status) if status else ("", "")

@@ -107,7 +107,7 @@ class Score:
 
 
 def best_first(score: Score | None) -> float:
-    """Key by which scores are sorted; what is none, or no number, is last."""
+    """Sort key of scores, best first; None and NaN come last."""
     return -score.metric.sign * score.value if score and not math.isnan(score.value) else math.inf
 
 
@@ -231,7 +231,7 @@ class RunRecord:
         return evaluated.split if evaluated else next(named, "")
 
     def metric(self, name: str) -> Metric:
-        """What a metric of this run is."""
+        """The declaration of a metric of this run."""
         return metric_of(name, self.declared)
 
     @cached_property
@@ -299,7 +299,7 @@ class RunRecord:
         series, metric = self.metrics[name], self.metric(name)
         step, value = int(series.steps[number]), float(series.values[number])
         num, is_proportion = self.num_tested(name, step), metric.unit == "proportion" or name in self.probes
-        if name in self.probes and self.kind == "evaluation":  # Of a run in training it is not tested.
+        if name in self.probes and self.kind == "evaluation":  # Not tested for runs in training.
             metric = replace(metric, unit="proportion")
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num)))
         interval = of_samples(value, effective) if num and is_proportion and 0 <= value <= 1 else None

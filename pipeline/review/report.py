@@ -49,7 +49,7 @@ _SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 def run(config: RunReportConfig) -> Path:
-    """Write the report of `config.run`; returns its HTML file. Raises UserError for an address that is no run."""
+    """Write the report of `config.run`; returns its HTML file. Raises UserError if the address is not a run."""
     record = read(config.run)
     folder = Path(config.out) if config.out else record.folder / "review"
     try_output("out", folder, holds="report of a run")
@@ -107,7 +107,7 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
 
 
 def problems(record: RunRecord) -> Iterator[str]:
-    """What to know before trusting the scores."""
+    """Warnings about the scores."""
     for name, what in _COUNTS.items():
         if (series := record.metrics.get(name)) and (count := series.values.max()) > 0:
             yield f"{count:,.0f} {what}"
@@ -188,7 +188,7 @@ def _median(series: Series | None) -> float:
 
 
 def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    """Of what has a direction: the held-out split's, the most telling first, then probes' by name."""
+    """Rows of metrics with a direction: those of the held-out split, most telling first, then probes by name."""
     probed = sorted(
         name for name in record.metrics if record.metric(name).group == "probe" and record.metric(name).better
     )
@@ -258,7 +258,7 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
     chosen = next((one for one in found if "best" in one.roles), found[-1])
     words = [f"weights={chosen.path}"]
     if held_out := record.dataset("evaluation"):
-        # "dev" is a part of the training split, of which that command knows nothing.
+        # "dev" is a part of the training split, which that command does not know.
         split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
         words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
     how = (

@@ -106,7 +106,7 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     if state:
         tree: dict[str, Any] = {}
         for name, value in state.identity.items():
-            if fact_of(name, facts_of(RunConfig)):  # Else it is none of the settings.
+            if fact_of(name, facts_of(RunConfig)):  # The identity has other entries, too.
                 *sections, field = name.split(".")
                 section = tree
                 for part in sections:

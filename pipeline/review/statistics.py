@@ -80,7 +80,7 @@ def contenders(records: Records) -> list[Contender]:
         values = tuple(score.value for score in scores if score)
         if len(group) == 1 and group[0].seed_scores:
             values = tuple(group[0].seed_scores)
-        # A mean over tasks is no proportion of images.
+        # A mean over tasks is not a proportion of images.
         is_proportion = group[0].kind != "vtab"
         num_samples = scores[0].num_samples if scores[0] and is_proportion else 0
         effective = scores[0].effective if scores[0] and num_samples else 0
@@ -94,7 +94,7 @@ def seed_groups(records: Records) -> list[tuple[str, ...]]:
     groups = list[tuple[str, ...]]()
     for names in same.values():
         is_repeated = len({records[name].settings.get("seed") for name in names}) < len(names)
-        # The same seed twice is no other sample of the noise.
+        # Runs with the same seed are not independent samples.
         groups += [(name,) for name in names] if is_repeated else [tuple(names)]
     return groups
 
@@ -121,16 +121,16 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
 
 
 def _but_the_seed(record: RunRecord) -> Hashable:
-    """What runs of different seeds have in common; None for a run whose settings are unknown."""
+    """Key that runs share if only their seeds differ; None if the settings are unknown."""
     if not record.has_all_settings:
         return None
     compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
-    # By the seed, these settings draw which images are excluded.
+    # These settings draw the excluded images by the seed.
     defaults, by_seed = changes.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
     is_drawn = any(str(record.settings.get(name, defaults[name])) != str(defaults[name]) for name in by_seed)
     data = (*(facts.digest for facts in record.datasets), None if is_drawn else record.parameters.get("excluded"))
-    # A folder of weights may train on, and the score of a run that ended halfway is no other sample of the noise.
+    # The weights in a folder may change, and a run that ended halfway is not another sample of the same training.
     weights = record.origin and record.origin.sha256, record.tags.get(TEACHER_TAG, "").partition(", which scored")[0]
     step = record.last_score.step if record.last_score else None
     return (tuple(sorted(settings.items())), data, weights, record.revision, step)
@@ -179,7 +179,7 @@ def _measure(record: RunRecord) -> tuple[str, str, int, str]:
 
 
 def scored_on(record: RunRecord) -> str:
-    """What `_measure` says, in words."""
+    """Describes `_measure` in words."""
     data, split, count, measure = _measure(record)
     facts = None if any(record.scored_split) else record.dataset("evaluation")
     named = f"{facts.name}, fingerprint {data}" if facts else Path(data).name
@@ -272,7 +272,7 @@ def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list
 
 
 def in_seeds(names: Sequence[str]) -> str:
-    """What runs that differ in their seed only are called: the first one's name, and their number."""
+    """Name of runs that differ only in their seed: the first one's, and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 

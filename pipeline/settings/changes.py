@@ -89,7 +89,7 @@ def differences(
         fact = fact_of(name, known) or (Fact() if name in now else None)
         if fact and fact.means(least):
             change = Change(name, then.get(name, fact.default), now.get(name, fact.default), fact)
-            # As text too: of two types for one value, such as a size as a number and as text.
+            # Compared as text, too: a size may be a number or a text.
             if change.then != change.now and str(change.then) != str(change.now):
                 found.append(change)
     return found
@@ -101,7 +101,7 @@ def decisive(values: Mapping[str, Any], known: Mapping[str, Fact], least: OnChan
 
 
 def fact_of(name: str, known: Mapping[str, Fact]) -> Fact | None:
-    """What is known of a name, else of the mapping that it is an entry of."""
+    """The fact of a name, else of the mapping that has it as an entry."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return known.get(name)

@@ -74,9 +74,7 @@ def main(
 
 
 def description(about: str | None) -> str:
-    """What `--help` says of a command. about: of a docstring, what follows the title by which lists of commands name
-    it.
-    """
+    """The text of `--help`: about, the docstring of a command, without its title."""
     text = textwrap.dedent(about or "").strip()
     return text.partition("\n\n")[2] if text.startswith("Command:") else text
 

@@ -2,8 +2,8 @@
 of `setting`).
 
 needs: names with | between, of settings of the same class (of a section: of its own), or else of one that contains it,
-of which one has to be set to anything but 0, empty, null and false; or `name=value,value`, where of a list one is
-enough and none is all. What a section needs, its settings need, but for those that declare `ignores_section`.
+at least one of which is not 0, empty, null or false; or `name=value,value`, where one item of a list is enough and an
+empty list means all. What a section needs, its settings need, too, unless they declare `ignores_section`.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def _collect(sections: Sections, of_section: str) -> list[str]:
 
 
 def _missing(needs: str, sections: Sections) -> str:
-    """What is needed, if none of it is set; else ""."""
+    """The needed settings if none is set, else ""."""
     words = []
     for name, _, accepted in (need.partition("=") for need in needs.split("|")):
         value, prefix = next(((getattr(of, name), prefix) for of, prefix in sections if hasattr(of, name)), (True, ""))

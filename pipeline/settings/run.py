@@ -108,8 +108,7 @@ class RunConfig(Settings):
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)
         self._check_model_source()
-        # Of LoRA without a rank: the run would train the head alone. And of label smoothing, which other losses leave
-        # out.
+        # For example, LoRA without a rank would train the head alone, and most losses ignore label smoothing.
         refuse_without_effect(self.train, prefix="train.")
         self._check_training()
         self._check_engine()

@@ -66,7 +66,7 @@ class ProbeConfig(Settings):
     train_split: str = setting(
         "train", "Split that few-shot images and neighbours are chosen from.", needs="shots|neighbours"
     )
-    shots: list[NonNegativeInt] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0 is none.")
+    shots: list[NonNegativeInt] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0: off.")
     shots_seeds: int = setting(
         3, "Random choices of few-shot images; the score is their mean.", min=1, max=1_000, needs="shots"
     )
@@ -76,7 +76,7 @@ class ProbeConfig(Settings):
         min_items=1,
         needs="shots",
     )
-    neighbours: NonNegativeInt = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0 is none.")
+    neighbours: NonNegativeInt = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0: off.")
     temperature: PositiveFloat = setting(
         0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", needs="neighbours"
     )
@@ -87,7 +87,7 @@ class ProbeConfig(Settings):
     rankme_images: NonNegativeInt = setting(
         0,
         "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the"
-        " run's training split or of the split scored (2048, say; 25,600 in the paper); 0 is none.",
+        " run's training split or of the split scored (2048, say; 25,600 in the paper); 0: off.",
     )
 
     @property
@@ -120,7 +120,7 @@ class ProbeConfig(Settings):
 
 
 class RunProbeConfig(ProbeConfig):
-    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0 is none.")
+    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0: off.")
     data: PathText = setting(
         "", "Folder or URL of the data set for probes; empty is the run's own.", needs="shots|neighbours"
     )
@@ -140,11 +140,11 @@ class RunProbeConfig(ProbeConfig):
 class CheckpointConfig(Settings):
     every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
     keep: PositiveInt = setting(2, "Number of newest checkpoints that are kept.")
-    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0 is none.")
+    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0: none.")
     best: str = setting(
         "",
         "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently;"
-        " empty is none.",
+        " empty: none.",
     )
     folder: PathText = setting(
         "",
@@ -228,12 +228,12 @@ class TrackConfig(Settings):
         False, "Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."
     )
     parent_run: str = setting(
-        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty is none."
+        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."
     )
     register: str = setting(
         "",
         "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and"
-        " last; empty is none.",
+        " last; empty: none.",
     )
     upload_weights: bool = setting(
         False,

@@ -157,7 +157,7 @@ class ModelConfig(Settings):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("name", "image_size")}
 
     def for_weights(self) -> dict[str, Any]:
-        """The settings that a run may change for init.weights, but for the image size: they act in training only."""
+        """The settings that a run may change for init.weights, except for the image size: they act in training only."""
         return {name: getattr(self, name) for name in ONLY_TRAIN}
 
 
@@ -214,7 +214,7 @@ class DataConfig(Settings):
     )
     cache: PathText = setting(
         "",
-        "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty is no cache.",
+        "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache.",
         output="folder",
         on_change="nothing",
     )
@@ -230,7 +230,7 @@ class DataConfig(Settings):
     )
     train_split: str = setting("train", "Split to train on.", on_change="run")
     eval_split: str = setting(
-        "val", "Split to evaluate on; empty is none, and so is val if the data set has no labels and no such split."
+        "val", "Split to evaluate on; empty: none. Without labels, val is none if there is no such split."
     )
     eval_also: str = setting(
         "",
@@ -246,7 +246,7 @@ class DataConfig(Settings):
     dev_share: ShareBelow1 = setting(
         0.0,
         "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
-        "data.eval_split, to choose settings by; of samples with groups, whole groups. 0 is none.",
+        "data.eval_split, to choose settings by; of samples with groups, whole groups. 0: none.",
     )
     weight: PositiveFloat = setting(
         1.0,
@@ -465,7 +465,7 @@ class TrainConfig(Settings):
     lora_rank: int = setting(
         0,
         "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the"
-        " weights that are scored and exported. 0 is none.",
+        " weights that are scored and exported. 0 turns LoRA off.",
         min=0,
         max=65_536,
         on_change="run",
@@ -494,8 +494,7 @@ class TrainConfig(Settings):
     )
     stop_after_minutes: float = minutes(
         0.0,
-        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0 is"
-        " none.",
+        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0: none.",
     )
 
 
@@ -534,11 +533,11 @@ class OptimizerConfig(Settings):
         above=0,
         max=1,
     )
-    clip: NonNegativeFloat = setting(1.0, "Clip gradients to this global norm; 0 is no clipping.")
+    clip: NonNegativeFloat = setting(1.0, "Clip gradients to this global norm; 0 turns clipping off.")
     ema_decay: ShareBelow1 = setting(
         0.0,
         "Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then "
-        "evaluated and exported. 0 is none.",
+        "evaluated and exported. 0 turns it off.",
     )
 
 
@@ -568,7 +567,7 @@ class ScheduleConfig(Settings):
 class RunScheduleConfig(ScheduleConfig):
     cooldown: Length = setting(
         Length.parse("0 steps"),
-        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0 is none."
+        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0: none."
         " Until it begins, runs of any length are the same, so launch/study.py trains them once.",
     )
 

@@ -211,8 +211,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def leaves(
     cls: type, prefix: str = "", on_change: OnChange = "result"
 ) -> Iterator[tuple[str, Any, dataclasses.Field[Any], OnChange]]:
-    """(dotted name, type, field, what a change means) of every setting that is no section, in order. prefix, on_change:
-    of the section.
+    """(dotted name, type, field, what a change means) of every setting, in order; sections are flattened.
+
+    prefix, on_change: the section's.
     """
     for field in dataclasses.fields(cls):
         kind, meaning = type_hints(cls, include_extras=True)[field.name], field.metadata["on_change"] or on_change

@@ -96,7 +96,7 @@ class RunCounts:
         self.unreadable = dict(before.unreadable)
         self.storage_retries = before.storage_retries
         self._new: dict[int, str] = {}
-        self._retries_counted = 0  # Of this rank since this start, contained in storage_retries.
+        self._retries_counted = 0  # This rank's since this start, included in storage_retries.
 
     def add(self, batches: Iterable[Batch], reasons: Mapping[int, str]) -> None:
         """Count the unreadable images of a completed step on this rank. reasons: of all unreadable rows."""

@@ -39,7 +39,7 @@ class DrawingProcess:
         self._begun = -float("inf")
 
     def begin(self, predictions: Predictions | None, split: Split | None) -> None:
-        """Keep the predictions of an evaluation, and draw, unless the last drawing goes on or was just begun."""
+        """Keep the predictions of an evaluation, and draw, unless a drawing is in progress or was just begun."""
         with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
             if predictions is not None and split is not None:
                 self._keep(predictions, split)
@@ -48,7 +48,7 @@ class DrawingProcess:
                 self._process = self._start(("nice", "-n", "19", *self.command))
 
     def end(self, last: bool) -> None:
-        """End a drawing that goes on. last: draw once more, with the figures that need the weights."""
+        """End a drawing in progress. last: draw once more, with the figures that need the weights."""
         self._kill()
         if not last:
             return
@@ -83,7 +83,7 @@ class DrawingProcess:
         self._begun = time.monotonic()
         environment = {
             name: value for name, value in child_environment().items() if name not in VARIABLES
-        }  # It is no rank.
+        }  # It is not a rank.
         with open(self.folder / PAGE / LOG, "ab") as log:
             quiet = subprocess.DEVNULL
             return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)

@@ -66,7 +66,7 @@ class Evaluator:
             return False
         last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
         tracker = self.run.tracker
-        # Of a step that runs again, after a rollback perhaps: the records know.
+        # The file is of a step that will run again, for example after a rollback: ask the records.
         if last and last.step > start and tracker:
             return all(tracker.value_at_start(name) is None for name in objectives.metrics(self.run.config)[self.name])
         return last is None or last.step < start

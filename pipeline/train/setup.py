@@ -82,7 +82,7 @@ from pipeline.train.shown_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
-# What is saved with a checkpoint beside the settings.
+# Entries of a checkpoint's identity other than settings.
 _FACTS = {
     **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
     "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
@@ -138,7 +138,7 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
 
 
 def _longest_wait_minutes(config: RunConfig) -> float:
-    """For which a rank may wait while the others are in a collective call."""
+    """Longest wait of a rank outside a collective call that the others are in."""
     return max(config.data.retry_minutes, commit_minutes(config))
 
 
@@ -256,7 +256,7 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
 
 
 def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
-    """What differs from the run that made a checkpoint. now: this run's `identity`."""
+    """Differences to the run that made a checkpoint. now: this run's `identity`."""
     known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     return changes.differences(state.identity, now, known)
 
@@ -555,7 +555,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
     config, plan, ranks, folder = start.config, start.plan, start.ranks, start.folder
     saved = PageFolder(folder).saved()
-    # Of a resumed run, the weights that its first start found.
+    # A resumed run shows the weights that its first start found.
     origin = start.origin if start.resumed is None else saved.facts.origin if saved else None
     if start.origin is not None:  # With the path of the weights in place of their address.
         config = replace(config, init=replace(config.init, weights=start.origin.path))

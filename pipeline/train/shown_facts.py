@@ -138,7 +138,7 @@ def run_facts(
 
 
 def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> list[DatasetFacts]:
-    """What a run trains on, then what it is evaluated on."""
+    """The data that a run trains on, then the data it is evaluated on."""
     trained = data.not_held_out(trained_on)
     evaluated = [
         _data_facts(dataset, split, "evaluation", {TRAINED_BY: trained[name]} if name in trained else {})
@@ -268,9 +268,7 @@ def result(run: "TrainingRun", facts: RunFacts, status: str, outcome: str) -> st
 
 
 def caveats(run: "TrainingRun") -> str:
-    """What to know of a run that came to its end, in words: most steps were skipped, or its score may be chance. Often
-    "".
-    """
+    """Warnings about a finished run: most steps were skipped, or its score may be chance; "" without any."""
     skipped, step, num_classes = (
         run.engine.skipped_steps,
         run.progress.step,
@@ -311,7 +309,7 @@ def _last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:
-    """What launch/dedup.py found: test sets, and how many of their copies are among the images of this split."""
+    """Results of launch/dedup.py: test sets, and the number of their copies in this split."""
     try:
         report = read_dedup_report(dataset.path)
     except FileNotFoundError:

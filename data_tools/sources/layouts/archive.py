@@ -64,7 +64,7 @@ def kind(source: AnyPath) -> str:
         if start.startswith(LFS_POINTER):
             raise UserError(f"{source} is {LFS_REASON}.") from None
         raise UserError(
-            f"{source} is no .tar, .tar.gz, .tgz or .zip (it begins with {start[:12]!r}), nor a list of images (.csv,"
+            f"{source} is not a .tar, .tar.gz, .tgz or .zip (begins with {start[:12]!r}), nor a list of images (.csv,"
             " .tsv, .parquet). Is it whole? Unpack archives of other kinds (zstd, 7z, rar)."
         ) from None
     return "tar"
@@ -191,7 +191,7 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
             file.seek(tar.offset)
             if tar.offset + _BLOCK > end or any(file.read(_BLOCK)):
                 raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
-    except (ValueError, OverflowError) as error:  # Of a damaged number.
+    except (ValueError, OverflowError) as error:  # A damaged number.
         raise tarfile.ReadError(str(error)) from None
 
 

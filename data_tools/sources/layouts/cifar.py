@@ -61,7 +61,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     files = {file.name: file for file in _files(source)}
     kind = config.cifar100_labels
     if kind == "coarse" and not files.keys() & _OF_CIFAR100:
-        raise UserError(f"cifar100_labels = coarse, but {source} is no CIFAR-100. It has: {', '.join(sorted(files))}.")
+        raise UserError(f"cifar100_labels = coarse, but {source} is not CIFAR-100. It has: {', '.join(sorted(files))}.")
     numbers = ClassNumbers(_class_names(files, kind, config.label_names))
     containers: dict[AnyPath, int] = {}
     for split, part in collector.splits.items():
@@ -102,14 +102,14 @@ def _class_names(files: dict[str, _BatchFile], kind: str, label_names: str) -> l
         if name in files:
             names = _unpickle(files[name]).get(key)
             if not isinstance(names, list):
-                raise UserError(f"{files[name]} has no {key}: it is no table of CIFAR's. Fetch it again.")
+                raise UserError(f"{files[name]} has no {key}: it is not a table of CIFAR. Fetch it again.")
             return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
     for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
         if name in files:
             try:
                 return files[name].read().decode().split()
             except UnicodeDecodeError:
-                raise UserError(f"{files[name]} is no text in UTF-8. Fetch it again.") from None
+                raise UserError(f"{files[name]} is not UTF-8 text. Fetch it again.") from None
     return []
 
 
@@ -121,7 +121,7 @@ def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     record = num_labels + _BYTES
     if file.size % record or not file.size:
         raise UserError(
-            f"{file} has {counted(file.size, 'byte')}, which are no whole records of {record:,}. Fetch it again."
+            f"{file} has {counted(file.size, 'byte')}, not a multiple of the record's {record:,}. Fetch it again."
         )
     labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
     for number, label in enumerate(labels.tolist()):
@@ -133,7 +133,7 @@ def _of_pickle(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     batch = _unpickle(file)
     labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
     if not isinstance(labels, list) or not isinstance(data, np.ndarray) or data.nbytes != len(labels) * _BYTES:
-        raise UserError(f"{file} is no batch of CIFAR's: it has no `data` of 3,072 bytes for each of its `labels`.")
+        raise UserError(f"{file} is not a batch of CIFAR: it has no `data` of 3,072 bytes for each of its `labels`.")
     start = file.read().find(data.tobytes())
     if start < 0:
         raise UserError(f"{file} does not contain its pixels as contiguous bytes. Fetch the original.")
@@ -164,4 +164,4 @@ def _unpickle(file: _BatchFile) -> dict[str, Any]:
         content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
         return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}
     except Exception as error:  # A damaged pickle may raise any exception.
-        raise UserError(f"{file} is no pickle of CIFAR's ({on_one_line(error)}). Fetch it again.") from None
+        raise UserError(f"{file} is not a pickle of CIFAR ({on_one_line(error)}). Fetch it again.") from None

@@ -146,6 +146,6 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
     unknown = [number for number in numbers if number not in wnids]
     if unknown:
         raise UserError(
-            f"val_labels = {val_labels}: {unknown[0]!r} is none of the {counted(len(wnids), 'number')} in {meta}."
+            f"val_labels = {val_labels}: {unknown[0]!r} is not one of the {counted(len(wnids), 'number')} in {meta}."
         )
     return [wnids[number] for number in numbers]

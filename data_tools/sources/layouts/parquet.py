@@ -110,7 +110,7 @@ def _holds_arrays(field: pa.Field) -> bool:
     kind, depth = field.type, 0
     if isinstance(kind, pa.FixedShapeTensorType):
         kind, depth = kind.value_type, len(kind.shape)
-    elif types.is_struct(kind) and {"data", "shape"} <= {part.name for part in kind}:  # Of several shapes.
+    elif types.is_struct(kind) and {"data", "shape"} <= {part.name for part in kind}:  # Arrays of several shapes.
         kind, depth = kind.field("data").type, 1
     elif _shape_of_ray(field):
         depth = 1

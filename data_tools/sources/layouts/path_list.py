@@ -52,7 +52,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
-            raise UserError(f"{path} is no list of images (split {split!r}). Name it: splits.{split}=FILE.csv")
+            raise UserError(f"{path} is not a file (split {split!r}). Name the list: splits.{split}=FILE.csv")
         there = _column_names(path)
         column = label_column(there, config, str(path), collector, column)
         named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}

@@ -75,7 +75,7 @@ def _lines(text: bytes, where: str) -> list[str]:
     try:
         return text.decode().splitlines()
     except UnicodeDecodeError:
-        raise UserError(f"{where} is no text in UTF-8. Fetch it again.") from None
+        raise UserError(f"{where} is not UTF-8 text. Fetch it again.") from None
 
 
 def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
@@ -92,5 +92,5 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
                     found.setdefault(member.name.removeprefix("./"), text)
     before = next((name.removesuffix(ANNOTATIONS) for name in found if name.endswith(ANNOTATIONS)), None)
     if before is None:
-        raise UserError(f"{source} is no Tiny-ImageNet: it has no {ANNOTATIONS}.")
+        raise UserError(f"{source} is not Tiny-ImageNet: it has no {ANNOTATIONS}.")
     return before, {name: found[before + name] for name in (ANNOTATIONS, WORDS) if before + name in found}

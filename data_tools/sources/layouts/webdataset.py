@@ -57,7 +57,7 @@ class TarSample:
 
     @property
     def is_unlabelled(self) -> bool:
-        """Whether it can be used, but for the missing label."""
+        """Whether it can be used, except for the missing label."""
         return not self.has_label_file and self.fault in (NO_LABEL, _NO_LABEL_IN_JSON)
 
 
@@ -245,7 +245,7 @@ def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) ->
     data = read(member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):
-            raise ValueError(f"{data[:40]!r} is no whole number")
+            raise ValueError(f"{data[:40]!r} is not an integer")
         return [int(data)]
     content: Any = json_record.parse(data, Any, "it")
     is_named = isinstance(content, dict)
@@ -254,5 +254,5 @@ def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) ->
     labels = content if isinstance(content, list) else [content]
     wrong = [label for label in labels if type(label) is not int]
     if wrong and is_named and content is not None:
-        raise ValueError(f"label {json_record.quoted(wrong[0])} is no whole number")
+        raise ValueError(f"label {json_record.quoted(wrong[0])} is not an integer")
     return None if wrong else sorted(set(labels))

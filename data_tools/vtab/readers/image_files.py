@@ -51,8 +51,8 @@ def caltech101(files: DatasetFiles, task: Task) -> Original:
 
 
 def _caltech_by_sorted_names(by_folder: dict[str, list[str]]) -> set[str]:
-    """A random draw as in tensorflow_datasets, from sorted names of images. (Its own draw includes a file that is no
-    image, tmp.)
+    """A random draw as in tensorflow_datasets, from sorted names of images. (Its own draw includes tmp, which is
+    not an image.)
     """
     state = np.random.RandomState(_CALTECH_SEED)
     train: set[str] = set()
@@ -176,7 +176,7 @@ def clevr(files: DatasetFiles, task: Task) -> Original:
 
 
 def _needed(part: dict[str, Any]) -> dict[str, Any]:
-    """What is used of a scene or an object: all of them would take gigabytes."""
+    """The used fields of a scene or an object: all fields would take gigabytes."""
     return {name: part[name] for name in ("scenes", "objects", "image_filename", "pixel_coords") if name in part}
 
 

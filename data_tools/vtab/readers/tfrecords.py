@@ -2,7 +2,7 @@
 
 Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
 hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
-key. Images are read by offset, as they are but for dSprites'.
+key. Images are read by offset, as they are except for dSprites'.
 """
 
 import re
@@ -212,7 +212,7 @@ def _vehicles(example: Example) -> np.ndarray:
     return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
 
 
-# Of the tasks whose label is not the feature of that name.
+# Tasks whose label is not the feature `label`.
 _LABELS: dict[str, Label] = {
     "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
     "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),

@@ -96,7 +96,7 @@ def connect(num_cpus: int = 0) -> int:
                 " again when the machine is less busy, check RAY_ADDRESS, or set RAY_TMPDIR to another folder (a short"
                 " path, free space), where Ray writes its logs."
             ) from None
-    # As Ctrl-C. Ray's own handler aborts this process 3 s later, while it waits for the tasks that it cancels.
+    # As for Ctrl-C. Ray's own handler aborts the process after 3 s, while it waits for the tasks that it cancels.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return int(ray.cluster_resources().get("CPU", 1))
 
@@ -151,7 +151,7 @@ def _prepare_environment() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise UserError when nobody listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
+    """Raise UserError when nothing listens at RAY_ADDRESS. Ray itself would print warnings for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     number = whole_number(port)
     if number is None:

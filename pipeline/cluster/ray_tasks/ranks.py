@@ -61,7 +61,7 @@ def ranks_that_fit(
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """As "8 CPUs, 1 GPU"."""
+    """Such as "8 CPUs, 1 GPU"."""
     return ", ".join(counted(round(number), name) for name, number in resources.items())
 
 

@@ -68,7 +68,7 @@ def run_here(
             except UserError as error:
                 on_failure(index, str(error))
                 break
-            except PermissionError as error:  # Of a folder of this job, as of another user: the others may be ours.
+            except PermissionError as error:  # A folder of this job only: others may be writable.
                 on_failure(index, mistake_in_words(error) or str(error))
                 break
             except LostError as error:
@@ -180,7 +180,7 @@ class _RunningTask:
 
 
 def _final_error(error: Exception) -> Exception:
-    """What is said of a task that is not retried, or not again."""
+    """The error to raise for a task that is not retried any more."""
     if not isinstance(error, LostError):
         return error
     return UserError(

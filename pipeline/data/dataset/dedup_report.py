@@ -40,7 +40,7 @@ class DedupReport:
     against: list[TestSet]
 
     def in_words(self) -> str:
-        """As "pets:test 12; cifar10:test 3": each test set, and the number of its copies."""
+        """Each test set and the number of its copies, such as "pets:test 12; cifar10:test 3"."""
         copies = "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
         return copies if self.marked else f"{copies} (not marked: dry_run)"
 

@@ -30,7 +30,7 @@ from pipeline.settings.quantities import Limit
 FOLDER = "exclude"
 # The list of copies within a split.
 NEAR_COPIES = "near_copies"
-# row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one line for people.
+# row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one readable line.
 EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
 # Metadata of a list's file. samples: SHA-256 of the samples.parquet it was made for.
 _CHECKSUM, _SAMPLES = b"checksum", b"samples"

@@ -50,7 +50,7 @@ class SampleTable:
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Keys of these rows."""
-        # Of none without pyarrow's `take`, which imports pandas: each run asks for the samples it could not read.
+        # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
         return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
 
     @property
@@ -108,17 +108,17 @@ class Split:
         return np.concatenate([[0], np.cumsum(self.shard_sizes)])
 
     def part_of(self, row: int) -> tuple["Split", int]:
-        """(the split of a mixture that has this row, its row there); itself if it is none."""
+        """(the split that has this row, its row there): of a mixture, one of its splits, else itself."""
         return self, row
 
     @property
     def parts(self) -> tuple["Split", ...]:
-        """The splits of a mixture, one after another in its rows; itself if it is none."""
+        """The splits of a mixture in the order of its rows; else only itself."""
         return (self,)
 
     @property
     def set_names(self) -> list[str]:
-        """Of each part, what to call it."""
+        """Name of each part."""
         return [f"split {self.name!r}"]
 
     @property

@@ -106,8 +106,8 @@ class StoredImage:
         return values, missing
 
     def values(self, pixels: Pixels) -> np.ndarray:
-        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` where there
-        is none; channels that the image lacks become their mean (`Pixels.fill`).
+        """(H, W, C) for a data set of these pixels, of its type. Missing pixels become `nodata`, or `low` without
+        one; channels that the image lacks become their mean (`Pixels.fill`).
 
         Raises DecodeError as `values_and_missing`.
         """
@@ -138,7 +138,7 @@ class StoredImage:
         of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
         shape = (self.height, self.width, self.channels)
         are_missing = any(missing is not None for _, missing in pages)
-        # As nodata, some files of GDAL have infinity.
+        # Some files of GDAL have infinity as nodata.
         if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
         values = self._as_type(values, pixels)

@@ -45,7 +45,7 @@ def open_tiff(data: bytes) -> StoredImage:
     if end > len(data):
         raise DecodeError(f"cut off: a TIFF of {len(data):,} bytes, of which a strip or tile ends at {end:,}")
     sizes = dict(zip(axes, largest.shape, strict=True))
-    others = [place for place, axis in enumerate(axes) if axis not in "YXS"]  # Of which two may be unnamed.
+    others = [place for place, axis in enumerate(axes) if axis not in "YXS"]  # Two of them may be unnamed.
     num_pages, samples = prod(largest.shape[place] for place in others), sizes.get("S", 1)
     alpha = tuple(samples - len(first.extrasamples) + n for n, kind in enumerate(first.extrasamples) if kind in _ALPHA)
     orientation = int(first.tags.valueof(_ORIENTATION) or 1)

@@ -28,8 +28,7 @@ from pipeline.data.dataset.split import Split
 _ORDER, _ROUNDING = Purpose.named("order within a class"), Purpose.named("rounding of classes")
 # 2**64 / golden ratio: multiples of it, modulo 2**64, are spread evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Of exp and log, which decimal rounds correctly: numpy's power differs between processors in its last bit, and so would
-# orders.
+# decimal rounds exp and log correctly. The last bit of numpy's power, and so orders, differ between processors.
 _DECIMAL = decimal.Context(prec=40)
 # Numbers compared at a time.
 _BLOCK = 2**22

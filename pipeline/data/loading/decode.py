@@ -82,13 +82,12 @@ EXTENSIONS = {
     ".npz",
     ".dcm",
 }
-# Of these, files of arrays, which are not always images.
+# Suffixes of array files, which are not always images.
 ARRAYS = {".npy", ".npz"}
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
 LFS_POINTER = b"version https://git-lfs"
 LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
-# Folders that macOS, Synology's NAS, Linux and Windows add to others: thumbnails and rescued or deleted files, which
-# are no samples.
+# Folders that macOS, Synology's NAS, Linux and Windows add: thumbnails and rescued or deleted files, not samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 _MAGIC = {
     b"\x89PNG\r\n\x1a\n": "png",
@@ -207,7 +206,7 @@ def _stored(data: bytes, ext: str) -> StoredImage | None:
 
 
 def stored_image(data: bytes) -> StoredImage:
-    """What an image holds, of any kind, by its header. Raises DecodeError."""
+    """Read the header of an image of any format. Raises DecodeError."""
     ext = _format(data)
     if stored := _stored(data, ext):
         return stored
@@ -221,9 +220,7 @@ def stored_image(data: bytes) -> StoredImage:
 
 
 def left_out(image: StoredImage, pixels: Pixels | None) -> set[str]:
-    """What a data set of these pixels does not hold of an image, names of `stored.LEFT_OUT`. pixels: None for those of
-    the first page.
-    """
+    """Names of `stored.LEFT_OUT` for what a data set of these pixels drops. pixels: None for those of page 1."""
     of_rgb8 = pixels is not None and pixels.is_rgb8
     uses_pages = pixels is not None and not of_rgb8 and image.channels * image.pages == pixels.num_channels
     facts = {
@@ -262,7 +259,7 @@ def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
 
 
 def _header(image: Image.Image, data: bytes, ext: str) -> StoredImage:
-    """Of a photograph that Pillow has opened. Its sides are those before EXIF rotation."""
+    """Header of a photograph that Pillow has opened, with its sides before EXIF rotation."""
     channels = 1 if image.mode in ("1", "L", "LA") else 3
     pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     in_boxes = ext in ("heic", "avif")

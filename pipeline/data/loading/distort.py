@@ -25,7 +25,7 @@ _HUE, _JITTER_CHOICE, _THREE = map(Purpose.named, ("hue", "color_jitter_choice",
 _GREY, _BLUR, _SOLARISE = Purpose.named("grey"), Purpose.named("blur"), Purpose.named("solarise")
 _CHANNEL_BRIGHTNESS, _CHANNEL_CONTRAST = map(Purpose.named, ("channel_brightness", "channel_contrast"))
 _NOISE, _DROP_CHANNELS = map(Purpose.named, ("noise", "drop_channels"))
-_MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # Of BYOL, arXiv 2006.07733; so in DINO and LeJEPA.
+_MIN_SIGMA, _MAX_SIGMA, _THRESHOLD = 0.1, 2.0, 128  # BYOL, arXiv 2006.07733; same in DINO and LeJEPA.
 
 
 def distort(

@@ -154,7 +154,7 @@ class SampleOrder(Order):
     def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
         """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`.
 
-        With a balance, the positions of all uses of these rows, which may be none.
+        With a balance, a row has a position for each use, or none.
         """
         rows = np.asarray(rows, dtype=np.int64)
         laid_out = self._epoch(epoch)

@@ -56,7 +56,7 @@ class ShardReader:
         Raises OSError when its shard is truncated or (in a bucket) was replaced, and when the bytes do not match the
         hash in the manifest: damaged data, which costs these samples. Raises StorageError when the shard is missing or
         cannot be read (permission; a disk or a file server that fails longer than `Retry.seconds`), or the bucket or
-        the cache is not usable: that is no property of the images.
+        the cache is not usable: the images are not at fault.
         """
         shard = self.split.shard_of_row(row)
         part, own = self.split.part_of(row)
@@ -202,7 +202,7 @@ class _OpenFile:
         self._touched = time.monotonic()
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError):  # Of a failing file server.
+        with contextlib.suppress(OSError):  # The file server may fail.
             os.close(self._file)
 
     def read_at(self, offset: int, size: int) -> bytes:

@@ -40,8 +40,7 @@ class Views:
 
 @dataclass(frozen=True)
 class ViewWriter:
-    """What a loader makes of each image. shapes: (views, height, width) of each group. write: writes the views of all
-    groups.
+    """Makes the views of each image. shapes: (views, height, width) of each group. write: writes all groups' views.
 
     pixels: what the values of the views mean.
     """

@@ -1,4 +1,4 @@
-"""What decodes the samples of a batch: `fill`, on a thread, or in one of several processes.
+"""Runs `fill`, which decodes the samples of a batch, on a thread or in one of several processes.
 
 Threads share Python's lock with the thread that trains. For small images most of the work holds it, so that one process
 decodes no faster with more threads, and on a GPU also launches its kernels late. Processes cost a copy of the pixels.
@@ -141,9 +141,7 @@ class WorkerProcesses:
         return bad
 
     def _answer(self, worker: _Worker) -> Any:
-        """What the process found, and its retries. It may read a shard again for as long as a thread may, which is no
-        hang.
-        """
+        """Returns the process's answer. It may retry a shard for as long as a thread may: this wait is announced."""
         if not worker.connection.poll(_USUAL_SECONDS):
             with waiting("a process that decodes images", self.retry.seconds, self.retry.setting):
                 return worker.connection.recv()

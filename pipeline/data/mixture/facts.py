@@ -1,6 +1,4 @@
-"""What a checkpoint records of a mixture, and the part of it that decides the batches before a step, their labels
-included.
-"""
+"""A checkpoint's record of a mixture, and the part of it that decides the batches and labels before a step."""
 
 import json
 from collections.abc import Mapping
@@ -15,9 +13,7 @@ MIXTURE = "mixture"
 
 
 def mixture_facts(split: MixedSplit) -> dict[str, Any]:
-    """As plain values: each set with its content, and from which batch on how many samples in a period come from
-    each.
-    """
+    """Returns plain values: each set with its content, and by first batch the samples of each set in a period."""
     sets = [
         {
             "path": entry.path,
@@ -37,7 +33,7 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
 
 
 def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
-    """What a run's identity says of its first batches, in words: equal texts have equal batches."""
+    """Describes a run's first batches by its identity: equal texts have equal batches."""
     mixture = identity.get(MIXTURE) or _one_set(identity)
     phases = [(start, counts) for start, counts in mixture["phases"] if start < max(batches, 1)]
     words = []

@@ -1,4 +1,4 @@
-"""What data.path and data.mix say: the sets of a run, and the phases of their weights."""
+"""Reads data.path and data.mix: the sets of a run, and the phases of their weights."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -132,7 +132,7 @@ def open_run_data(
                 f" {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same image"
                 " several times. Give it a smaller weight, or use a smaller batch."
             )
-    # Of the other sets, the images are all that is read.
+    # Only the images of the other sets are read.
     joined = [
         number
         for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True))
@@ -249,7 +249,7 @@ def _without(split: Split, held_out: Split) -> Split:
         of_rows, taken = (
             split.groups,
             held_out.groups,
-        )  # Of which the split that is held out of may have had a part only.
+        )  # A group may be only partly in the split.
     return split.only(rows[~np.isin(of_rows, taken)])
 
 
@@ -358,11 +358,11 @@ def _bring_together(
                 " something else in each. Mix sets of one form, or use an objective that learns without labels, such"
                 " as train.loss=dino."
             )
-    shown: dict[str, str] = {}  # Of each class, its readable name.
+    shown: dict[str, str] = {}  # Class -> readable name.
     renamed = []  # For each set, the names of its classes in the mixture.
     for entry, dataset in zip(sets, datasets, strict=True):
         if unknown := [name for name in entry.class_map if name not in dataset.classes]:
-            raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, which is no class of it.")
+            raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, not one of its classes.")
         renamed.append([entry.class_map.get(own, own) for own in dataset.classes])
         for name, own, readable in zip(renamed[-1], dataset.classes, dataset.class_names, strict=True):
             shown.setdefault(name, name if own in entry.class_map else readable)

@@ -95,9 +95,7 @@ class MixedSplit(Split):
 
     @property
     def set_names(self) -> list[str]:
-        """Of each part, as people call it: the name of its folder, of its split if it is another than train, and
-        whether it has no labels read.
-        """
+        """Name of each part: its folder, its split unless that is train, and "without labels" if they are not read."""
         return [
             dataset.path.name + f":{part.name}" * (part.name != "train") + " without labels" * (not entry.labels)
             for dataset, part, entry in zip(self.datasets, self.sets, self.mixture.sets, strict=True)
@@ -111,7 +109,7 @@ class MixedSplit(Split):
 
     @property
     def shares(self) -> list[str]:
-        """Of each part, as "30.00%, 10.00% from step 50,000"."""
+        """The share of each part, such as "30.00%, 10.00% from step 50,000"."""
         counts = [(phase.first_batch, shares_of(phase.weights).counts) for phase in self.mixture.phases]
         return [
             ", ".join(

@@ -20,7 +20,7 @@ from pipeline.data.storage.retry import Retry
 
 AnyPath = Path | BucketPath
 
-# Of a URL.
+# Query parameters of a URL.
 _OPTIONS = ("region", "endpoint_override", "scheme", "anonymous")
 
 

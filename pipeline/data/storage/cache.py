@@ -63,7 +63,7 @@ class ShardCache:
                 file = os.open(ready, os.O_RDONLY)
                 os.utime(file)
                 return file
-            # Of two processes one downloads, and the other waits for it.
+            # One process downloads, the others wait for it.
             downloaded = waiting(f"{path} to be downloaded", path.retry.seconds, path.retry.setting, kind="a shard")
             with downloaded, locked(coming) as lock:
                 # While we waited, another process may have finished the download, or removed the partial file.

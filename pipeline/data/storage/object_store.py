@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _READ_AHEAD = 2**20
 _CONNECT_SECONDS = 5.0
-# Of each part of an upload, by the client library, before the whole upload is retried: a shard of 1 GiB has 100 parts.
+# Attempts of the client library per part before the whole upload is retried: a shard of 1 GiB has 100 parts.
 _PART_ATTEMPTS = 5
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
@@ -44,7 +44,7 @@ _ESCAPED = re.compile("%((?:25)*)3F")
 
 
 class ObjectStat(NamedTuple):
-    """As `os.stat_result`: bytes of an object, and time of its last change in ns."""
+    """Size and modification time of an object, with the names of `os.stat_result`."""
 
     st_size: int
     st_mtime_ns: int

@@ -44,7 +44,7 @@ _PERMANENT = {
 class StorageError(OneRankError):
     """A bucket cannot be reached or may not be used, or a file of a data set is missing or may not be read.
 
-    It is no fault of a sample, so it does not count as a bad one.
+    Does not count as a bad sample.
     """
 
 

@@ -206,7 +206,7 @@ class RunProbe:
     labelled: LabelledProbe | None
 
     def trained_by(self, trained: Sequence[TrainedSet]) -> str:
-        """As the function of this name, of the split that it is tested on."""
+        """Calls the function of this name with the tested split."""
         return trained_by(trained, self.labelled.fingerprint, self.labelled.test.name) if self.labelled else ""
 
     def scores(

@@ -18,7 +18,7 @@ from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run_sections import ScheduleConfig
 
-# Of DINOv3: weight decay of AdamW, and the share of the steps in which the rate rises.
+# As in DINOv3: weight decay of AdamW, and share of warm-up steps.
 _WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
 
 
@@ -102,7 +102,7 @@ def train(
             group["lr"] = learning_rate(schedule, config.lr, step, config.steps, warmup)
         classes = of_pixels.to(loaded.device).long().flatten()
         logits = logits_of(loaded, head, images)
-        # Of a matrix, because the kernel for images is not deterministic on a GPU.
+        # As a matrix, because the kernel for images is not deterministic on a GPU.
         total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), classes, ignore_index=NO_CLASS, reduction="sum")
         loss = total / (classes != NO_CLASS).sum().clamp(min=1)
         optimizer.zero_grad()

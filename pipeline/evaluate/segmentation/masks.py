@@ -13,7 +13,7 @@ from pipeline.data.loading.decode import DecodeError, with_pillow
 
 # Pixels without a class, in arrays of class numbers.
 NO_CLASS = -1
-# Added to a colour, so that it is no number of a class.
+# Added to a colour, to tell it from a class number.
 _COLOUR = 1 << 24
 # The largest number that a PNG of 16 bits holds.
 _MAX_NUMBER = 2**16 - 1
@@ -49,7 +49,7 @@ def _values(image: Image.Image) -> np.ndarray:
         return values
     numbers = (pixels if pixels.ndim == 2 else pixels[..., 0]).astype(np.int32)
     if numbers.min() < 0 or numbers.max() > _MAX_NUMBER:
-        raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are no numbers of classes")
+        raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are not class numbers")
     return numbers
 
 

@@ -109,7 +109,7 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
     held_out = places < config.val_share
     if config.val_share:
-        held_out[places == places.min()] = True  # Of few images, or groups, one at least.
+        held_out[places == places.min()] = True  # At least one image or group.
     if held_out.all() or not held_out.any():
         raise UserError(
             f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be"
@@ -137,8 +137,8 @@ def _paired(
         firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
         raise UserError(
             f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the"
-            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, but for"
-            " the suffix; for endings of names set image_suffix and mask_suffix."
+            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, except"
+            " for the suffix; for endings of names set image_suffix and mask_suffix."
         )
     alone = [len(each.split) - len(found) for each in (opened, opened_masks)]
     if any(alone):

@@ -55,7 +55,7 @@ class Weights(NamedTuple):
     notes: list[str]  # what was assumed, converted and left out, a line each
     mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
     std: tuple[float, ...] = HALF
-    added: Tensors = MappingProxyType({})  # by the objective that trained the model, of which it is no part; fp32
+    added: Tensors = MappingProxyType({})  # by the objective that trained the model, not part of the model; fp32
     decoder: DecoderFacts = DecoderFacts()  # of MAE's, if `added` has one
 
 

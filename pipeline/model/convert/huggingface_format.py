@@ -34,9 +34,7 @@ _OF_SIGMOID = "multi_label_classification"
 
 
 class _Kind(NamedTuple):
-    """Of a kind of names, what config.json may leave out, and what its models can hold beside the parts of a plain
-    ViT.
-    """
+    """A family of names: its defaults for config.json, and its models' parts beside those of a plain ViT."""
 
     eps: float  # of LayerNorm
     activation: str = "gelu"

@@ -57,7 +57,7 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     assert isinstance(weights.config, ViTConfig)
     found: _MaeConfig = json_record.convert(config, _MaeConfig, "config.json")
     facts = {"num_heads": found.decoder_num_attention_heads, "normalise": found.norm_pix_loss}
-    note = "the decoder of MAE, which only train.loss=mae uses, is no part of the model"
+    note = "the decoder of MAE, which only train.loss=mae uses, is not part of the model"
     return weights._replace(
         added=read_decoder(decoder, weights.config),
         extra=weights.extra | {DECODER: facts | {"mean": list(weights.mean), "std": list(weights.std)}},

@@ -56,7 +56,7 @@ def read_npz(path: StrPath) -> Weights:
 
 
 def from_npz(arrays: Arrays) -> Weights:
-    """As read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
+    """Like read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
     tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")

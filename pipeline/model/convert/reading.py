@@ -1,6 +1,4 @@
-"""What the readers of state dicts share: from tensors under the names of a project to our ViT, and the fields of its
-files.
-"""
+"""Shared by readers of state dicts: a ViT from tensors under a project's names, and the fields of its files."""
 
 import re
 from dataclasses import replace
@@ -62,9 +60,7 @@ def read_vit(
 
 
 def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> tuple[Preprocessing, ViTConfig]:
-    """What the family that a file without settings of images belongs to reads; and the configuration with its
-    kernel.
-    """
+    """(preprocessing, configuration with the resampling kernel) of the family of a file without image settings."""
     if config.positions == "learned" and mae.has_fixed_positions(config, state["positions"]):
         family, images, config = (
             "MAE and I-JEPA, by their fixed positions,",

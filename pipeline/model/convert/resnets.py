@@ -1,4 +1,4 @@
-"""What the tensors of a ResNet tell in other projects' files, of BiT and of the stem of a hybrid ViT."""
+"""Reads the configuration of a ResNet (BiT, or the stem of a hybrid) from tensors of other projects' files."""
 
 import re
 from collections.abc import Iterable

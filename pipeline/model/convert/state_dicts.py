@@ -1,4 +1,4 @@
-"""Reads state dicts of other projects: which project's names they have, and what in them is no ViT of ours."""
+"""Reads state dicts of other projects: whose names they have, and which tensors a ViT here does not have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from pipeline.model.convert.resnets import is_bit
 from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.convert.timm_format import from_timm
 
-# Tensors that are no weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
+# Tensors that are not weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
 _NO_WEIGHTS = ("num_batches_tracked", "attn.qkv.bias_mask")
 # Beginnings of the keys of a model with towers for images and text, where the one for images is read.
 _TOWERS = ("vision_model.", "visual.trunk.", "visual.")

@@ -27,7 +27,7 @@ from pipeline.monitor.run_page import (
 )
 from pipeline.settings.run import TrackConfig
 
-# Returns the checkpoints to show, while the run goes on (False) or after its end (True).
+# Returns the checkpoints to show, during the run (False) or after its end (True).
 FindModels = Callable[[bool], list[ModelFacts]]
 # Tag of an MLflow run: the key of its run folder.
 KEY_TAG = "run_folder"

@@ -157,7 +157,7 @@ class LoggedModels:
         location = self.client.get_logged_model(model_id).artifact_location
         source = f"models:/{model_id}" if self.config.uri.startswith("http") else location
         made = self.client.create_model_version(name, source, run_id, {"model_id": model_id}, model_id=model_id)
-        # By this tag, which `mlflow.register_model` sets, the page of the logged model names its version.
+        # Also set by `mlflow.register_model`: the logged model's page shows its version by this tag.
         versions = json.dumps([{"name": name, "version": made.version}])
         self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
         return str(made.version)

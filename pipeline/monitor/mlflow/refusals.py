@@ -1,6 +1,4 @@
-"""What an MLflow store refuses, as against a store that cannot be reached: the one is never sent again, the other
-waits.
-"""
+"""Tells requests that an MLflow store refuses (never sent again) from outages (sent later)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +16,7 @@ _TOO_LARGE = "failed with error code 413 "
 
 
 class Refusals:
-    """What a store refused, which it would refuse again: each is said once and left out, and the rest goes on.
+    """Items that a store refused and would refuse again: each is reported once and skipped.
 
     is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store,
     with the reason.
@@ -54,8 +52,8 @@ class Refusals:
         try:
             request()
         except Exception as error:
-            # What somebody has deleted, as a version of a registered model, is not made again. An older server has no
-            # logged models; a server without the request for metrics is none of MLflow.
+            # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
+            # models; a server that does not know the request for metrics is not MLflow.
             missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
             is_missing = getattr(error, "error_code", "") in missing
             if not (is_refusal(error) or is_missing) or not self._is_active():
@@ -76,15 +74,15 @@ def is_refusal(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says, on one line without passwords.
+    """The text of an exception, on one line without passwords.
 
-    Of a database's, the statement with its values is left out; of another long one the middle: the reason is often at
-    the end.
+    SQL statements with their values are left out, and so is the middle of a long text: the reason is often at the
+    end.
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
 
 
 def what_failed(error: Exception) -> str:
-    """What a store did that did not carry out a request, and why, in brackets."""
+    """How a request to a store failed, and the reason in brackets."""
     return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"

@@ -16,7 +16,7 @@ VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by it; a fixed time keeps the tag the same.
 
-# Of the run list, from left to right, and their widths in pixels: what decides comes first, since a window of 1,500 has
+# Columns of the run list, left to right, and their widths in pixels; the important ones first: a window of 1,500 has
 # 860 left beside MLflow's menu and assistant. Columns without content in a store are not shown. MLflow sorts by
 # metrics, not by
 # tags: so `score` is both.

@@ -2,7 +2,7 @@
 
     y = W x + b + (alpha / r) U D x         D: r x inputs, random at first; U: outputs x r, zero at first
 
-The factors are no part of the backbone: an objective holds them, and hooks add what they compute.
+The factors are not part of the backbone: an objective holds them, and hooks add what they compute.
 `checkpoint/writer.py` adds their product to W in the weights that are scored, exported and fine-tuned.
 """
 
@@ -53,9 +53,9 @@ def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> 
     }
     known = sorted({name.rpartition(".")[2] for name in dense})
     if unknown := [layer for layer in layers if layer not in known]:
-        has = f"are {', '.join(known)}" if known else "are none: it is no ViT"
+        has = f"are {', '.join(known)}" if known else "do not exist: it is not a ViT"
         raise UserError(
-            f"train.lora_layers = [{', '.join(layers)}]: {unknown[0]} is no dense layer of the model's blocks, which"
+            f"train.lora_layers = [{', '.join(layers)}]: {unknown[0]} is not a dense layer of the model's blocks, which"
             f" {has}."
         )
     found = nn.ModuleDict()

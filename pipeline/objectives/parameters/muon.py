@@ -1,5 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before each update, with AdamW for what is no kernel of a hidden
-layer.
+"""Muon: momentum whose matrices are made orthogonal before each update; AdamW for all but kernels of hidden layers.
 
 The coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural networks", 2024). The scale
 0.2 sqrt(max(rows, columns)) gives updates the root mean square of AdamW's, so both use the same learning rate and
@@ -27,7 +26,7 @@ from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
 
-# By type of device, the most elements of matrices that are made orthogonal together, if they are more than one matrix.
+# Most elements of several matrices that are made orthogonal together, by type of device.
 # In bf16 they have 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all
 # temporary tensors at most 256 MiB.
 BATCH_ELEMENTS = {"cuda": 2**24}

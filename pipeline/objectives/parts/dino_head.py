@@ -6,7 +6,7 @@ Shapes: B batch, D width of the backbone, K prototypes.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_STD = 0.02  # Of initial values, which are normal, truncated at 2.
+_STD = 0.02  # Initial values: normal, truncated at 2.
 
 
 class Prototypes(nn.Module):

@@ -95,7 +95,7 @@ class TaughtObjective(Objective):
     frozen_teacher: Model
 
     def train(self, mode: bool = True) -> Self:
-        """As of any objective, but the teacher stays in evaluation mode."""
+        """As for any objective, but the teacher stays in evaluation mode."""
         super().train(mode)
         self.frozen_teacher.eval()
         return self

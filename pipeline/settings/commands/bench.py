@@ -12,7 +12,7 @@ class GpuBenchConfig(Settings):
     """A benchmark of training on one GPU: how fast it is, and which settings make it so."""
 
     json: PathText = setting(
-        "", "File for the results as JSON, replaced after each result; empty is none.", output="file"
+        "", "File for the results as JSON, replaced after each result; empty: none.", output="file"
     )
     models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = setting(
         [],

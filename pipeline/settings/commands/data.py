@@ -64,7 +64,7 @@ class ImagesConfig(ValuesConfig):
     group_pattern: RegularExpression = group_pattern()
     inspect: Inspect = setting(
         "decode",
-        "decode: decode every image; header: read its header and, but for GIF, BMP, TIFF and PPM, look for its end.",
+        "decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end.",
     )
     channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(
         list,
@@ -143,7 +143,7 @@ class ShardConfig(ImagesConfig):
     )
     label_column: str = setting(
         "label",
-        "parquet, list: column of labels: names, numbers, or lists of them; empty is none.",
+        "parquet, list: column of labels: names, numbers, or lists of them; empty: none.",
         needs="layout=auto,parquet,list",
     )
     label_separator: str = setting(
@@ -162,7 +162,7 @@ class ShardConfig(ImagesConfig):
     split_column: str = setting(
         "split",
         "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;"
-        " empty is none.",
+        " empty: none.",
         needs="layout=auto,list",
     )
     label_names: PathText = setting("", "File of class names, one per line, for labels that are numbers from 0.")

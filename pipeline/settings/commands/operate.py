@@ -11,7 +11,7 @@ from pipeline.settings.schema import REQUIRED, Settings, setting
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value  # As 14.2e6.
+    return float(value) if isinstance(value, str) else value  # Such as 14.2e6.
 
 
 class PlanConfig(RunConfig):

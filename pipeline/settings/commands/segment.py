@@ -1,6 +1,6 @@
 """The settings of the segmentation probe.
 
-Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), but for the steps; docs/segmentation.md
+Numbers are those of DINOv3's linear segmentation (dinov3/eval/segmentation), except for the steps; docs/segmentation.md
 says what else differs.
 """
 
@@ -22,7 +22,7 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     masks: list[PathText] = setting(
         REQUIRED,
         "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one"
-        " colour for each class. A mask has its image's path below the folder, but for the suffix.",
+        " colour for each class. A mask has its image's path below the folder, except for the suffix.",
     )
     split: str = setting(
         "train", "If images is a data set: the split to learn from. Masks are of the split of the same name."
@@ -39,7 +39,7 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(
         ["255"],
-        "Values of masks that are no class: numbers, or colours as '#000000'.",
+        "Values of masks that mean no class: numbers, or colours as '#000000'.",
     )
     short_side: Side = setting(
         0,

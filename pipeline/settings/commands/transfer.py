@@ -63,7 +63,7 @@ class ProtocolConfig(Settings):
         needs="method=finetune",
     )
     clip: NonNegativeFloat = setting(
-        0.0, "Clip gradients to this global norm; 0 is no clipping.", needs="method=finetune"
+        0.0, "Clip gradients to this global norm; 0 turns clipping off.", needs="method=finetune"
     )
     dropout: ShareBelow1 = setting(
         0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", needs="method=finetune"

@@ -26,7 +26,7 @@ Drawing = Literal[
     "positions",
     "filters",
 ]
-# Of launch/choose.py: with 40,000, the similarities of all pairs take 6.4 GB.
+# For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 

@@ -178,7 +178,7 @@ def publish(engine: Any) -> None:
 
 
 def held_by(parameter: Any) -> Tensor:
-    """What a rank holds of a parameter: at stage 3 its part, else all of it."""
+    """This rank's part of a parameter at stage 3, else the whole parameter."""
     return getattr(parameter, "ds_tensor", parameter).data
 
 

@@ -208,7 +208,7 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1, split: test}", "data.mix, .*/b: .* has no split 'test'"),
         ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
         ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
-        ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x', which is no class of it"),
+        ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x'"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
             r"data.mix\[1\].limit",

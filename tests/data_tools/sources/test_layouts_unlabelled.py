@@ -80,7 +80,7 @@ def test_names_that_differ_in_the_extension_keep_it(tmp_path: Path) -> None:
     )
     listing = listed(source, layout="images")
     assert unlabelled(listing) == {"a/1_jpg": jpeg(1), "a/1_JPG": jpeg(2), "a/1_png": jpeg(3), "b/1": jpeg(4)}
-    assert any("named as another but for the extension" in note for note in listing.notes)
+    assert any("named as another except for the extension" in note for note in listing.notes)
 
 
 def test_splits_are_folders(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_labels_that_are_no_numbers_are_not_taken_for_none(label: str, tmp_path:
     write_tar({"1.jpg": jpeg(1), "1.json": f'{{"label": {label}}}'.encode()}, tmp_path / "raw.tar")
     said = refused(tmp_path / "raw.tar")
     assert "1 cannot be used: raw.tar: 1.jpg (.json: label " in said
-    assert "is no whole number" in said
+    assert "is not an integer" in said
 
 
 def test_a_damaged_json_makes_no_labels_of_captions(tmp_path: Path) -> None:

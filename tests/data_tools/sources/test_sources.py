@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "twice in a tar": (_twice_in_tar, "cat/1.jpg and cat/1.jpg have the same key"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged"),
-    "no archive": (_text, "is no .tar, .tar.gz, .tgz or .zip"),
+    "no archive": (_text, "is not a .tar, .tar.gz, .tgz or .zip"),
     "not fetched": (
         _begins_with(LFS, "raw.tar"),
         "raw.tar is a pointer of Git LFS instead of the file; run git lfs pull.",
