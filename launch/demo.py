@@ -77,15 +77,15 @@ def demo(config: DemoConfig) -> None:
 
     title("5/5  Score")
     from pipeline.base import json_record  # Late: --help needs no torch.
-    from pipeline.evaluate import report
+    from pipeline.evaluate import score_report
     from pipeline.monitor.metrics_file import by_name, read_metrics
     from pipeline.monitor.tracking import default_uri
     from pipeline.review import report as run_report
 
     store = default_uri(out)
     digits = [f"data={out / 'digits'}", "split=test", f"mlflow={store}", "experiment=demo"]
-    finetuned = report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))
-    probed = report.run(
+    finetuned = score_report.run(schema.load(ScoreConfig, None, [f"weights={out / 'finetune'}", "shots=0", *digits]))
+    probed = score_report.run(
         schema.load(ScoreConfig, None, [f"weights={out / 'pretrain'}", "shots=5", "classify=false", *digits])
     )
 

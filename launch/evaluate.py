@@ -1,4 +1,4 @@
-"""Command: score weights on a data set and write a report. See `pipeline/evaluate/report.py`.
+"""Command: score weights on a data set and write a report. See `pipeline/evaluate/score_report.py`.
 
 Score weights on a split of a data set: top-1, top-5 (of more than five classes) and loss; precision, recall and F1 of
 each class; a confusion matrix; few-shot linear and kNN accuracy of the features. Accuracies have 95 % intervals over
@@ -24,4 +24,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ScoreConfig
 
 if __name__ == "__main__":
-    main(ScoreConfig, "pipeline.evaluate.report", __doc__)
+    main(ScoreConfig, "pipeline.evaluate.score_report", __doc__)

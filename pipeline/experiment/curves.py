@@ -15,9 +15,9 @@ from operator import attrgetter
 import numpy as np
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
-from pipeline.experiment.figures import draw_scores
 from pipeline.experiment.law import NUM_PARAMETERS, BestLaw, Estimate, best_law, fit_power_laws, leave_largest_out
 from pipeline.experiment.points import Line, Point, Tested, percent, points_of, tested
+from pipeline.experiment.study_figures import draw_scores
 from pipeline.experiment.table import StudyResults
 
 # Equal budgets differ by the rounding to whole steps.

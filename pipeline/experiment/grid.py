@@ -338,7 +338,7 @@ def _scores_on(data: str, name: str, finals: Sequence[Row], match_classes: bool)
     """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's
     report.
     """
-    from pipeline.evaluate import report  # Late: the import takes seconds.
+    from pipeline.evaluate import score_report  # Late: the import takes seconds.
 
     path, split = location_and_split(data)
     found = []
@@ -351,7 +351,7 @@ def _scores_on(data: str, name: str, finals: Sequence[Row], match_classes: bool)
             "shots=0",
             f"match_classes={json.dumps(match_classes)}",
         ]
-        found.append(report.run(schema.load(ScoreConfig, None, settings)))
+        found.append(score_report.run(schema.load(ScoreConfig, None, settings)))
     accuracies = [scores["top1"] for scores in found]
     return {**mean_and_deviation(accuracies), "of_seeds": accuracies, "num_samples": found[0]["num_samples"]}
 

@@ -13,7 +13,7 @@ from pipeline.base.gallery import Tile, folded, gallery, lines_of
 from pipeline.evaluate.shown import sheet
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
-from pipeline.explain.figures import brighten, enlarge, overlay
+from pipeline.explain.drawings import brighten, enlarge, overlay
 from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 from pipeline.settings.quantities import ImageSize

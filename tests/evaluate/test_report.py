@@ -21,7 +21,7 @@ from sklearn.linear_model import Ridge
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate import render, report
+from pipeline.evaluate import render, score_report
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, load_model, output_folder
 from pipeline.evaluate.probes.probe import choose_samples
@@ -156,7 +156,7 @@ def test_intervals_of_images_in_groups_are_over_the_groups(weights: Path, make_d
     choice = choose_samples(settings, data.split("train"), len(CLASSES))
     for places in choice.shots.values():  # Of class 0, one of the first five rows and one of the others.
         assert np.bincount(choice.rows[places][choice.labels[places] == 0] // 5).tolist() == [1, 1]
-    scores = report.run(settings)
+    scores = score_report.run(settings)
     assert scores["num_groups"] == 8
     row, knn = scores["fewshot"][0], scores["knn"]
     assert all(1 <= found["effective_images"] <= 40 for found in (row, knn))
@@ -169,16 +169,16 @@ def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_pat
     """With several labels an image, as with one, they lowered the accuracy without a word in the report."""
     labels = [[0], [1, 2], [3]]
     data = make_dataset({"train": [[0], [1]], "val": [*labels, [], []], "labelled": labels}, CLASSES)
-    scores = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0"))
+    scores = score_report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0"))
     assert (scores["num_samples"], scores["num_unlabelled"]) == (5, 2)
     assert sum(row["support"] for row in scores["per_class"]) == 3
     # Of a softmax, whose loss of them would be 0, as of certain and right predictions.
     softmax, labelled = (
-        report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0", "loss=softmax", f"split={split}"))
+        score_report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=0", "loss=softmax", f"split={split}"))
         for split in ("val", "labelled")
     )
     assert softmax["loss"] == pytest.approx(labelled["loss"])
-    features = report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=1", "classify=false"))
+    features = score_report.run(config(weights, data, f"out={tmp_path / 'out'}", "shots=1", "classify=false"))
     assert features["num_unlabelled"] == 2
 
 
@@ -189,11 +189,11 @@ def test_a_split_without_images_or_labels_has_no_scores(
     for split, has in (("bare", "images, but no labels"), ("none", "no images")):
         for more in ([], ["classify=false", "neighbours=1"]):
             with pytest.raises(UserError, match=f"photos: split '{split}' has {has}, so nothing can be scored on it."):
-                report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
+                score_report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
         # Neither read a split of thousands of images first.
-        monkeypatch.setattr(report, "_forward", lambda *given: pytest.fail("read images"))
+        monkeypatch.setattr(score_report, "_forward", lambda *given: pytest.fail("read images"))
         with pytest.raises(UserError, match=f"train_split .*split '{split}' has {has}"):
-            report.run(
+            score_report.run(
                 config(weights, data, "split=train", f"train_split={split}", f"out={tmp_path / 'out'}", "shots=1")
             )
     assert not (tmp_path / "out").exists()
@@ -202,7 +202,7 @@ def test_a_split_without_images_or_labels_has_no_scores(
 def test_weights_and_data_that_do_not_fit(weights: Path, data: Dataset, tmp_path: Path) -> None:
     def refused(said: str, path: Path = weights, *more: str) -> None:
         with pytest.raises(UserError, match=said) as error:
-            report.run(config(path, data, f"out={tmp_path / 'out'}", *more))
+            score_report.run(config(path, data, f"out={tmp_path / 'out'}", *more))
         assert "\n" not in str(error.value)
         assert not (tmp_path / "out").exists()
 
@@ -237,7 +237,7 @@ def test_weights_of_a_mixture_score_a_set_by_the_names_of_its_classes(
     extra = {"preprocessing": {"image_size": SIDE, "eval_crop": "resize", "eval_resize": 0}, "loss": "sigmoid"}
     models.save(model, mixed, {**extra, "classes": [*reversed(CLASSES), "wasp"]})
     one, other = (
-        report.run(config(path, data, "shots=2", "neighbours=3", f"out={tmp_path / path.stem}"))
+        score_report.run(config(path, data, "shots=2", "neighbours=3", f"out={tmp_path / path.stem}"))
         for path in (weights, mixed)
     )
     assert "are among the 7 of the weights, and a prediction of one of the others is wrong\n" in capsys.readouterr().out
@@ -256,7 +256,7 @@ def save_headless(path: Path) -> Path:
 def test_nothing_readable_is_no_score(make_dataset, weights: Path, tmp_path: Path) -> None:
     data = make_dataset({"val": [[0], [1]]}, CLASSES, {"val": [0, 1]})
     with pytest.raises(UserError, match=r"none of the 2 images .* can be read; the first is val0: "):
-        report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
+        score_report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
 
 
 @pytest.mark.parametrize("settings", [["shots=0"], ["classify=false"], ["classify=false", "shots=0", "neighbours=3"]])
@@ -269,7 +269,7 @@ def test_too_many_unreadable_images_are_no_score(
         r" max_bad"
     )
     with pytest.raises(UserError, match=said):
-        report.run(config(weights, data, out, *settings, "max_bad_share=0.05"))
+        score_report.run(config(weights, data, out, *settings, "max_bad_share=0.05"))
     assert not (tmp_path / "out").exists()
 
 
@@ -284,20 +284,20 @@ def test_a_missing_shard_is_no_bad_image(data: Dataset, weights: Path, tmp_path:
 
     monkeypatch.setattr(os, "open", open_)
     with pytest.raises(UserError, match=r"val-000000.tar cannot be read: Permission denied"):
-        report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
+        score_report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
     assert not (tmp_path / "out").exists()
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:
     """classify=false needs no matching head, gives the same few-shot scores, and removes files of an earlier report."""
     out = f"out={tmp_path / 'out'}"
-    whole = report.run(config(weights, data, out, "shots=2"))
+    whole = score_report.run(config(weights, data, out, "shots=2"))
     nine = save(tmp_path / "nine.pt", 9)  # The same features.
-    only = report.run(config(nine, data, out, "shots=2", "classify=false"))
+    only = score_report.run(config(nine, data, out, "shots=2", "classify=false"))
     assert only["fewshot"] == whole["fewshot"]
     assert "top1" not in only
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "scores.json"]
-    neither = report.run(config(weights, data, out, "shots=0"))
+    neither = score_report.run(config(weights, data, out, "shots=0"))
     assert {name: neither[name] for name in ("top1", "top5", "loss")} == {
         name: whole[name] for name in ("top1", "top5", "loss")
     }
@@ -392,7 +392,9 @@ def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
     Tracker(TrackConfig(), run.parent, run, RunFacts("small", "pretrain", description="What it is.")).finish("FINISHED")
     weights = save(run / "weights.pt", K, classes=CLASSES)
     uri = default_uri(run.parent)
-    scores = report.run(config(weights, data, "split=val", "shots=1", f"out={tmp_path / 'report'}", f"mlflow={uri}"))
+    scores = score_report.run(
+        config(weights, data, "split=val", "shots=1", f"out={tmp_path / 'report'}", f"mlflow={uri}")
+    )
     client = connect(uri)
     sent, trained = client.search_runs(["1"], order_by=["attributes.start_time DESC"])
     assert (sent.info.run_name, sent.data.tags["kind"]) == (f"try on {data.path.name}:val", "evaluation")

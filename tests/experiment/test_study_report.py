@@ -15,7 +15,6 @@ import synthetic_study as made_up
 
 from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions
 from pipeline.evaluate.intervals import of_samples
-from pipeline.experiment import figures
 from pipeline.experiment.curves import best_laws, frontier, leads, lines, next_larger
 from pipeline.experiment.engine import write_answer
 from pipeline.experiment.law import Estimate, Holdout
@@ -219,7 +218,7 @@ def written(question: str, results: StudyResults, folder: Path) -> str:
 @pytest.fixture
 def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, but no pixels of them: other tests draw each."""
-    monkeypatch.setattr(figures, "png", lambda figure: b"\x89PNG")
+    monkeypatch.setattr(study_figures, "png", lambda figure: b"\x89PNG")
 
 
 def _lose(results: StudyResults, is_lost: Callable[[int, str], bool], state: str = "diverged") -> StudyResults:

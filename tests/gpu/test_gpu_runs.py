@@ -262,7 +262,7 @@ def test_fp16_scales_the_loss(dataset: Path, out: Path) -> None:
 
 
 def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp_path: Path) -> None:
-    from pipeline.evaluate import report
+    from pipeline.evaluate import score_report
     from pipeline.settings.commands.weights import ScoreConfig
 
     found = {}
@@ -276,7 +276,7 @@ def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp
             "neighbours=5",
             f"out={tmp_path / device}",
         ]
-        found[device] = report.run(schema.load(ScoreConfig, None, given))
+        found[device] = score_report.run(schema.load(ScoreConfig, None, given))
     assert found["auto"]["top1"] == found["cpu"]["top1"]
     assert found["auto"]["loss"] == pytest.approx(found["cpu"]["loss"], rel=1e-4)
     assert found["auto"]["fewshot"][0]["top1"] == pytest.approx(found["cpu"]["fewshot"][0]["top1"], abs=0.03)

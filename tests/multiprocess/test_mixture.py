@@ -19,7 +19,7 @@ from tiny import make_dataset
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import read_state
-from pipeline.evaluate import predict, report
+from pipeline.evaluate import predict, score_report
 from pipeline.model import read_weights
 from pipeline.review import samples
 from pipeline.settings import schema
@@ -113,7 +113,7 @@ def test_sets_of_other_channels_and_types_resume_and_are_scored(forge: Forge, tm
     weights = f"weights={tmp_path / 'whole'}"
     for name, prefix in (("a", "val"), ("bands", "bands_val")):
         given = [weights, f"data={tmp_path / name}", "shots=0", "threads=1", f"out={tmp_path / 'scores'}"]
-        scores = report.run(schema.load(ScoreConfig, None, given))
+        scores = score_report.run(schema.load(ScoreConfig, None, given))
         assert scores["loss"] == pytest.approx(metrics(tmp_path / "whole", f"{prefix}_loss")[6])
         found = predict.run(schema.load(PredictConfig, None, [weights, f"images=[{tmp_path / name}]", "top=1"]))
         assert len(found) == 10
@@ -129,12 +129,12 @@ def test_a_set_is_scored_afterwards_by_the_names_of_its_class_map(runs: tuple[Pa
     """Its own names are other classes of the mixture: by these, the score was that of wrong labels."""
     run, data = runs[0] / "whole", runs[0] / "b"
     given = [f"weights={run}", f"data={data}", "shots=0", "threads=1", f"out={tmp_path}"]
-    scores = report.run(schema.load(ScoreConfig, None, given))
+    scores = score_report.run(schema.load(ScoreConfig, None, given))
     assert scores["top1"] == metrics(run, "b_val_top1")[6]
     assert scores["trained_by"] == ""
-    assert report.run(schema.load(ScoreConfig, None, [*given, "split=train"]))["trained_by"] == "whole"
+    assert score_report.run(schema.load(ScoreConfig, None, [*given, "split=train"]))["trained_by"] == "whole"
     assert scores["loss"] == pytest.approx(metrics(run, "b_val_loss")[6])
-    by_number = report.run(schema.load(ScoreConfig, None, [*given, "match_classes=false"]))
+    by_number = score_report.run(schema.load(ScoreConfig, None, [*given, "match_classes=false"]))
     assert by_number["loss"] != pytest.approx(scores["loss"])
 
 

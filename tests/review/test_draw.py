@@ -19,7 +19,7 @@ from pipeline import model as models
 from pipeline.base.metric import SPREAD, Metric
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
-from pipeline.evaluate import report
+from pipeline.evaluate import score_report
 from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.explain import explain
 from pipeline.monitor import tracking
@@ -95,7 +95,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
     found = parse_predictions((trained / "page" / "predictions.npz").read_bytes(), "", "probability")
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
-    scores = report.run(schema.load(ScoreConfig, None, overrides))
+    scores = score_report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]
     assert float((found.true == found.predicted).mean()) == scores["top1"]
     assert np.array_equal(found.true, label_table(open_dataset(dataset).split("val"))[:, 0])

@@ -14,7 +14,7 @@ from ranks import settings
 
 from pipeline.base.errors import UserError
 from pipeline.cluster.status_files import Status, read_status
-from pipeline.evaluate import report
+from pipeline.evaluate import score_report
 from pipeline.review import report as run_report
 from pipeline.review.reader import from_folder
 from pipeline.review.statistics import comparable
@@ -58,7 +58,7 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
         ("tuned", "val", "tuned"),
     ):
         given = [f"weights={tmp_path / run}", f"data={dataset}", f"split={split}", "shots=0", f"out={tmp_path / 'out'}"]
-        assert report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
+        assert score_report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
         assert (f"trained on by {by}" in (tmp_path / "out/report.md").read_text()) == bool(by)
 
 

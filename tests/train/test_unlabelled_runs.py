@@ -24,7 +24,7 @@ from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shar
 from pipeline.data.mixture.run_data import held_out_split, run_splits
 from pipeline.estimate.forecast import make_forecast
 from pipeline.estimate.plan import make_plan
-from pipeline.evaluate.report import run as evaluate
+from pipeline.evaluate.score_report import run as evaluate
 from pipeline.experiment.vtab import _check_dataset as check_of_task
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings import schema

@@ -19,7 +19,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.report import facts_of_scores
+from pipeline.evaluate.score_report import facts_of_scores
 from pipeline.evaluate.segmentation.apply import open_others, write_masks
 from pipeline.evaluate.segmentation.crops import batches
 from pipeline.evaluate.segmentation.linear import LinearHead, train

@@ -12,7 +12,7 @@ from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.evaluate import intervals, report
+from pipeline.evaluate import intervals, score_report
 from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.probes.features import Features, requests
 from pipeline.evaluate.probes.probe import choose_samples, metrics_in_words, probe, probe_metrics
@@ -68,7 +68,7 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     found = intervals.of_samples(one["knn"]["top1"], 61)
     told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}]"
     assert told in (runs[0] / "run.json").read_text()
-    scored = report.run(
+    scored = score_report.run(
         schema.load(
             ScoreConfig,
             None,
@@ -112,7 +112,7 @@ def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data:
     assert (kept["metric"], kept["value"]) == ("other_5nn", max(found.values()))
     assert found[int(kept["best"].removeprefix("step-"))] == kept["value"]
     last = json.loads((tmp_path / "masked" / "probe.json").read_text())
-    scored = report.run(
+    scored = score_report.run(
         schema.load(
             ScoreConfig,
             None,
