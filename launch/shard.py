@@ -3,13 +3,17 @@
 Shard raw images into a data set: tars that WebDataset can read, and a manifest for random access.
 
 source has one of these layouts; layout=auto detects it:
-  folder       class folders: cat/1.jpg, dog/2.jpg            archive      a .tar, .tar.gz, .tgz or .zip of class
-  folders flat         one folder of n01440764_tench.JPEG             tiny_imagenet  Tiny-ImageNet, its folder or zip
-  imagenet21k  <wnid>.tar files, in a folder or one big tar   imagenet1k   ILSVRC2012_img_train.tar,
-  ILSVRC2012_img_val.tar cifar        CIFAR-10 or -100, python or binary             parquet      files with a column of
-  images (Hugging Face) list         CSV or Parquet of paths and labels             webdataset   existing WebDataset
-  shards, to shuffle and shard again images       images without labels, in any folders and archives (only if named:
-  layout=images)
+  folder         class folders: cat/1.jpg, dog/2.jpg
+  archive        a .tar, .tar.gz, .tgz or .zip of class folders
+  flat           one folder of n01440764_tench.JPEG
+  images         images without labels, in any folders and archives (only if named: layout=images)
+  list           CSV or Parquet of paths and labels
+  parquet        files with a column of images (Hugging Face)
+  webdataset     existing WebDataset shards, to shuffle and shard again
+  imagenet21k    <wnid>.tar files, in a folder or one big tar
+  imagenet1k     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
+  tiny_imagenet  Tiny-ImageNet, its folder or zip
+  cifar          CIFAR-10 or -100, python or binary
 Only compressed tars and images in Parquet are unpacked, for a while, to <out>/.staging. Image bytes are copied
 unchanged, unless resize_short is set (CIFAR's pixels become PNGs).
 
@@ -19,9 +23,8 @@ unchanged, unless resize_short is set (CIFAR's pixels become PNGs).
   On a Ray cluster whose nodes share a file system (absolute paths: the job runs in a copy of this folder):
       ray job submit --working-dir . -- python launch/shard.py --config configs/data/imagenet21k.yaml
   From a bucket into a bucket (s3:// or gs://; nodes need not share a file system, docs/buckets.md):
-      ray job submit --working-dir . -- python launch/shard.py source=s3://raw/imagenet21k out=s3://shards/imagenet21k
-      \\
-          layout=imagenet21k
+      ray job submit --working-dir . -- python launch/shard.py \\
+          source=s3://raw/imagenet21k out=s3://shards/imagenet21k layout=imagenet21k
   From a source with splits, such as train/cat/1.jpg and test/cat/2.jpg:
       python launch/shard.py source=pets.zip out=datasets/pets splits.train=train splits.test=test
   ImageNet-21K-P: classes with more than 500 images, 50 of each held out:

@@ -10,8 +10,8 @@ of a GPU.
   Prepare the tasks first (docs/vtab.md), then use one of the protocols in configs/vtab/:
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16
-      python launch/vtab.py --config configs/vtab/lightweight.yaml weights=ViT-B_16.npz out=runs/vtab_b16
-      'tasks=[dtd,pets]'
+      python launch/vtab.py --config configs/vtab/lightweight.yaml weights=ViT-B_16.npz \\
+          out=runs/vtab_b16 'tasks=[dtd,pets]'
   List the cells and their cost:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 --plan
   Minutes instead of hours, by ridge regression (or method=knn) on features:

@@ -15,6 +15,7 @@ import synthetic_study as made_up
 
 from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions
 from pipeline.evaluate.intervals import of_samples
+from pipeline.experiment import study_figures
 from pipeline.experiment.curves import best_laws, frontier, leads, lines, next_larger
 from pipeline.experiment.engine import write_answer
 from pipeline.experiment.law import Estimate, Holdout

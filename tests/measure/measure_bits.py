@@ -1,12 +1,12 @@
 """What all bits and bands are worth: the same small model on images as they are, and on 8-bit and RGB copies of them.
 
-    python tests/measure/measure_bits.py land example_data runs/bits      # that folder of the repository
-    sentinel-hub/eo-learn python tests/measure/measure_bits.py scenes worldview runs/bits       # tiles ms1_00.tif, ...
-    of three scenes, four bands
+    python tests/measure/measure_bits.py land example_data runs/bits
+    python tests/measure/measure_bits.py scenes worldview runs/bits
 
-Tiles of one block of a scene are a group, and share no pixel with others. Seed s scores the groups of which the number
-is s modulo 3, and trains on the others. Prints top-1 after training with labels, and the accuracy of 20 nearest
-neighbours after MAE, with 95 % intervals over three seeds.
+The first reads that folder of the repository sentinel-hub/eo-learn, the second tiles ms1_00.tif, ... of three scenes,
+four bands. Tiles of one block of a scene are a group, and share no pixel with others. Seed s scores the groups of which
+the number is s modulo 3, and trains on the others. Prints top-1 after training with labels, and the accuracy of 20
+nearest neighbours after MAE, with 95 % intervals over three seeds.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Recall, false positives and time of the search for near copies: the numbers in docs/dedup.md.
 
-    python tests/measure/measure_dedup.py recall datasets/photos val               # of up to 2,000 images of a split,
-    to choose max_distance python tests/measure/measure_dedup.py false photos.tar datasets/cifar10        # images that
-    cannot be copies python tests/measure/measure_dedup.py time 1000000 100000                      # numbers of images
-    and test images: noise
+    python tests/measure/measure_dedup.py recall datasets/photos val
+    python tests/measure/measure_dedup.py false photos.tar datasets/cifar10
+    python tests/measure/measure_dedup.py time 1000000 100000
 
-Recall is the share of planted copies that are found. In `false`, random patches of every second photograph of a tar (no
+Recall, by which max_distance is chosen, is the share of planted copies of up to 2,000 images of a split that are found.
+`time` is of so many images and test images of noise. In `false`, random patches of every second photograph of a tar (no
 two alike), 32 pixels to the whole, are compared with patches of the others and with the test images of a data set.
 """
 

@@ -1,12 +1,11 @@
 """Speed of the loader, of decoding alone, and of tifffile in torch's DataLoader, alternately, on TIFFs of 16 bits
 (zstd, horizontal predictor).
 
-    python tests/measure/measure_images.py field.tif --side 256 --images 2000 --rounds 5          # squares of real
-    fields (H, W) or (H, W, C)
+    python tests/measure/measure_images.py field.tif --side 256 --images 2000 --rounds 5
 
-With one view of 224 px of each image, then with two of 224 px and six of 96 px. All crop as RandomResizedCrop, resize
-by OpenCV (linear) and flip. Small batches, because the first ones take memory that later ones use again. On a busy
-machine, compare images per CPU second.
+Images are squares of real fields, (H, W) or (H, W, C). With one view of 224 px of each image, then with two of 224 px
+and six of 96 px. All crop as RandomResizedCrop, resize by OpenCV (linear) and flip. Small batches, because the first
+ones take memory that later ones use again. On a busy machine, compare images per CPU second.
 """
 
 import argparse

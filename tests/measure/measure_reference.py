@@ -1,13 +1,13 @@
-"""Hashes of what a change of structure must not change: `python tests/measure/measure_reference.py [REPOSITORY] >
-now.json`.
+"""Hashes of what a change of structure must not change: `measure_reference.py [REPOSITORY] > now.json`.
 
 Runs the commands of a repository (default: this one) on generated data and prints, as JSON, a hash of each result: the
 losses, gradient norms and scores of runs at each ZeRO stage, precision and objective, their checkpoints' tensors, the
 bytes of shards, and the scores of probes. Run it before and after, on the same machine (kernels differ between
 processors), and compare the two files:
 
-    python tests/measure/measure_reference.py ../before > before.json; python tests/measure/measure_reference.py >
-    now.json diff before.json now.json
+    python tests/measure/measure_reference.py ../before > before.json
+    python tests/measure/measure_reference.py > now.json
+    diff before.json now.json
 
 Only commands and files are used, so the two repositories may differ inside. A minute on two idle cores.
 """

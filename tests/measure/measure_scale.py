@@ -1,9 +1,10 @@
 """Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data_format.md.
 
-    python tests/measure/measure_scale.py FOLDER 14200000 4057            # samples, samples a shard; FOLDER is made
-    once python tests/measure/measure_scale.py - 14200000 1000 balance         # data.balance=0.5, of labels in memory
+    python tests/measure/measure_scale.py FOLDER 14200000 4057
+    python tests/measure/measure_scale.py - 14200000 1000 balance
 
-Keys and checksums are all alike, and the shards are empty files.
+The numbers are of samples, and of samples a shard; FOLDER is made once. The second is of data.balance=0.5, of labels in
+memory. Keys and checksums are all alike, and the shards are empty files.
 """
 
 import hashlib

@@ -3,8 +3,8 @@ addressable.
 
     train-000000.tar ...   `<key>.jpg` and `<key>.cls` of each sample
     samples.parquet, shards.parquet, dataset.json   the manifest (`tables.py`)
-    index/, exclude/       what training maps into memory (`mapped_index.py`), lists of excluded samples
-    (`exclusion.py`)
+    index/                 what training maps into memory (`mapped_index.py`)
+    exclude/               lists of excluded samples (`exclusion.py`)
 
 Jobs that make shards or index existing ones call `write_dataset`, all others `open_dataset`. The folder is local or in
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.

@@ -2,9 +2,8 @@
 
     released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, a block's modules in one sequence
     linen        the same with modules numbered by class, as its code holds them in memory
-    big_vision   google-research/big_vision: no position of the class token, attention pooling, blocks perhaps stacked
-    in one
-                 array, and a prefix: params/, params/img/ or opt/target/
+    big_vision   google-research/big_vision: no position of the class token, attention pooling, blocks perhaps
+                 stacked in one array, and a prefix: params/, params/img/ or opt/target/
     bit          google-research/big_transfer
 
 The keys are in tables.toml. The defaults of these projects: tanh GELU, LayerNorm eps 1e-6.
