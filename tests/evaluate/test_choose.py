@@ -164,7 +164,7 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
         (
             21,
             "labelled=PHOTOS",
-            r"of 21 candidates 0 can .* no copies of each other or of labelled ones, fewer than num = 21",
+            r"of 21 candidates 0 can .*, fewer than num = 21",
         ),
         (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
