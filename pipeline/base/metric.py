@@ -15,8 +15,6 @@ GROUPS = ("train", "eval", "probe", "speed", "health")
 # proportion: number of images with a property, such as a right prediction, over all; it has an interval. share: another
 # value in [0, 1]. loss: compares only with those of the same objective. "": any number; the others are not negative.
 UNITS = ("proportion", "share", "loss", "count", "ratio", "seconds", "GiB", "images/s", "")
-# Larger numbers mean a damaged file; sums and products of smaller ones stay finite.
-MAX_NUMBER = 1e18
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ _LIMITS = {
     "below": "lt",
     "pattern": "pattern",
     "min_items": "min_length",
-    "max_items": "max_length",
 }
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -62,7 +61,7 @@ def setting(
     """A documented field.
 
     default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a
-    number or of the amount of a length, pattern of a text, min_items and max_items of a list. Common ranges are types
+    number or of the amount of a length, pattern of a text, min_items of a list. Common ranges are types
     (quantities.py). choices: for `--help` and editors.
     output: the text is a path that the command writes (`outputs.py`).
     within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results

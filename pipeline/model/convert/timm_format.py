@@ -343,8 +343,3 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
     size = next((name for name, variant in VARIANTS.items() if variant[:3] == (D, config.depth, M)), "B")
     # any name will do: the arguments override it
     return TABLES["timm"]["names"].get(f"{size}/{config.patch_size}", "vit_base_patch16_224"), args
-
-
-def timm_eps(config: ViTConfig) -> float:
-    """The epsilon of LayerNorm of the model that `timm_architecture` names: timm's config.json has no place for it."""
-    return 1e-5 if config.embedding_norm else 1e-6
