@@ -1,7 +1,7 @@
 """Command: choose the images that are worth labelling first. See `pipeline/evaluate/choose.py`.
 
 Choose NUM of many images so that each of the others resembles a chosen one, by the features of any weights: labels of
-these teach more than labels of as many images at random, if they are few (docs/unlabelled.md has a measurement). Runs
+these teach more than labels of as many images at random, if they are few (docs/measurements.md). Runs
 in one process, on a GPU or a CPU.
 
   python launch/choose.py weights=runs/lejepa_own_images images=datasets/unlabelled split=train num=100 out=to_label

@@ -40,9 +40,10 @@ def test_links_lead_somewhere() -> None:
     assert not links
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in DOCS if page.parent == ROOT / "docs" and f"docs/{page.name}" not in readme] == []
+def test_every_page_is_in_the_contents() -> None:
+    contents = (ROOT / "docs" / "contents.md").read_text()
+    pages = {page.name for page in DOCS if page.parent == ROOT / "docs"} - {"contents.md"}
+    assert {name for name in pages if f"]({name})" not in contents} == set()
 
 
 def test_the_site_has_a_page_for_each_command_and_asks_nobody_else(tmp_path: Path) -> None:
@@ -83,17 +84,15 @@ def test_files_that_code_and_documentation_name_exist() -> None:
     assert not missing
 
 
-def test_every_command_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_every_command_is_in_the_table() -> None:
+    table = (ROOT / "docs" / "commands.md").read_text()
     commands = [path.name for path in (ROOT / "launch").glob("*.py")]
     assert commands
-    assert [name for name in commands if f"`{name}`" not in readme] == []
+    assert [name for name in commands if f"`{name}`" not in table] == []
 
 
 def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As written in the README: from sharding to the score, from published weights, from scratch, and without
-    labels.
-    """
+    """As written in the README: from sharding to the score from published weights, and without labels."""
     monkeypatch.chdir(ROOT)
     classes = {"shard": ShardConfig, "pretrain": RunConfig, "finetune": RunConfig, "evaluate": ScoreConfig}
 
@@ -105,18 +104,16 @@ def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: 
         names = [Path(line[i]).stem for line, i in zip(words, at, strict=True)]
         return names, [read_settings(classes[n], w[i + 1 :]) for n, w, i in zip(names, words, at, strict=True)]
 
-    names, (shards, tuned, tuned_score, scratch, score) = commands("Your own images")
-    assert names == ["shard", "finetune", "evaluate", "pretrain", "evaluate"]
-    assert shards.out == scratch.data.path == tuned.data.path == score.data == tuned_score.data
-    assert score.weights == f"{scratch.out}/{scratch.name}"
-    assert tuned_score.weights == f"{tuned.out}/{tuned.name}"
-    names, (unlabelled, run, continued, score) = commands("Your own images without labels")
-    assert names == ["shard", "pretrain", "finetune", "evaluate"]
+    names, (shards, tuned, score) = commands("Your own images")
+    assert names == ["shard", "finetune", "evaluate"]
+    assert shards.out == tuned.data.path == score.data
+    assert score.weights == f"{tuned.out}/{tuned.name}"
+    names, (unlabelled, run, continued) = commands("Your own images without labels")
+    assert names == ["shard", "pretrain", "finetune"]
     assert (run.data.path, run.probe.data, continued.data.path) == (unlabelled.out, shards.out, shards.out)
     assert continued.init.weights == f"{run.out}/{run.name}"
-    assert (score.weights, score.data) == (f"{continued.out}/{continued.name}", shards.out)
     # A second run of a name, but of other weights, is refused.
-    assert len({one.name for one in (tuned, scratch, run, continued)}) == 4
+    assert len({one.name for one in (tuned, run, continued)}) == 3
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ _SECTION = "Commands"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the commands' pages, by the README's table, so a command missing there gets no page."""
+    """List the commands' pages, by the table of docs/commands.md, so a command missing there gets no page."""
     commands = [f"commands/{name}.md" for name in _commands()]
     (section,) = (entry for entry in config.nav if _SECTION in entry)
     section[_SECTION] = commands
@@ -52,8 +52,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _commands() -> list[str]:
-    """Names of the commands, in the order of the README's table."""
-    named = re.findall(r"^\|[^|]*\| `(\w+)\.py` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    """Names of the commands, in the order of docs/commands.md."""
+    named = re.findall(r"^\|[^|]*\| `(\w+)\.py` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     return [name for name in named if name != "demo"]  # Neither settings nor --help.
 
 
