@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import open_browser
 from cluster import readme_commands
 
 from pipeline.settings.command import read_settings
@@ -60,6 +61,12 @@ def test_the_site_has_a_page_for_each_command_and_asks_nobody_else(tmp_path: Pat
     loaded = r'(?:src=|<link[^>]*rel="(?:stylesheet|preload|icon)"[^>]*href=)"https?://[^"]*'
     assert [found for page in pages.values() for found in re.findall(loaded, page)] == []
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    with open_browser(tmp_path) as browser:
+        browser.open((tmp_path / "site" / "training.html").as_uri(), "Training")
+        browser.page.locator(".md-search__input").click()  # type: ignore[attr-defined]
+        browser.page.keyboard.type("attentive probe")  # type: ignore[attr-defined]
+        browser.sees("An attentive probe")
+    assert [url for url in browser.requests if url.startswith("http")] == []
 
 
 def test_files_that_code_and_documentation_name_exist() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -27,6 +28,7 @@ from pipeline.settings import command, schema
 from pipeline.settings.run import RunConfig
 
 _SECTION = "Commands"
+_SEARCH = "search_from_file.js"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -34,12 +36,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     commands = [f"commands/{name}.md" for name in _commands()]
     (section,) = (entry for entry in config.nav if _SECTION in entry)
     section[_SECTION] = commands
+    config.extra["polyfills"] = [_SEARCH]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
     files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
+    files.append(File.generated(config, _SEARCH, content=(ROOT / "docs" / "site" / _SEARCH).read_text()))
     for name in _commands():
         files.append(File.generated(config, f"commands/{name}.md", content="\n".join(_command_page(name))))
     return files
@@ -48,7 +52,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links between files of the repository become links between pages."""
     markdown = re.sub(r"\]\((?:\.\./)?CONTRIBUTING\.md", "](contributing.md", markdown)
-    return re.sub(r"\]\(docs/", "](", markdown)
+    return re.sub(r"(\]\(|src=\")docs/", r"\1", markdown)
+
+
+@event_priority(-100)
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the search index as a script, too, which a page that was opened from a file can load."""
+    search = Path(config.site_dir) / "search"
+    (search / "search_index.js").write_text(f"var __index = {(search / 'search_index.json').read_text()}")
 
 
 def _commands() -> list[str]:
