@@ -62,10 +62,10 @@ lint: install
 schema: install
 	for file in configs/schema/*.json; do $(PY) launch/$$(basename $$file .json).py --schema > $$file || exit; done
 
-# The documentation with a page for each command, in runs/site. Its search wants a server: python -m http.server -d runs/site
+# The documentation with a page for each command, in runs/site.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict -f docs/site/mkdocs.yml
-	@echo "runs/site/index.html; with its search: $(PY) -m http.server -d runs/site, then http://127.0.0.1:8000"
+	@echo "open runs/site/index.html"
 
 # The runs of a database, by default those of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
 mlflow: install
