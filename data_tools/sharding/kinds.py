@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +38,6 @@ _MOST = 0.8
 _MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
-# A file made for the shard, its extension, width and height, and `left_out` of its source.
-Encoded = tuple[bytes, str, int, int, set[str]]
 
 # How names of files say which channel of a sample they are.
 _CHANNEL_NAMES = (
@@ -47,6 +46,19 @@ _CHANNEL_NAMES = (
     r"(?P<sample>.*)[_-](?P<channel>[A-Za-z]+[0-9]*)",
     r"(?i)(?P<sample>.*)/(?:[a-z]*_?)?(?P<channel>[A-Za-z0-9]+)",
 )
+
+
+class ShardImage(NamedTuple):
+    """An image file for a shard. left_out: what training does not read of its source (`decode.left_out`). is_filled:
+    whether a conversion has filled what could not be read.
+    """
+
+    data: bytes
+    ext: str
+    width: int
+    height: int
+    left_out: set[str]
+    is_filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,7 +343,7 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     return replace(listing, table=sorted_by_key(table).combine_chunks())
 
 
-def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Encoded | None:
+def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> ShardImage | None:
     """An image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
 
     page: the one that is the sample, or -1. Raises DecodeError.
@@ -352,11 +364,11 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Enco
             raise DecodeError(
                 f"{stored.describe()}, where channels = [{','.join(names)}] has {counted(len(names), 'name')}"
             )
-        return png(_to_rgb8(values, names, stored)), "png", stored.width, stored.height, unread
-    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
+        return ShardImage(png(_to_rgb8(values, names, stored)), "png", stored.width, stored.height, unread)
+    return ShardImage(to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread)
 
 
-def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> Encoded:
+def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> ShardImage:
     """An image whose channels are these files, of one size and type. Raises DecodeError.
 
     None is a file that the sample lacks: with `missing_channels`, the description says which channels there are.
@@ -374,11 +386,14 @@ def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> En
         raise DecodeError(f"its channels differ in size or type: {shown}")
     if config.to_rgb8:
         values = np.concatenate(pages, axis=2)
-        return png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
+        return ShardImage(
+            png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
+        )
     of_file = pixels.num_channels // len(files)
     lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
     description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
-    return to_tiff(np.concatenate(pages, axis=2), description), "tiff", pages[0].shape[1], pages[0].shape[0], unread
+    height, width, _ = pages[0].shape
+    return ShardImage(to_tiff(np.concatenate(pages, axis=2), description), "tiff", width, height, unread)
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:
