@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from data_tools.sources import Listing, Reader
 from data_tools.sources.images import png
+from data_tools.sources.listing import sorted_by_key, with_columns
 from data_tools.sources.reader import raise_if_lost
-from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -244,13 +244,13 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         )
     rows_of = [[row for row in rows if row is not None] for rows in parts.values()]
     table = listing.table.take(pa.array([rows[0] for rows in rows_of]))
-    for name, column in (
-        ("key", pa.array(list(parts), pa.large_string())),
-        ("size", pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64())),
-        ("mtime", pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64())),
-    ):
-        table = table.set_column(table.schema.get_field_index(name), name, column)
-    table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
+    table = with_columns(
+        table,
+        key=pa.array(list(parts), pa.large_string()),
+        size=pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64()),
+        mtime=pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64()),
+        parts=pa.array(list(parts.values()), pa.list_(pa.int32())),
+    )
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
     if num_lacking := len(skipped) - len(listing.skipped):
@@ -262,7 +262,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     )
     return replace(
         listing,
-        table=sorted_by_key(table).combine_chunks(),
+        table=sorted_by_key(table),
         skipped=skipped,
         channels=list(names.values()),
         separate=listing.table,
@@ -336,11 +336,10 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     table = listing.table.take(pa.array(rows))
     keys = [f"{key}@{page}" for key, page in zip(table["key"].to_pylist(), pages.tolist(), strict=True)]
     if not listing.has_groups:
-        table = table.set_column(table.schema.get_field_index("group"), "group", table["key"])
-    table = table.set_column(table.schema.get_field_index("key"), "key", pa.array(keys, pa.large_string()))
-    table = table.append_column("page", pa.array(pages, pa.int32()))
+        table = with_columns(table, group=table["key"])
+    table = with_columns(table, key=pa.array(keys, pa.large_string()), page=pa.array(pages, pa.int32()))
     print(f"{len(listing):,} files have {len(rows):,} pages, each a sample; a file is their group")
-    return replace(listing, table=sorted_by_key(table).combine_chunks())
+    return replace(listing, table=sorted_by_key(table))
 
 
 def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> ShardImage | None:
