@@ -1,4 +1,4 @@
-"""Statistics of a manifest: histograms of each split, and the class mix of each shard."""
+"""Statistics of a manifest: the images of each split, and the class mix of each shard."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,55 +11,28 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 
-# Sides are counted by pixel up to this one (JPEG's limit); larger ones count as this.
-_MAX_SIDE = 2**16 - 1
-# log2 of bytes and of width / height are binned by 1/1024: quantiles are exact to 0.04 %, so that 3:2 is 1.50.
-STEPS = 1024
-_MAX_LOG_BYTES, _MAX_LOG_ASPECT = 40, 16
-_MAX_LABELS = 1000
-
-# Values of the histogram bins: pixels, width / height, bytes.
-SIDES = np.arange(_MAX_SIDE + 1)
-ASPECTS = np.exp2(np.arange(2 * _MAX_LOG_ASPECT * STEPS + 1) / STEPS - _MAX_LOG_ASPECT)
-SIZES = np.exp2(np.arange(_MAX_LOG_BYTES * STEPS + 1) / STEPS)
-
 
 @dataclass
 class SplitCounts:
-    """Histograms of one split, int64. classes: (K,) labels of each class. labels: samples by number of labels.
+    """The images of one split. classes: (K,) int64, labels of each class. labels: int64, samples by number of labels.
 
-    width, height, short: samples by side length (bins SIDES). aspect: by width / height (ASPECTS). size: by bytes
-    (SIZES).
-    formats: by file extension.
+    width, height, size: (samples,) pixels and bytes of each. formats: samples by file extension.
     """
 
     classes: np.ndarray
-    samples: int
-    bytes: int
     labels: np.ndarray
     width: np.ndarray
     height: np.ndarray
-    short: np.ndarray
-    aspect: np.ndarray
     size: np.ndarray
     formats: Counter[str]
 
+    @property
+    def short(self) -> np.ndarray:
+        return np.minimum(self.width, self.height)
 
-def _count_split(rows: pa.Table, num_classes: int) -> SplitCounts:
-    width, height, size = (rows[name].to_numpy() for name in ("width", "height", "size"))
-    aspect = np.log2(np.maximum(width, 1) / np.maximum(height, 1)) + _MAX_LOG_ASPECT
-    return SplitCounts(
-        classes=_class_counts(rows, num_classes),
-        samples=len(rows),
-        bytes=int(size.sum()),
-        labels=_counts(pc.list_value_length(rows["labels"]).to_numpy(), _MAX_LABELS),
-        width=_counts(width, _MAX_SIDE),
-        height=_counts(height, _MAX_SIDE),
-        short=_counts(np.minimum(width, height), _MAX_SIDE),
-        aspect=_counts(np.rint(aspect * STEPS), len(ASPECTS) - 1),
-        size=_counts(np.rint(np.log2(np.maximum(size, 1)) * STEPS), len(SIZES) - 1),
-        formats=Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
-    )
+    @property
+    def aspect(self) -> np.ndarray:
+        return np.maximum(self.width, 1) / np.maximum(self.height, 1)
 
 
 @dataclass(frozen=True)
@@ -84,9 +57,16 @@ _EMPTY_MIX = ShardMix(0, -1, 0.0, 0.0, 1.0)
 
 def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     """Returns (counts of each split, class mix of each shard in the order of shards.parquet)."""
-    columns = ["labels", "width", "height", "size", "ext"]
-    tables = {split: pa.concat_tables(dataset.table(split, verify=False).read(columns)) for split in dataset.splits}
-    counts = {split: _count_split(rows, dataset.num_classes) for split, rows in tables.items()}
+    counts, tables = {}, {}
+    for split in dataset.splits:
+        columns = ["labels", "width", "height", "size", "ext"]
+        rows = tables[split] = pa.concat_tables(dataset.table(split, verify=False).read(columns))
+        counts[split] = SplitCounts(
+            _class_counts(rows, dataset.num_classes),
+            np.bincount(pc.list_value_length(rows["labels"]).to_numpy()),
+            *(rows[name].to_numpy() for name in ("width", "height", "size")),
+            Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
+        )
     mixes, first = [], Counter[str]()
     for shard in dataset.shards():
         rows = tables[shard.split].slice(first[shard.split], shard.samples)
@@ -103,11 +83,6 @@ def _class_counts(rows: pa.Table, num_classes: int) -> np.ndarray:
             f" {counted(num_classes, 'class')} (0 to {num_classes - 1}). To see which: python launch/verify.py data=..."
         )
     return np.bincount(values, minlength=num_classes)
-
-
-def _counts(values: np.ndarray, largest: int) -> np.ndarray:
-    """(largest + 1,) int64: counts of the values 0 ... largest; larger values count as the largest."""
-    return np.bincount(np.clip(values, 0, largest).astype(np.int64), minlength=largest + 1)
 
 
 def _mix(of_shard: np.ndarray, of_split: np.ndarray) -> ShardMix:

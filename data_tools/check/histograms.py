@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from data_tools.check.count import ASPECTS, SIDES, SIZES, STEPS, ShardMix, SplitCounts
+from data_tools.check.count import ShardMix, SplitCounts
 from pipeline.base.page import png, style_axes
 from pipeline.base.words import counted, of_classes, printable, shorten
 from pipeline.data.dataset.manifest import Dataset
@@ -15,6 +15,8 @@ from pipeline.data.dataset.manifest import Dataset
 _MAX_NAMED = 20
 _MAX_NAME = 18
 _BINS = 60
+# Logarithms to base 2 are binned in multiples of 1 / _STEPS.
+_STEPS = 1024
 # Quantiles shown in each histogram, so that outliers do not compress the rest.
 _SHOWN = (0.001, 0.999)
 _COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
@@ -33,18 +35,18 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     figure = Figure(figsize=(5 * columns, 8.6), dpi=100, layout="constrained")
     panels = list(figure.subplots(2, columns).ravel())
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
-    total = sum(of.samples for of in counts.values())
+    total = sum(len(of.size) for of in counts.values())
     title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
     figure.suptitle(title, fontsize=15, parse_math=False)
     sides, aspects, sizes, labels_or_formats = panels[1:5] if dataset.classes else panels
     if dataset.classes:
         _classes(panels[0], counts, dataset.class_names, colours)
         _mixing(panels[5], [shard.split for shard in dataset.shards()], mixes, colours)
-    _histogram(sides, {split: of.short for split, of in counts.items()}, SIDES, colours)
+    _histogram(sides, {split: of.short for split, of in counts.items()}, colours)
     sides.set(title="Short side", xlabel="pixels")
-    _histogram(aspects, {split: of.aspect for split, of in counts.items()}, ASPECTS, colours)
+    _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours, is_log=True)
     aspects.set(title="Aspect ratio", xlabel="width / height")
-    _histogram(sizes, {split: of.size for split, of in counts.items()}, SIZES, colours)
+    _histogram(sizes, {split: of.size for split, of in counts.items()}, colours, is_log=True)
     sizes.set(title="Size of a file", xlabel="bytes")
     _labels_or_formats(labels_or_formats, counts, colours)
     for axes in panels:
@@ -69,20 +71,19 @@ def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], c
     axes.set(title="Images of a class", xlabel="classes, the largest first")
 
 
-def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, colours: Colours) -> None:
-    """Share of each split's images by value, on a logarithmic axis if the bins are logarithmic."""
-    is_log = values is not SIDES
-    total = np.sum(list(counts.values()), axis=0)
-    share = np.cumsum(total) / max(total.sum(), 1)
-    first, last = (int(np.searchsorted(share, shown)) for shown in _SHOWN)
-    last = min(last, len(values) - 1)
-    # Equal numbers of counted values in each drawn bin; other edges would give a comb pattern.
-    step = max(STEPS // 64 if is_log else 1, -(-(last - first + 1) // _BINS))
+def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_log: bool = False) -> None:
+    """Share of each split's images by value, on a logarithmic axis if is_log."""
+    if is_log:
+        values = {split: np.rint(np.log2(np.maximum(of, 2**-16)) * _STEPS) for split, of in values.items()}
+    every = np.concatenate(list(values.values()))
+    first, last = np.quantile(every, _SHOWN, method="inverted_cdf").astype(int)
+    # Equal numbers of values in each drawn bin; other edges would give a comb pattern.
+    step = max(_STEPS // 64 if is_log else 1, -(-(last - first + 1) // _BINS))
     margin = step * max(3, (last - first) // step // 20)
     edges = np.arange(first - margin - step // 2, last + margin + step + 1, step) - 0.5
-    for split, of in counts.items():
-        heights, _ = np.histogram(np.arange(len(of)), edges, weights=of / max(of.sum(), 1))
-        at = np.exp2(np.log2(values[0]) + edges / STEPS) if is_log else edges
+    at = np.exp2(edges / _STEPS) if is_log else edges
+    for split, of in values.items():
+        heights = np.histogram(of, edges)[0] / max(len(of), 1)
         axes.stairs(heights, at, fill=True, color=colours[split], alpha=0.35)
         axes.stairs(heights, at, color=colours[split], linewidth=1.2)
     if is_log:
@@ -97,9 +98,10 @@ def _histogram(axes: Axes, counts: dict[str, np.ndarray], values: np.ndarray, co
 
 
 def _labels_or_formats(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> None:
-    most = max(int(np.flatnonzero(of.labels)[-1]) if of.samples else 0 for of in counts.values())
+    most = max(len(of.labels) for of in counts.values()) - 1
     if most > 1:
-        _bars(axes, {split: of.labels[: most + 1].tolist() for split, of in counts.items()}, range(most + 1), colours)
+        padded = {split: np.pad(of.labels, (0, most + 1 - len(of.labels))).tolist() for split, of in counts.items()}
+        _bars(axes, padded, range(most + 1), colours)
         axes.set(title="Labels of an image", xlabel="labels", ylabel="images")
         return
     formats = sorted({ext for of in counts.values() for ext in of.formats})

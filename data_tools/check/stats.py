@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.check.contact_sheet import draw_sheet
-from data_tools.check.count import ASPECTS, SIDES, SIZES, ShardMix, SplitCounts, count
+from data_tools.check.count import ShardMix, SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
 from data_tools.sharding.copies import copy_notes, exact_copies
@@ -33,7 +33,7 @@ from pipeline.settings.schema import flatten
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
-_QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
+_QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 def run(config: StatsConfig) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
     names = dataset.classes
     empty = np.flatnonzero(classes == 0).tolist()
     return {
-        "samples": counts.samples,
-        "bytes": counts.bytes,
+        "samples": len(counts.size),
+        "bytes": int(counts.size.sum()),
         "classes": {
             "max": int(there.max(initial=0)),
             "median": float(np.median(there)) if len(there) else 0.0,
@@ -122,24 +122,21 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
             "first_empty": [names[number] for number in empty[:10]],
         },
         "labels_per_sample": {str(n): int(c) for n, c in enumerate(counts.labels) if c},
-        "width": _quantiles(counts.width, SIDES),
-        "height": _quantiles(counts.height, SIDES),
-        "short_side": _quantiles(counts.short, SIDES),
-        "aspect_ratio": _quantiles(counts.aspect, ASPECTS),
-        "bytes_per_image": {"mean": counts.bytes / max(counts.samples, 1), **_quantiles(counts.size, SIZES)},
+        "width": _quantiles(counts.width),
+        "height": _quantiles(counts.height),
+        "short_side": _quantiles(counts.short),
+        "aspect_ratio": _quantiles(counts.aspect),
+        "bytes_per_image": {"mean": int(counts.size.sum()) / max(len(counts.size), 1), **_quantiles(counts.size)},
         "formats": dict(counts.formats.most_common()),
     }
 
 
-def _quantiles(histogram: np.ndarray, values: np.ndarray) -> dict[str, float]:
-    """Minimum, 5 %, median, 95 % and maximum of a histogram. values: of its bins."""
-    there = np.flatnonzero(histogram)
-    if not len(there):
+def _quantiles(values: np.ndarray) -> dict[str, float]:
+    """Minimum, 5 %, median, 95 % and maximum."""
+    if not len(values):
         return {}
-    below = np.cumsum(histogram)
-    places = {name: int(np.searchsorted(below, share * below[-1])) for name, share in _QUANTILES.items()}
-    places = {"min": int(there[0]), **places, "max": int(there[-1])}
-    return {name: round(float(values[place]), 4) for name, place in places.items()}
+    found = np.quantile(values, list(_QUANTILES.values()), method="inverted_cdf")
+    return {name: round(float(value), 4) for name, value in zip(_QUANTILES, found.tolist(), strict=True)}
 
 
 def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:

@@ -1,22 +1,24 @@
-"""Finds the images of a data set that are copies of test images: thumbnails of all images, then a search, one Ray task
-per shard.
+"""Finds the images of a data set that are copies of test images, or of one another (within_split.py): thumbnails of all
+images, then a search, one Ray task per shard.
 
-Copies within a split are found by within_split.py.
-
-All output is in the data set's folder: exclude/test_copies.parquet, dedup/report.json, dedup/pairs.png,
-dedup/thumbnails/ (one file per shard, named by the shard's sha256) and dedup/search/ (one folder per choice of test
-images, with one file per searched shard). Shards whose file exists are not read or searched again.
+All output is in the data set's folder: a list of excluded samples, a report and a sheet of pairs
+(exclude/test_copies.parquet, dedup/report.json and dedup/pairs.png, or near_copies in place of these names),
+dedup/thumbnails/ (one file per shard, named by the shard's sha256) and dedup/search/ (one folder per choice of images,
+with one file per searched shard). Shards whose file exists are not read or searched again.
 """
 
 import hashlib
+import json
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
 from data_tools.dedup.compared import (
@@ -24,59 +26,96 @@ from data_tools.dedup.compared import (
     SEARCH,
     THUMBNAILS,
     ComparedSplit,
-    about,
     compared_split,
-    histogram_edges,
-    print_not_compared,
     read_images,
     run_tasks,
+    unfinished,
 )
-from data_tools.dedup.marks import describe, finish
-from data_tools.dedup.pair_sheet import draw_pairs
 from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
+from data_tools.dedup.thumbnails import BAD, PLAIN
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import Tile
+from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
 from pipeline.base.locks import only_writer
-from pipeline.base.words import aligned, counted
+from pipeline.base.page import png
+from pipeline.base.progress import duration
+from pipeline.base.words import aligned, counted, printable, shorten
 from pipeline.cluster import ray_tasks
+from pipeline.data.dataset.exclusion import (
+    EXCLUDED,
+    NEAR_COPIES,
+    earlier_list,
+    excluded_rows,
+    paths_of_lists,
+    write_list,
+)
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.settings.commands.data import DedupConfig
 
-LIST, REPORT, SHEET, TESTS = "test_copies", "report.json", "pairs.png", "tests.npz"
+TESTS = "tests.npz"
+_HISTOGRAM_BINS = 10
+_MAX_PICTURED = 96
+_SIDE = 224  # More pixels of an image are not drawn.
+_GREY = np.full((_SIDE, _SIDE, 3), 128, np.uint8)  # An unreadable image: equal files are copies, also damaged ones.
+
+Histogram = Callable[[Pairs], list[int]]
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
     """Search, write the report and the exclusion list; returns the report's content. After a UserError no list is
     written.
     """
-    if config.within_split:
-        return within_split.run(config)
-    searched, tests = _open(config)
-    with only_writer(searched.dataset.path / FOLDER):
+    data = open_dataset(ray_tasks.shared_path("data", config.data))
+    searched = compared_split(data, config.split, data.path / FOLDER / THUMBNAILS)
+    tests = [] if config.within_split else _tests(searched, config)
+    with only_writer(data.path / FOLDER):
         return _run(searched, tests, config)
 
 
 def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
     states = read_images([searched, *tests], config)
-    pairs = _search(searched, tests, config)
+    edges = np.linspace(0, config.max_distance or 1e-6, _HISTOGRAM_BINS + 1)
 
-    nearest = pairs.nearest()
-    marks, pictures = _describe(searched, tests, nearest)
-    report = _report(config, searched, tests, states, pairs, time.monotonic() - started)
-    sheet = draw_pairs(pictures) if pictures else None
-    done = finish(searched, LIST, marks, report, REPORT, (SHEET, sheet))
+    def histogram(pairs: Pairs) -> list[int]:
+        return np.histogram(pairs.distances, edges)[0].tolist()
+
+    if tests:
+        names = "test_copies", "report.json", "pairs.png", "Test images"
+        copies, found = _against(searched, tests, states, config, histogram)
+        of, notes = _names(tests, copies.others), [""] * len(copies.rows)
+    else:
+        names = NEAR_COPIES, "near_copies.json", "near_copies.png", "Kept images"
+        copies, notes, found = _within(searched, states[0], config, histogram)
+        of = searched.keys(copies.others)
+    report = {
+        "max_distance": config.max_distance,
+        "marked": not config.dry_run,
+        "histogram_edges": edges.round(6).tolist(),
+        **found,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    keys = searched.keys(copies.rows)
+    reasons = [
+        f"copy of {other}, distance {distance:.3f}{note}"
+        for other, distance, note in zip(of, copies.distances.tolist(), notes, strict=True)
+    ]
+    columns = {"split": [searched.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
+    pictures = []
+    for i in np.argsort(-copies.distances, kind="stable")[:_MAX_PICTURED].tolist():
+        other = _tile(tests or [searched], int(copies.others[i]), of[i])
+        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}  {keys[i]}")
+        pictures.append((other, copy))
+    done = _write(searched, names, pa.Table.from_pydict(columns, EXCLUDED), report, pictures)
     _print(report)
     print(done)
     return report
 
 
-def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
-    """Returns the searched split and the splits of test images."""
-    data = open_dataset(ray_tasks.shared_path("data", config.data))
-    folder = data.path / FOLDER / THUMBNAILS
-    searched = compared_split(data, config.split, folder)
+def _tests(searched: ComparedSplit, config: DedupConfig) -> list[ComparedSplit]:
+    """The splits of test images."""
+    data = searched.dataset
     tests: dict[tuple[AnyPath, str], ComparedSplit] = {}
     for entry in config.against:
         path, split = location_and_split(entry)
@@ -89,13 +128,37 @@ def _open(config: DedupConfig) -> tuple[ComparedSplit, list[ComparedSplit]]:
                 " or another data set. within_split=true finds near copies within the split."
             )
         for name in splits:
-            tests[dataset.path, name] = compared_split(dataset, name, folder)
+            tests[dataset.path, name] = compared_split(dataset, name, data.path / FOLDER / THUMBNAILS)
     # Folders of one name are told apart by their paths.
     folders = Counter(path.name for path in {path for path, _ in tests})
-    return searched, [
+    return [
         part if folders[path.name] == 1 else replace(part, name=f"{path}:{split}")
         for (path, split), part in tests.items()
     ]
+
+
+def _against(
+    searched: ComparedSplit,
+    tests: list[ComparedSplit],
+    states: list[np.ndarray],
+    config: DedupConfig,
+    histogram: Histogram,
+) -> tuple[Pairs, dict[str, Any]]:
+    """Returns the copies of test images, each with the nearest of these, and what the report says of them."""
+    pairs = _search(searched, tests, config)
+    against, starts = [], np.cumsum([0] + [len(part) for part in tests])
+    for number, part in enumerate(tests):
+        of_part = pairs.take((pairs.others >= starts[number]) & (pairs.others < starts[number + 1]))
+        against.append(
+            {
+                **_about(part, states[number + 1]),
+                "images_with_copies": len(np.unique(of_part.others)),
+                "copies": len(np.unique(of_part.rows)),
+                "histogram": histogram(of_part.nearest()),
+            }
+        )
+    copies = pairs.nearest()
+    return copies, {"data": {**_about(searched, states[0]), "copies": len(copies.rows)}, "against": against}
 
 
 def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: DedupConfig) -> Pairs:
@@ -106,82 +169,148 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
     folder = searched.dataset.path / FOLDER / SEARCH / choice
     make_folder(folder)
     every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
-    there = {str(path) for path in folder.iterdir()}
-    missing = [job for job in every if job.out not in there]
-    if missing and str(folder / TESTS) not in there:
+    missing = unfinished(every, folder)
+    if missing and not (folder / TESTS).exists():
         write_images(test_jobs, folder / TESTS)
     print(
         f"searched earlier for these test images: {len(every) - len(missing):,} of {counted(len(every), 'shard')}",
         flush=True,
     )
-    run_tasks(search_shard.search_shard, missing, [job.amount for job in missing], "searched", searched, config)
+    run_tasks(search_shard.search_shard, missing, "searched", searched, config)
     found = [read_pairs(job.out, job.shard.first_row) for job in every]
-    columns = zip(*((p.rows, p.others, p.distances) for p in found), strict=True)
-    return Pairs(*(np.concatenate(column) for column in columns)).within(config.max_distance)
+    return Pairs(*map(np.concatenate, zip(*found, strict=True))).within(config.max_distance)
 
 
-def _describe(
-    searched: ComparedSplit, tests: Sequence[ComparedSplit], nearest: Pairs
-) -> tuple[pa.Table, list[tuple[Tile, Tile]]]:
-    """Returns the exclusion list (schema EXCLUDED) and pairs to draw, (test image, copy), largest distance first."""
-    starts = np.cumsum([0] + [len(part) for part in tests])
-    of_part = np.searchsorted(starts, nearest.others, side="right") - 1
-    rows = nearest.others - starts[of_part]
-    theirs = [""] * len(of_part)
-    for number, part in enumerate(tests):
-        chosen = np.flatnonzero(of_part == number)
-        for i, key in zip(chosen.tolist(), part.keys(rows[chosen]), strict=True):
-            theirs[i] = f"{part.name}/{key}"
-    return describe(
-        searched, nearest, theirs, [""] * len(theirs), lambda i: tests[of_part[i]].tile(int(rows[i]), theirs[i])
+def _within(
+    own: ComparedSplit, states: np.ndarray, config: DedupConfig, histogram: Histogram
+) -> tuple[Pairs, list[str], dict[str, Any]]:
+    """Returns the copies of kept images of the split, a note on each, and what the report says of them."""
+    # An image that another list excludes cannot stand for its copies.
+    others = [name for name in paths_of_lists(own.dataset) if name != NEAR_COPIES]
+    elsewhere, _ = excluded_rows(own.dataset, own.split, others)
+    copies = within_split.search(own, states, elsewhere, config)
+    table = own.dataset.table(own.split, verify=False)
+    labels = (table.rows(rows, ["labels"])["labels"].to_pylist() for rows in (copies.rows, copies.others))
+    differ = [one != other for one, other in zip(*labels, strict=True)]
+    _, groups = np.unique(copies.others, return_counts=True)
+    data = {
+        **_about(own, np.delete(states, elsewhere)),
+        "images": len(own),
+        "excluded_otherwise": len(elsewhere),
+        "copies": len(copies.rows),
+        "images_with_copies": len(groups),
+        "most_copies_of_one": int(groups.max(initial=0)),
+        "copies_with_other_labels": sum(differ),
+    }
+    return (
+        copies,
+        [", which has other labels" * other for other in differ],
+        {"data": data, "histogram": histogram(copies)},
     )
 
 
-def _report(
-    config: DedupConfig,
-    searched: ComparedSplit,
-    tests: Sequence[ComparedSplit],
-    states: Sequence[np.ndarray],
-    pairs: Pairs,
-    seconds: float,
-) -> dict[str, Any]:
-    edges = histogram_edges(config)
-    starts = np.cumsum([0] + [len(part) for part in tests])
-
-    against = []
-    for number, part in enumerate(tests):
-        of_part = pairs.take((pairs.others >= starts[number]) & (pairs.others < starts[number + 1]))
-        against.append(
-            {
-                **about(part, states[number + 1]),
-                "images_with_copies": len(np.unique(of_part.others)),
-                "copies": len(np.unique(of_part.rows)),
-                "histogram": np.histogram(of_part.nearest().distances, edges)[0].tolist(),
-            }
-        )
+def _about(part: ComparedSplit, states: np.ndarray) -> dict[str, Any]:
+    """For a report: the split, its number of images, and how many of them were not compared, by reason."""
     return {
-        "data": {
-            **about(searched, states[0]),
-            "copies": len(np.unique(pairs.rows)),
-        },
-        "max_distance": config.max_distance,
-        "marked": not config.dry_run,
-        "histogram_edges": edges.round(6).tolist(),
-        "against": against,
-        "seconds": round(seconds, 1),
+        "name": part.name,
+        "path": str(part.dataset.path),
+        "fingerprint": part.dataset.fingerprint,
+        "images": len(states),
+        "plain": int((states == PLAIN).sum()),
+        "unreadable": int((states == BAD).sum()),
     }
 
 
+def _located(parts: Sequence[ComparedSplit], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the part, row in it) of rows that are counted over all parts."""
+    starts = np.cumsum([0] + [len(part) for part in parts])
+    of_part = np.searchsorted(starts, rows, side="right") - 1
+    return of_part, rows - starts[of_part]
+
+
+def _names(tests: Sequence[ComparedSplit], rows: np.ndarray) -> list[str]:
+    """FOLDER:SPLIT/KEY of test images."""
+    of_part, rows = _located(tests, rows)
+    names = np.empty(len(rows), object)
+    for number, part in enumerate(tests):
+        names[of_part == number] = [f"{part.name}/{key}" for key in part.keys(rows[of_part == number])]
+    return names.tolist()
+
+
+def _tile(parts: Sequence[ComparedSplit], row: int, caption: str) -> Tile:
+    """An image with its caption. row: counted over all parts."""
+    of_part, rows = _located(parts, np.array([row]))
+    pixels = parts[of_part[0]].thumbnail(int(rows[0]), _SIDE)
+    # Lines end behind a slash where they can.
+    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace("/", "/ ")
+    lines = [line.replace("/ ", "/") for line in textwrap.wrap(folders, LINE_CHARACTERS)]
+    return Tile(_GREY if pixels is None else pixels, lines)
+
+
+def _write(
+    searched: ComparedSplit,
+    names: tuple[str, str, str, str],
+    marks: pa.Table,
+    report: dict[str, Any],
+    pictures: list[tuple[Tile, Tile]],
+) -> str:
+    """Write the list, unless report["marked"] is False, then the report and the sheet of pairs; returns what was done,
+    to be printed.
+
+    names: of the list, the files of the report and the sheet, and of the upper images of the sheet. marks: EXCLUDED.
+    """
+    name, report_file, sheet_file, upper = names
+    folder = searched.dataset.path / FOLDER
+    if report["marked"]:
+        # An older report speaks of the older list. Without one, readers say "not searched".
+        (folder / report_file).unlink(missing_ok=True)
+        # The marks of the searched split are replaced, those of other splits kept.
+        earlier = earlier_list(searched.dataset, name)
+        of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
+        if replaced := len(earlier) - len(of_others):
+            print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
+        path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
+        done = f"wrote {path}"
+        if len(marks):
+            done = f"marked {counted(len(marks), 'copy')} in {path}; look at {folder / sheet_file}"
+        if len(of_others):
+            splits = ", ".join(of_others["split"].unique().to_pylist())
+            done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
+    else:
+        done = (
+            f"dry_run: none of the {counted(len(marks), 'copy')} was marked; report and sheet of pairs are in {folder}"
+        )
+    sheet = None  # Removes an older one.
+    if pictures:
+        title = f"{upper}, and below each its copy, with the distance"
+        sheet = png(gallery(folded([*zip(*pictures, strict=True)]), title), dpi=100)
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    write_files(folder, {report_file: text, sheet_file: sheet}, mark=report_file)
+    return done
+
+
 def _print(report: dict[str, Any]) -> None:
-    data, edges = report["data"], report["histogram_edges"]
-    rows = [["evaluation set", "images", "with copies", "copies", *(f"<{edge:.2g}" for edge in edges[1:])]]
-    for part in report["against"]:
-        numbers = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
-        rows.append([part["name"], *(f"{count:,}" for count in numbers)])
+    data, against = report["data"], report.get("against", [])
+    edges = [f"<{edge:.2g}" for edge in report["histogram_edges"][1:]]
+    if against:
+        rows = [["evaluation set", "images", "with copies", "copies", *edges]]
+        for part in against:
+            numbers = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
+            rows.append([part["name"], *(f"{count:,}" for count in numbers)])
+        said = "test images; they are counted by distance to the nearest test image"
+    else:
+        rows = [["distance", *edges], ["copies", *(f"{count:,}" for count in report["histogram"])]]
+        said = (
+            f"{data['images_with_copies']:,} others, which are kept (at most {data['most_copies_of_one']:,} of one);"
+            f" {data['copies_with_other_labels']:,} of them have other labels than the kept image"
+        )
     for line in aligned(rows, 1):
         print(line)
+    print(f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of {said}")
+    if left_out := data.get("excluded_otherwise"):
+        print(f"not compared, since other lists exclude them: {counted(left_out, 'image')}")
+    plain, bad = (sum(part[name] for part in (data, *against)) for name in ("plain", "unreadable"))
     print(
-        f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of test images;"
-        " they are counted by distance to the nearest test image"
+        f"with too little detail to compare (only equal files are found): {counted(plain, 'image')}; "
+        f"not decodable: {bad:,}; {duration(report['seconds'])}"
     )
-    print_not_compared([data, *report["against"]], report["seconds"])

@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import ImageIndex, Likely
-from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, load, read_arrays, read_image
+from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, read_arrays, read_image
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
@@ -22,7 +23,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 # Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5
 # Format of the results, part of their path. Increase it when the search would find other pairs in the same thumbnails.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,17 @@ class SearchJob:
 
 @dataclass(frozen=True)
 class BlockJob:
-    """images: path of the file of `write_images`. max_distance: of a copy. out: path of the pairs."""
+    """images: path of the file of `write_images`. max_distance: of a copy. out: path of the pairs. amount: as of
+    `SearchJob`.
+    """
 
     images: str
     max_distance: float
     out: str
+    amount: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """Copies found, each pair once. rows: of the searched split. others: rows of the file of `write_images`."""
 
     rows: np.ndarray
@@ -67,7 +70,7 @@ class Pairs:
 
     def take(self, chosen: np.ndarray) -> "Pairs":
         """Some of the pairs, by their places or a mask."""
-        return Pairs(self.rows[chosen], self.others[chosen], self.distances[chosen])
+        return Pairs(*(column[chosen] for column in self))
 
     def nearest(self) -> "Pairs":
         """The nearest other of each row, by row."""
@@ -90,7 +93,7 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
         places = np.flatnonzero(of_job == number)
         if not len(places):
             continue
-        rows, there = chosen[places] - starts[number], load(job, *ARRAYS)
+        rows, there = chosen[places] - starts[number], read_arrays(job.out, *ARRAYS)
         of_shard = {**there, "offsets": job.offsets, "sizes": job.sizes, "tar": np.full(len(job.offsets), number)}
         for name, column in of_shard.items():
             into = columns.setdefault(name, np.empty((len(chosen), *column.shape[1:]), column.dtype))
@@ -106,27 +109,29 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
 def search_shard(job: SearchJob) -> None:
     """Write the pairs of one shard. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
-    tests = _SearchedFor(job.tests)
-    own = load(job.shard, *ARRAYS)
+    tests, index = _searched_for(job.tests)
+    own = read_arrays(job.shard.out, *ARRAYS)
     chosen = np.arange(len(own["states"])) if job.chosen is None else job.chosen
     usable = chosen[own["states"][chosen] == FINE]
-    likely = tests.index.find(own["thumbs"][usable])
-    rows, others = usable[likely.query], likely.test
+    likely = index.find(own["thumbs"][usable])
+    rows = usable[likely.query]
     images = (
         _read_reduced(job.shard.tar, offset, size, job.shard.pixels)
         for offset, size in zip(job.shard.offsets[rows].tolist(), job.shard.sizes[rows].tolist(), strict=True)
     )
-    distances = _distances(tests.images, likely, images)
-    near = distances <= KEPT_DISTANCE
-    same, same_others = _equal_files(own["hashes"][chosen], tests.by_digest)
-    same = chosen[same]
-    pairs = _each_once(
-        np.concatenate([rows[near], same]),
-        np.concatenate([others[near], same_others]),
-        np.concatenate([distances[near], np.zeros(len(same), np.float32)]),
+    distances = np.maximum(_distances(tests, likely, images), 0)
+    # Equal files are also found by their pixels, at about 0: each pair is kept once, at its smallest distance.
+    same = _by_digest(own["hashes"][chosen], chosen).join(
+        tests.by_digest, "digest", join_type="inner", use_threads=False
     )
-    with replacing(to_path(job.out)) as out:
-        np.savez(out, rows=pairs.rows, tests=pairs.others, distances=pairs.distances)
+    pairs = Pairs(
+        np.concatenate([rows, same["row"]]),
+        np.concatenate([likely.test, same["test"]]),
+        np.concatenate([distances, np.zeros(len(same), np.float32)]),
+    ).within(KEPT_DISTANCE)
+    order = np.lexsort((pairs.distances, pairs.others, pairs.rows))
+    _, first = np.unique(np.stack(pairs[:2])[:, order], axis=1, return_index=True)
+    _write_pairs(job.out, pairs.take(order[first]))
 
 
 def compare_block(job: BlockJob) -> None:
@@ -147,39 +152,45 @@ def compare_block(job: BlockJob) -> None:
         else:
             index.add(np.array([row]))
     rows, others, distances = np.array(found).reshape(-1, 3).T
-    with replacing(to_path(job.out)) as out:
-        np.savez(out, rows=rows.astype(int), tests=others.astype(int), distances=distances.astype(np.float32))
+    _write_pairs(job.out, Pairs(rows.astype(int), others.astype(int), distances.astype(np.float32)))
+
+
+def _write_pairs(path: str, pairs: Pairs) -> None:
+    with replacing(to_path(path)) as out:
+        np.savez(out, **pairs._asdict())
 
 
 def read_pairs(path: str, first_row: int = 0) -> Pairs:
     """Read the output of a task. first_row: of the searched shard in its split. Raises UserError for a damaged file."""
-    rows, tests, distances = read_arrays(path, "rows", "tests", "distances")
-    return Pairs(first_row + rows, tests, distances)
+    pairs = Pairs(**read_arrays(path, *Pairs._fields))
+    return pairs._replace(rows=first_row + pairs.rows)
 
 
 class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str) -> None:
-        names = ("states", "thumbs", "hashes", "tar", "offsets", "sizes", "tars", "pixels")
-        self.states, self.thumbs, self.hashes, self._tar, self._offsets, self._sizes, tars, pixels = read_arrays(
-            path, *names
+        found = read_arrays(path, *ARRAYS, "tar", "offsets", "sizes", "tars", "pixels")
+        self.thumbs, self.states, self.by_digest = (
+            found["thumbs"],
+            found["states"],
+            _by_digest(found["hashes"], np.arange(len(found["hashes"])), "test"),
         )
-        self._tars, self._pixels = tars.tolist(), [json_record.parse(text, Pixels, path) for text in pixels.tolist()]
+        pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
+        self._shards = list(zip(found["tars"].tolist(), pixels, strict=True))
+        self._places = np.stack([found[name] for name in ("tar", "offsets", "sizes")], axis=1)
 
     def read_reduced(self, row: int) -> np.ndarray:
-        tar = self._tar[row]
-        return _read_reduced(self._tars[tar], int(self._offsets[row]), int(self._sizes[row]), self._pixels[tar])
+        number, offset, size = self._places[row].tolist()
+        tar, pixels = self._shards[number]
+        return _read_reduced(tar, offset, size, pixels)
 
 
 @lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
-class _SearchedFor:
+def _searched_for(path: str) -> tuple[_StoredImages, ImageIndex]:
     """The images whose copies are searched for, and their index."""
-
-    def __init__(self, path: str) -> None:
-        self.images = _StoredImages(path)
-        self.index = ImageIndex(self.images.thumbs, rows=np.flatnonzero(self.images.states == FINE))
-        self.by_digest = _by_digest(self.images.hashes)
+    images = _StoredImages(path)
+    return images, ImageIndex(images.thumbs, rows=np.flatnonzero(images.states == FINE))
 
 
 def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray]) -> np.ndarray:
@@ -195,20 +206,10 @@ def _read_reduced(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarra
     return reduced(read_image(tar, offset, size, pixels))
 
 
-def _equal_files(hashes: np.ndarray, tests: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (rows of hashes, rows of test images) of equal files. tests: of `_by_digest`."""
-    found = _by_digest(hashes).join(tests, "digest", join_type="inner", right_suffix="_of_test", use_threads=False)
-    return found["row"].to_numpy(), found["row_of_test"].to_numpy()
+def digests(hashes: np.ndarray) -> np.ndarray:
+    """The first 8 bytes of each hash, uint64: no chance match is expected in 1e12 pairs. hashes: (n, 16) uint8."""
+    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
 
 
-def _by_digest(hashes: np.ndarray) -> pa.Table:
-    """Rows by the first 8 bytes of their hashes (no chance match is expected in 1e12 pairs)."""
-    digests = np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
-    return pa.table({"digest": digests, "row": np.arange(len(digests))})
-
-
-def _each_once(rows: np.ndarray, others: np.ndarray, distances: np.ndarray) -> Pairs:
-    """Keep each pair once, at its smallest distance: equal files are also found by their pixels, at about 0."""
-    order = np.lexsort((distances, others, rows))
-    _, first = np.unique(np.stack([rows, others])[:, order], axis=1, return_index=True)
-    return Pairs(rows, others, np.maximum(distances, 0)).take(order[first])
+def _by_digest(hashes: np.ndarray, rows: np.ndarray, name: str = "row") -> pa.Table:
+    return pa.table({"digest": digests(hashes), name: rows})

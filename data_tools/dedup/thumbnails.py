@@ -50,6 +50,11 @@ class ThumbnailJob:
     hashes: np.ndarray
     pixels: Pixels = RGB8
 
+    @property
+    def amount(self) -> tuple[int, int]:
+        """Images and their bytes."""
+        return len(self.sizes), int(self.sizes.sum())
+
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
@@ -111,11 +116,6 @@ def make_thumbnails(job: ThumbnailJob) -> None:
         np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
 
 
-def load(job: ThumbnailJob, *names: str) -> dict[str, np.ndarray]:
-    """Read arrays of `ARRAYS` from the output of `make_thumbnails`. Raises UserError for a damaged file."""
-    return dict(zip(names, read_arrays(job.out, *names), strict=True))
-
-
 def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
     """The picture of an image that has a thumbnail, uint8 (H, W, 3). Raises UserError for a missing, damaged or changed
     shard.
@@ -141,10 +141,10 @@ def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
     return data
 
 
-def read_arrays(path: str, *names: str) -> list[np.ndarray]:
+def read_arrays(path: str, *names: str) -> dict[str, np.ndarray]:
     """Read arrays of an .npz file that a task wrote. Raises UserError for a damaged file."""
     try:
-        return list(npz.read_arrays(to_path(path).read_bytes(), path, names).values())
+        return npz.read_arrays(to_path(path).read_bytes(), path, names)
     except StorageError:
         raise
     except (UserError, OSError):

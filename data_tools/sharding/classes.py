@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
-from data_tools.sources.listing import TABLE, label_lists
+from data_tools.sources.listing import label_lists, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.settings.commands.data import ShardConfig
@@ -122,9 +122,7 @@ def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str)
     """The listing with new `classes`. new: (old classes,) new number of each old class, -1 for a removed one."""
     rows, labels = listing.label_pairs()
     stays = new[labels] >= 0
-    table = listing.table.set_column(
-        TABLE.get_field_index("labels"), "labels", label_lists(rows[stays], new[labels][stays], len(listing))
-    )
+    table = with_columns(listing.table, labels=label_lists(rows[stays], new[labels][stays], len(listing)))
     # Samples that had no label before are kept.
     lost = np.zeros(len(listing), bool)
     lost[rows] = True

@@ -8,6 +8,7 @@ are compared.
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow as pa
 
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Listing, Reader
-from data_tools.sources.listing import TABLE, label_lists
+from data_tools.sources.listing import label_lists, with_columns
 from data_tools.sources.reader import raise_if_lost
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -98,15 +99,14 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
         rows = rows[halves[rows] != 0]  # Without a hash in the manifest.
         digests = halves[rows]
         _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
-        labels: dict[int, set[bytes]] = {}
+        labels = defaultdict[int, set[bytes]](set)
         repeated = np.flatnonzero(sizes[group] > 1)
         for number, row in zip(group[repeated].tolist(), rows[repeated].tolist(), strict=True):
-            of_row = index.labels[index.label_starts[row] : index.label_starts[row + 1]]
-            labels.setdefault(number, set()).add(of_row.tobytes())
+            labels[number].add(index.labels[index.label_starts[row] : index.label_starts[row + 1]].tobytes())
         differ = [number for number, sets in labels.items() if len(sets) > 1]
-        in_splits = {name: int(np.isin(digests, other).sum()) for name, other in earlier.items()}
+        in_splits = {name: num for name, other in earlier.items() if (num := int(np.isin(digests, other).sum()))}
         earlier[split] = digests
-        found[split] = SplitCopies(int(sizes[differ].sum()), {name: num for name, num in in_splits.items() if num})
+        found[split] = SplitCopies(int(sizes[differ].sum()), in_splits)
     return {split: found[split] for split in dataset.splits}
 
 
@@ -207,7 +207,7 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
     of, labels = listing.label_pairs()
     gives = ~leaked[of]
     lists = label_lists(keeper[of[gives]], labels[gives], len(listing))
-    table = listing.table.set_column(TABLE.get_field_index("labels"), "labels", lists)
+    table = with_columns(listing.table, labels=lists)
     gone = np.flatnonzero(~stays)
     names = np.array(listing.splits, object)
     keys = [listing.table["key"].take(pa.array(numbers)).to_pylist() for numbers in (gone, keeper[gone])]
@@ -218,10 +218,8 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
 
 def _first_equal(rows: np.ndarray, hashes: np.ndarray, num_rows: int) -> np.ndarray:
     """(num_rows,) int64: the first row with the same hash; the row itself if it was not hashed."""
-    order = np.lexsort((rows, hashes[:, 1], hashes[:, 0]))
-    rows, hashes = rows[order], hashes[order]
-    is_new = np.ones(len(rows), bool)
-    is_new[1:] = (hashes[1:] != hashes[:-1]).any(axis=1)
+    order = np.argsort(rows)
+    _, first, inverse = np.unique(hashes[order], axis=0, return_index=True, return_inverse=True)
     group = np.arange(num_rows)
-    group[rows] = rows[is_new][np.cumsum(is_new) - 1]
+    group[rows[order]] = rows[order][first[inverse.ravel()]]
     return group

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.sources import Listing
-from data_tools.sources.listing import TABLE
+from data_tools.sources.listing import with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.groups import GROUP, group_finder, refuse_one_group
@@ -26,16 +26,17 @@ def with_groups(listing: Listing, pattern: str) -> Listing:
     """
     if not pattern:
         return listing
-    groups = _find(listing, pattern)
-    refuse_one_group(pattern, pc.unique(groups)[:2].to_pylist(), len(listing))
-    table = listing.table.set_column(TABLE.get_field_index("group"), "group", groups)
-    return replace(listing, table=table.combine_chunks())
-
-
-def _find(listing: Listing, pattern: str) -> pa.ChunkedArray:
     find = group_finder(pattern)
-    keys = (listing.table["key"].slice(start, _BATCH).to_pylist() for start in range(0, len(listing), _BATCH))
-    return pa.chunked_array([pa.array(find(some), pa.large_string()) for some in keys], pa.large_string())
+    found = [pa.array(find(keys), pa.large_string()) for keys in _keys(listing)]
+    groups = pa.chunked_array(found, pa.large_string())
+    refuse_one_group(pattern, pc.unique(groups)[:2].to_pylist(), len(listing))
+    return replace(listing, table=with_columns(listing.table, group=groups).combine_chunks())
+
+
+def _keys(listing: Listing) -> Iterator[list[str]]:
+    """The keys, some at a time."""
+    for start in range(0, len(listing), _BATCH):
+        yield listing.table["key"].slice(start, _BATCH).to_pylist()
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
@@ -94,17 +95,13 @@ def hold_out(listing: Listing, config: ShardConfig) -> Listing:
     train = split == listing.splits.index("train")
     chosen = _share(listing, train, config.val_share) if config.val_share else _per_class(listing, train, config)
     split[chosen] = len(listing.splits)
-    table = listing.table.set_column(TABLE.get_field_index("split"), "split", pa.array(split, pa.int8()))
+    table = with_columns(listing.table, split=pa.array(split, pa.int8()))
     return replace(listing, splits=[*listing.splits, "val"], table=table)
 
 
 def hash_keys(listing: Listing, prefix: str) -> np.ndarray:
     """(samples,) uint64: the first 8 bytes of sha256(prefix + key)."""
-    parts = []
-    for start in range(0, len(listing), _BATCH):
-        keys = listing.table["key"].slice(start, _BATCH).to_pylist()
-        parts.append(_hash([prefix + key for key in keys]))
-    return np.concatenate(parts)
+    return np.concatenate([_hash([prefix + key for key in keys]) for keys in _keys(listing)])
 
 
 def _hash(texts: Sequence[str]) -> np.ndarray:

@@ -7,15 +7,13 @@ file, so a killed job can be resumed.
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import posixpath
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import cv2
 import pyarrow as pa
@@ -27,7 +25,7 @@ from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import as_rows, load_part, read_rows, write_part
+from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
 from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names, not_taken_over
 from data_tools.sources.listing import reasons
@@ -87,22 +85,6 @@ class IndexJob:
     whole: bool
     num_classes: int
     pixels: Pixels = RGB8
-
-
-@dataclass(frozen=True)
-class IndexedTar:
-    """The result of a job, and the metadata of its part file, whose rows have null as the labels of a sample without
-    any.
-
-    seen: the job, and size and version of the tar. skipped: (key, where, reason) of bad samples. has_labels: whether
-    any sample has some, also a bad one. left_out: number of images by `decode.left_out`.
-    """
-
-    seen: dict[str, Any]
-    shard: Shard
-    skipped: list[tuple[str, str, str]]
-    has_labels: bool
-    left_out: dict[str, int]
 
 
 def run(config: IndexConfig) -> Dataset:
@@ -201,8 +183,9 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
     return str(tar)
 
 
-def index_tar(job: IndexJob) -> IndexedTar:
-    """Ray task: read a tar and write its part file, unless that exists and is up to date.
+def index_tar(job: IndexJob) -> Done:
+    """Ray task: read a tar and write its part file, unless that exists and is up to date. Its rows have null as the
+    labels of a sample without any.
 
     Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
     """
@@ -211,8 +194,8 @@ def index_tar(job: IndexJob) -> IndexedTar:
         num_bytes = file_size(path)
     except FileNotFoundError:
         raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
-    seen = {"job": {**asdict(job), "pixels": job.pixels.to_dict()}, "bytes": num_bytes, "version": version(path)}
-    if part.exists() and (found := load_part(part, IndexedTar)) and found.seen == seen:
+    read = hashlib.sha256(f"{job} {num_bytes} {version(path)}".encode()).hexdigest()
+    if (found := load_part(part, Done)) and found.read == read:
         return found
     cv2.setNumThreads(1)
     rows, skipped, has_labels, unread = [], [], False, Counter[str]()
@@ -241,18 +224,19 @@ def index_tar(job: IndexJob) -> IndexedTar:
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     shard = Shard(job.name, job.split, len(rows), num_bytes, sha256)
-    done = IndexedTar(seen, shard, skipped, has_labels, dict(unread))
-    write_part(part, as_rows(rows), json.dumps(asdict(done)))
+    about = {"read": read, "left_out": dict(unread), "num_classes": numbers.highest + 1, "has_labels": has_labels}
+    done = Done(shard, skipped, **about)
+    write_part(part, as_rows(rows), done)
     return done
 
 
-def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[IndexedTar], bool]:
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[Done], bool]:
     """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are
     bad.
 
     If any has, a sample without labels is a bad one.
     """
-    results: dict[int, IndexedTar] = {}
+    results: dict[int, Done] = {}
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
@@ -271,7 +255,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
     return ordered, is_labelled
 
 
-def _without_unlabelled(done: IndexedTar, job: IndexJob) -> IndexedTar:
+def _without_unlabelled(done: Done, job: IndexJob) -> Done:
     rows = read_rows(to_path(job.part))
     bare = rows.filter(rows["labels"].is_null()).select(["key", "ext"]).to_pylist()
     skipped = [
@@ -294,7 +278,7 @@ def _labelled_rows(part: AnyPath, is_labelled: bool) -> pa.Table:
 def _finish(
     out: AnyPath,
     jobs: list[IndexJob],
-    results: list[IndexedTar],
+    results: list[Done],
     names: list[str],
     source: AnyPath,
     is_labelled: bool,
@@ -310,8 +294,7 @@ def _finish(
             f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the"
             " tars). Leave them out."
         )
-    highest = (pc.max(pc.list_flatten(read_rows(part)["labels"])).as_py() for part, _ in kept)
-    classes = names or [str(number) for number in range(1 + max((n for n in highest if n is not None), default=-1))]
+    classes = names or [str(number) for number in range(max(done.num_classes for done in results))]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
     tables = (_labelled_rows(part, is_labelled) for part, _ in kept)
     if group_pattern:
@@ -333,7 +316,7 @@ def _finish(
     return dataset
 
 
-def _refuse_others(finished: Dataset, results: list[IndexedTar]) -> None:
+def _refuse_others(finished: Dataset, results: list[Done]) -> None:
     """Raises UserError if the tars differ from those of the finished manifest."""
     found = {done.shard.name: done.shard for done in results if done.shard.samples}
     known = {shard.name: shard for shard in finished.shards(verify=False)}
@@ -346,7 +329,7 @@ def _refuse_others(finished: Dataset, results: list[IndexedTar]) -> None:
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 
-def _print_done(dataset: Dataset, results: list[IndexedTar], seconds: float, verified: bool) -> None:
+def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
     if verified:
         print(f"checked {counted(len(results), 'tar')}: nothing to do")
     empty = sum(not done.shard.samples for done in results)

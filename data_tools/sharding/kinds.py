@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +19,8 @@ from tqdm import tqdm
 
 from data_tools.sources import Listing, Reader
 from data_tools.sources.images import png
+from data_tools.sources.listing import sorted_by_key, with_columns
 from data_tools.sources.reader import raise_if_lost
-from data_tools.sources.repeated_keys import sorted_by_key
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -37,8 +38,6 @@ _MOST = 0.8
 _MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
-# A file made for the shard, its extension, width and height, and `left_out` of its source.
-Encoded = tuple[bytes, str, int, int, set[str]]
 
 # How names of files say which channel of a sample they are.
 _CHANNEL_NAMES = (
@@ -47,6 +46,19 @@ _CHANNEL_NAMES = (
     r"(?P<sample>.*)[_-](?P<channel>[A-Za-z]+[0-9]*)",
     r"(?i)(?P<sample>.*)/(?:[a-z]*_?)?(?P<channel>[A-Za-z0-9]+)",
 )
+
+
+class ShardImage(NamedTuple):
+    """An image file for a shard. left_out: what training does not read of its source (`decode.left_out`). is_filled:
+    whether a conversion has filled what could not be read.
+    """
+
+    data: bytes
+    ext: str
+    width: int
+    height: int
+    left_out: set[str]
+    is_filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,13 +244,13 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         )
     rows_of = [[row for row in rows if row is not None] for rows in parts.values()]
     table = listing.table.take(pa.array([rows[0] for rows in rows_of]))
-    for name, column in (
-        ("key", pa.array(list(parts), pa.large_string())),
-        ("size", pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64())),
-        ("mtime", pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64())),
-    ):
-        table = table.set_column(table.schema.get_field_index(name), name, column)
-    table = table.append_column("parts", pa.array(list(parts.values()), pa.list_(pa.int32())))
+    table = with_columns(
+        table,
+        key=pa.array(list(parts), pa.large_string()),
+        size=pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64()),
+        mtime=pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64()),
+        parts=pa.array(list(parts.values()), pa.list_(pa.int32())),
+    )
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
     if num_lacking := len(skipped) - len(listing.skipped):
@@ -250,7 +262,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     )
     return replace(
         listing,
-        table=sorted_by_key(table).combine_chunks(),
+        table=sorted_by_key(table),
         skipped=skipped,
         channels=list(names.values()),
         separate=listing.table,
@@ -324,14 +336,13 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     table = listing.table.take(pa.array(rows))
     keys = [f"{key}@{page}" for key, page in zip(table["key"].to_pylist(), pages.tolist(), strict=True)]
     if not listing.has_groups:
-        table = table.set_column(table.schema.get_field_index("group"), "group", table["key"])
-    table = table.set_column(table.schema.get_field_index("key"), "key", pa.array(keys, pa.large_string()))
-    table = table.append_column("page", pa.array(pages, pa.int32()))
+        table = with_columns(table, group=table["key"])
+    table = with_columns(table, key=pa.array(keys, pa.large_string()), page=pa.array(pages, pa.int32()))
     print(f"{len(listing):,} files have {len(rows):,} pages, each a sample; a file is their group")
-    return replace(listing, table=sorted_by_key(table).combine_chunks())
+    return replace(listing, table=sorted_by_key(table))
 
 
-def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Encoded | None:
+def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> ShardImage | None:
     """An image that is not stored as it is: a page, or 8-bit RGB of other values. None for others.
 
     page: the one that is the sample, or -1. Raises DecodeError.
@@ -352,11 +363,11 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Enco
             raise DecodeError(
                 f"{stored.describe()}, where channels = [{','.join(names)}] has {counted(len(names), 'name')}"
             )
-        return png(_to_rgb8(values, names, stored)), "png", stored.width, stored.height, unread
-    return to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread
+        return ShardImage(png(_to_rgb8(values, names, stored)), "png", stored.width, stored.height, unread)
+    return ShardImage(to_tiff(_with_nodata(values, missing, pixels)), "tiff", stored.width, stored.height, unread)
 
 
-def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> Encoded:
+def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> ShardImage:
     """An image whose channels are these files, of one size and type. Raises DecodeError.
 
     None is a file that the sample lacks: with `missing_channels`, the description says which channels there are.
@@ -374,11 +385,14 @@ def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> En
         raise DecodeError(f"its channels differ in size or type: {shown}")
     if config.to_rgb8:
         values = np.concatenate(pages, axis=2)
-        return png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
+        return ShardImage(
+            png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
+        )
     of_file = pixels.num_channels // len(files)
     lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
     description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
-    return to_tiff(np.concatenate(pages, axis=2), description), "tiff", pages[0].shape[1], pages[0].shape[0], unread
+    height, width, _ = pages[0].shape
+    return ShardImage(to_tiff(np.concatenate(pages, axis=2), description), "tiff", width, height, unread)
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:

@@ -385,8 +385,7 @@ def _existing_record(out: AnyPath) -> _DatasetRecord | None:
 
 def _has_shards(out: AnyPath) -> bool:
     """Whether a data set, finished or not, has a shard with images."""
-    parts = [part_path(out, tar.name) for tar in out.glob("*.tar")]
-    known = (load_part(part, Done) if part.exists() else None for part in parts)
+    known = (load_part(part_path(out, tar.name), Done) for tar in out.glob("*.tar"))
     return (out / INFO).exists() or any(done is None or done.shard.samples for done in known)
 
 

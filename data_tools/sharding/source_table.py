@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
-from data_tools.sources.listing import TABLE
+from data_tools.sources.listing import with_columns
 from pipeline.base.words import counted
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
@@ -37,7 +37,7 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
 
     In all rows if compare_all, or if path cannot be read.
     """
-    mtimes, column = listing.table["mtime"].to_numpy(), TABLE.get_field_index("mtime")
+    mtimes = listing.table["mtime"].to_numpy()
     is_same = np.zeros(len(listing), bool)
     if not compare_all:
         with contextlib.suppress(OSError, pa.ArrowInvalid, KeyError):
@@ -49,7 +49,7 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
         f" {'to compare' if compare_all else 'with another time of change than at the last start'}"
     )
     text = few(what, len(rows), listing.table["key"].take(pa.array(rows[:_NAMED])).to_pylist())
-    return replace(listing, table=listing.table.set_column(column, "mtime", marked)), text
+    return replace(listing, table=with_columns(listing.table, mtime=marked)), text
 
 
 def difference(path: AnyPath, listing: Listing) -> str:

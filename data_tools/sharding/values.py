@@ -6,16 +6,15 @@ number of tasks. They are exact for types of up to 16 bits and for integers up t
 rounded to `_FRACTION_BITS` first.
 """
 
-import io
 import json
-import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from data_tools.sharding.write_shard import load_part, read_rows, write_part
 from data_tools.sources.reader import Reader, raise_if_lost
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
@@ -25,7 +24,6 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset, record_pixels
 from pipeline.data.loading.decode import DecodeError, decode, stored_image
-from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.data.storage.content import content_hash
 
@@ -35,7 +33,9 @@ BEYOND = 0.001
 FOLDER = ".values"
 # Bits after the leading one, by numpy's kind: float32 and float64 are counted within 1/8192 of the value.
 _FRACTION_BITS = {"f": 12, "i": 20, "u": 20}
-# Values to collect before a merge: sorting one image at a time would take longer.
+# How often each value of a channel occurs.
+COUNTS = pa.schema([("channel", pa.int32()), ("value", pa.float64()), ("count", pa.int64())])
+# Rows to collect before they are summed: one image at a time would take longer.
 _MOST_WAITING = 2**20
 
 
@@ -52,39 +52,14 @@ class ValuesJob:
     part: str
 
 
-@dataclass
-class ChannelCounts:
-    """How often each value of a channel occurs."""
-
-    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=lambda: [(np.empty(0), np.empty(0, np.int64))])
-    num_waiting: int = 0
-
-    def add(self, values: np.ndarray, counts: np.ndarray) -> None:
-        """values: float64 (n,). counts: int64 (n,), how often each occurs."""
-        self.parts.append((values, counts))
-        self.num_waiting += len(values)
-        if self.num_waiting > _MOST_WAITING:
-            self.total()
-
-    def total(self) -> tuple[np.ndarray, np.ndarray]:
-        """(values, counts) of all that was added, in ascending order."""
-        if len(self.parts) > 1:
-            values, counts = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
-            values, places = np.unique(values, return_inverse=True)
-            self.parts = [(values, np.bincount(places, counts).astype(np.int64))]
-            self.num_waiting = 0
-        return self.parts[0]
-
-
 @dataclass(frozen=True)
 class ValueCounts:
-    """The result of a job. counts: of each channel. missing: for each channel, the number of NaN, nodata and padding
-    pixels.
+    """The result of a job, and the metadata of its part file, whose rows are the counts. missing: for each channel, the
+    number of NaN, nodata and padding pixels.
 
     bad: (offset, reason) of each image that cannot be read. made: False if it was counted by an earlier start.
     """
 
-    counts: list[ChannelCounts]
     missing: list[int]
     bad: list[tuple[int, str]]
     made: bool = True
@@ -108,14 +83,13 @@ def measure_values(
     parts = dataset.path / FOLDER
     make_folder(parts)
     jobs = value_jobs(dataset, split, num_images, parts)
-    counts = [ChannelCounts() for _ in pixels.channels]
+    counts = [COUNTS.empty_table()]
     missing, bad, num_resumed = np.zeros(pixels.num_channels, np.int64), list[tuple[int, str]](), 0
     images = sum(len(job.offsets) for job in jobs)
     shown = (images, len(jobs), dataset.path, "measured")
     with tasks_on_cluster(count_values, jobs, num_tasks, *shown) as (tasks, progress):
         for number, found in tasks:
-            for total, of_shard in zip(counts, found.counts, strict=True):
-                total.add(*of_shard.total())
+            add_counts(counts, read_rows(to_path(jobs[number].part)))
             missing += found.missing
             bad += found.bad
             num_resumed += not found.made
@@ -125,7 +99,7 @@ def measure_values(
             f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and"
             f" exclude them: python launch/verify.py data={dataset.path}"
         )
-    totals = [total.total() for total in counts]
+    totals = [total_of(counts, channel) for channel in range(pixels.num_channels)]
     if not all(len(total) for _, total in totals):
         raise UserError(f"{dataset.path}, split {split!r}: a channel has no values, only NaN or nodata.")
     measured = with_values(pixels, values, totals)
@@ -174,7 +148,7 @@ def value_jobs(dataset: Dataset, split: str, num_images: int, parts: AnyPath) ->
             offsets, sizes = (of_shard[name].to_pylist() for name in ("offset", "size"))
             # Its file is named by all that the counts depend on.
             identity = json.dumps([shard.sha256, pixels.channels, pixels.type, pixels.nodata, offsets, sizes])
-            part = parts / f"{content_hash(identity.encode()).hex()}.npz"
+            part = parts / f"{content_hash(identity.encode()).hex()}.part"
             jobs.append(ValuesJob(str(dataset.shard_path(shard.name)), pixels, offsets, sizes, str(part)))
     return jobs
 
@@ -184,10 +158,10 @@ def count_values(job: ValuesJob) -> ValueCounts:
     fails.
     """
     part = to_path(job.part)
-    if part.exists() and (found := _load(part, job.pixels)):
-        return found
+    if found := load_part(part, ValueCounts):
+        return replace(found, made=False)
     pixels = job.pixels
-    counts = [ChannelCounts() for _ in pixels.channels]
+    counts = [COUNTS.empty_table()]
     missing, bad = [0] * pixels.num_channels, list[tuple[int, str]]()
     with Reader() as reader:
         for offset, size in zip(job.offsets, job.sizes, strict=True):
@@ -204,26 +178,38 @@ def count_values(job: ValuesJob) -> ValueCounts:
                 continue
             there = is_value(values, pixels)
             there = there if are_missing is None else there & ~are_missing
-            for channel, total in enumerate(counts):
+            for channel in range(pixels.num_channels):
                 of_channel = values[..., channel][there[..., channel]]
-                total.add(*counted_values(of_channel))
+                add_counts(counts, as_counts(channel, *counted_values(of_channel)))
                 missing[channel] += values[..., channel].size - of_channel.size
-    arrays: dict[str, Any] = {"missing": missing, "bad": json.dumps(bad)}
-    for channel, total in enumerate(counts):
-        arrays[f"values{channel}"], arrays[f"counts{channel}"] = total.total()
-    with replacing(part) as file:
-        np.savez(file, **arrays)
-    return ValueCounts(counts, missing, bad)
+    done = ValueCounts(missing, bad)
+    write_part(part, summed(counts), done)
+    return done
 
 
-def _load(part: AnyPath, pixels: Pixels) -> ValueCounts | None:
-    """The result of an earlier start; None if its file is damaged."""
-    try:
-        with np.load(io.BytesIO(read_bytes(part))) as found:
-            counts = [ChannelCounts([(found[f"values{n}"], found[f"counts{n}"])]) for n in range(pixels.num_channels)]
-            return ValueCounts(counts, found["missing"].tolist(), json.loads(str(found["bad"])), made=False)
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
-        return None
+def as_counts(channel: int, values: np.ndarray, counts: np.ndarray) -> pa.Table:
+    """A table COUNTS of a channel. values: float64 (n,). counts: int64 (n,), how often each occurs."""
+    return pa.table([np.full(len(values), channel, np.int32), values, counts], COUNTS)
+
+
+def add_counts(tables: list[pa.Table], new: pa.Table) -> None:
+    """Append a table COUNTS; if many rows wait, they are summed, so that the memory does not grow with the images."""
+    tables.append(new)
+    if sum(map(len, tables[1:])) > _MOST_WAITING:
+        tables[:] = [summed(tables)]
+
+
+def summed(tables: list[pa.Table]) -> pa.Table:
+    """A table COUNTS with each value of a channel once, in ascending order."""
+    together = pa.concat_tables(tables).group_by(["channel", "value"], use_threads=False).aggregate([("count", "sum")])
+    return together.rename_columns(COUNTS.names).sort_by([("channel", "ascending"), ("value", "ascending")])
+
+
+def total_of(tables: list[pa.Table], channel: int) -> tuple[np.ndarray, np.ndarray]:
+    """(values, how often each occurs) of a channel, in ascending order."""
+    table = summed(tables)
+    table = table.filter(pc.equal(table["channel"], channel))
+    return table["value"].to_numpy(), table["count"].to_numpy()
 
 
 def is_value(values: np.ndarray, pixels: Pixels) -> np.ndarray:
@@ -242,11 +228,11 @@ def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         counts = np.bincount(values.astype(np.int64) - low)
         found = np.flatnonzero(counts)
         return found + np.float64(low), counts[found]
-    floats = values if kind.kind == "f" else values.astype(np.float64)
+    floats = (values if kind.kind == "f" else values.astype(np.float64)) + 0  # -0 becomes 0.
     about = np.finfo(floats.dtype)
     if (dropped := about.nmant - _FRACTION_BITS[kind.kind]) > 0:
-        # To the nearest one with zeros in the last bits; -0 becomes 0, and the largest value would become infinity.
-        bits = (floats + 0).view(f"u{floats.itemsize}")
+        # To the nearest one with zeros in the last bits; the largest value would become infinity.
+        bits = floats.view(f"u{floats.itemsize}")
         floats = (((bits >> (dropped - 1)) + 1 >> 1) << dropped).view(floats.dtype).clip(about.min, about.max)
     found, counts = np.unique(floats, return_counts=True)
     return found.astype(np.float64), counts
@@ -254,7 +240,7 @@ def counted_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def with_values(pixels: Pixels, values: Sequence[str], totals: Sequence[tuple[np.ndarray, np.ndarray]]) -> Pixels:
     """The pixels with a range by `values`, as of `measure_values`, and the mean and deviation within it. totals: by
-    channel, `ChannelCounts.total`.
+    channel, `total_of`.
     """
     if list(values) == ["full"]:
         full = Pixels.full_range(pixels.channels, pixels.type)

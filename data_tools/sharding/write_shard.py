@@ -15,7 +15,7 @@ import cv2
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_tools.sharding.kinds import Encoded, encoded, joined
+from data_tools.sharding.kinds import ShardImage, encoded, joined
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
@@ -37,9 +37,6 @@ from pipeline.settings.commands.data import ShardConfig
 _WRITEBACK = 2**23
 # Where the bytes of a sample are: columns of `Listing.rows`.
 _PLACE = ("path", "offset", "size", "packed", "page", "parts")
-# An image for the shard: the file, extension, width, height, whether a conversion has filled what could not be read,
-# and what training does not read of the source file (`decode.left_out`).
-_Image = tuple[bytes, str, int, int, bool, set[str]]
 
 
 T = TypeVar("T")
@@ -69,21 +66,25 @@ class ShardingJob:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a job. skipped: (key, where, reason) of each bad image. made: False for an existing shard.
+    """The result of a task that writes or indexes a shard. skipped: (key, where, reason) of each bad image. made: False
+    for an existing shard.
 
-    etag: of the object in an object store, else ''. rows: digest of the job's samples and their labels. filled: (key,
-    where) of each image that a conversion could not read completely. changed: keys of images that an existing shard has
-    otherwise than the source. All but `made` and `changed` is the metadata of its part file.
+    etag: of the object in an object store, else ''. read: digest of what the job has read. filled: (key, where) of each
+    image that a conversion could not read completely. changed: keys of images that an existing shard has otherwise than
+    the source. num_classes, has_labels: of an indexed tar: 1 + its largest label, and whether any sample has a label,
+    also a bad one. All but `made` and `changed` is the metadata of its part file.
     """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
     made: bool = False
     etag: str = ""
-    rows: str = ""
+    read: str = ""
     filled: list[tuple[str, str]] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    num_classes: int = 0
+    has_labels: bool = True
 
 
 def write_shard(job: ShardingJob) -> Done:
@@ -103,11 +104,10 @@ def write_shard(job: ShardingJob) -> Done:
     if job.known and _is_complete(out, job.known):
         return Done(job.known, [], changed=_changed(job, to_compare))
     changed: list[str] = []
-    rows = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
+    read = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
     if (
-        part.exists()
-        and (found := load_part(part, Done))
-        and found.rows == rows
+        (found := load_part(part, Done))
+        and found.read == read
         and (found.shard.name, found.shard.split) == (job.name, job.split)
         and _is_complete(out, found.shard, found.etag)
     ):
@@ -120,12 +120,9 @@ def write_shard(job: ShardingJob) -> Done:
         table, skipped, filled, unread = _write_samples(tar, job)
         tar.finish()
     shard = Shard(job.name, job.split, len(table), tar.size, tar.sha256.hexdigest())
-    etag = _etag(out / job.name)
-    about = json.dumps(
-        {"shard": asdict(shard), "skipped": skipped, "etag": etag, "rows": rows, "filled": filled, "left_out": unread}
-    )
-    write_part(part, table, about)
-    return Done(shard, skipped, made=True, etag=etag, rows=rows, filled=filled, left_out=unread, changed=changed)
+    done = Done(shard, skipped, etag=_etag(out / job.name), read=read, filled=filled, left_out=unread)
+    write_part(part, table, done)
+    return replace(done, made=True, changed=changed)
 
 
 def part_path(out: AnyPath, shard_name: str) -> AnyPath:
@@ -133,19 +130,17 @@ def part_path(out: AnyPath, shard_name: str) -> AnyPath:
     return out / PARTS / shard_name.replace(".tar", ".part")
 
 
-def write_part(path: AnyPath, table: pa.Table, about: str) -> None:
-    """Write a part file: a checksum, and Parquet of rows (schema ROWS) with metadata (JSON). A restarted job reads
-    it.
-    """
+def write_part(path: AnyPath, table: pa.Table, about: Any) -> None:
+    """Write a part file: a checksum, and Parquet of rows with a dataclass as metadata. A restarted job reads it."""
     content = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({b"part": about.encode()}), content)
+    pq.write_table(table.replace_schema_metadata({b"part": json.dumps(asdict(about)).encode()}), content)
     with replacing(path) as file:
         file.write(content_hash(content.getvalue()) + content.getvalue())
 
 
 def load_part(path: AnyPath, kind: type[T]) -> T | None:
-    """The metadata of a part file as `kind`; None if the file is damaged."""
-    data = read_bytes(path)
+    """The metadata of a part file as `kind`; None if the file is missing or damaged."""
+    data = read_bytes(path) if path.exists() else b""
     if content_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:
         return None
     return json_record.parse(_rows(data).schema.metadata[b"part"], kind, str(path))
@@ -204,16 +199,16 @@ def _write_samples(
             if isinstance(image, str):
                 skipped.append((key, name, image))
                 continue
-            data, ext, width, height, is_filled, unread_of_image = image
-            if is_filled:
+            if image.is_filled:
                 filled.append((key, name))
-            unread.update(unread_of_image)
-            begin = tar.add(f"{key}.{ext}", data)
+            unread.update(image.left_out)
+            begin = tar.add(f"{key}.{image.ext}", image.data)
             if job.has_labels and len(labels) == 1:
                 tar.add(f"{key}.cls", str(labels[0]).encode())
             elif job.has_labels:
                 tar.add(f"{key}.json", json.dumps({"labels": labels}).encode())
-            rows.append((key, begin, len(data), ext, labels, width, height, content_hash(data)))
+            place = (key, begin, len(image.data), image.ext, labels)
+            rows.append((*place, image.width, image.height, content_hash(image.data)))
     return as_rows(rows), skipped, filled, dict(unread)
 
 
@@ -245,19 +240,29 @@ def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
             if key in keys:
                 image = _read_image(reader, place, header if key in stored else job)
                 before = of_shard.read(str(path), *stored[key], packed=0) if key in stored else None
-                if before != (None if isinstance(image, str) else image[0]):
+                if before != (None if isinstance(image, str) else image.data):
                     found.append(key)
     return found
 
 
-def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | str:
-    """Returns `_image` of the file at `place` (columns _PLACE), or what is wrong with it. Raises LostError."""
+def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> ShardImage | str:
+    """Returns the image of the file at `place` (columns _PLACE), or what is wrong with it. Raises LostError."""
     *of_file, page, parts = place
+    config, is_filled = job.config, False
     try:
         if parts:
-            files = [None if part is None else chosen_array(reader.read(*part), job.config.npz_array) for part in parts]
-            return _decoded(joined(files, job.pixels, job.config), job)
-        return _image(chosen_array(reader.read(*of_file), job.config.npz_array), page, job)
+            files = [None if part is None else chosen_array(reader.read(*part), config.npz_array) for part in parts]
+            image: ShardImage | None = joined(files, job.pixels, config)
+        else:
+            source = chosen_array(reader.read(*of_file), config.npz_array)
+            data = job.convert(source) if job.convert else source
+            is_filled = data is not source and _is_spoilt_jpeg(source)
+            image = encoded(data, page, job.pixels, config)
+        if image is None:
+            image = _checked(data, job)
+        elif config.inspect == "decode":
+            decode(image.data, pixels=job.pixels)
+        return image._replace(is_filled=is_filled)
     except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:
@@ -265,35 +270,19 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> _Image | 
         return str(error)
 
 
-def _image(data: bytes, page: int, job: ShardingJob) -> _Image:
-    """The image of a source file. Raises ValueError for a bad image. page: of the file, or -1."""
-    is_filled, config = False, job.config
-    if job.convert:
-        converted = job.convert(data)
-        is_filled = converted is not data and _is_spoilt_jpeg(data)
-        data = converted
-    if found := encoded(data, page, job.pixels, config):
-        return _decoded(found, job, is_filled)
-    decodes = config.inspect == "decode"
+def _checked(data: bytes, job: ShardingJob) -> ShardImage:
+    """An image that is stored as it is, or as a smaller JPEG. Raises ValueError for a bad image."""
+    config, decodes = job.config, job.config.inspect == "decode"
     header = inspect(data, decodes and not config.resize_short, job.pixels)
-    ext, width, height = header.ext, header.width, header.height
     unread = left_out(header, job.pixels)
-    if 0 < config.resize_short < min(width, height):
-        data, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-        return data, "jpg", width, height, is_filled, unread
+    if 0 < config.resize_short < min(header.width, header.height):
+        small, *size = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        return ShardImage(small, "jpg", *size, unread)
     if not decodes:
-        check_end(data, ext)
+        check_end(data, header.ext)
     elif config.resize_short:
         decode(data, pixels=job.pixels)
-    return data, ext, width, height, is_filled, unread
-
-
-def _decoded(image: Encoded, job: ShardingJob, is_filled: bool = False) -> _Image:
-    """An image that was made for the shard, after decoding it unless inspect=header."""
-    data, ext, width, height, unread = image
-    if job.config.inspect == "decode":
-        decode(data, pixels=job.pixels)
-    return data, ext, width, height, is_filled, unread
+    return ShardImage(data, header.ext, header.width, header.height, unread)
 
 
 def _is_spoilt_jpeg(data: bytes) -> bool:

@@ -13,12 +13,12 @@ _MOST_CLASSES = 2**20
 
 class ClassNumbers:
     """Maps labels (from 0) to class names. names: all class names in order; if empty, a class is named by its
-    number.
+    number. highest: the largest label seen.
     """
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
-        self._highest = -1
+        self.highest = -1
 
     def name(self, label: int, where: str) -> str:
         """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of
@@ -30,12 +30,12 @@ class ClassNumbers:
                 f"{where}: label {quoted(label)} is out of range: labels begin at 0, and there are at most {limit:,}"
                 " classes (label_names)."
             )
-        self._highest = max(self._highest, label)
+        self.highest = max(self.highest, label)
         return self._names[label] if self._names else str(label)
 
     def classes(self) -> list[str]:
         """All class names in order; without given names, the numbers up to the largest label seen."""
-        return self._names or [str(number) for number in range(self._highest + 1)]
+        return self._names or [str(number) for number in range(self.highest + 1)]
 
 
 def refuse_other_names(where: str, names: list[str], first: str, of_first: list[str]) -> None:

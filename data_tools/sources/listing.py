@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
-from data_tools.sources.ignored import NAMED, Few, is_hidden
-from data_tools.sources.repeated_keys import repeated, sorted_by_key, with_extensions, with_prefixes
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside
@@ -47,11 +45,39 @@ LISTED = "listed"
 Skipped = tuple[str, str, str]
 NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
+# Number of examples in a message.
+NAMED = 3
 _ADVICE = (
     "For images without labels: layout=images. For labels in a table: layout=list source=labels.csv, with a first line"
     " path,label and a line for each image."
 )
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
+
+
+@dataclass
+class Few:
+    """A count of names, with the first few as examples."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> None:
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append(printable(name))
+
+    def counted(self, noun: str) -> str:
+        return counted(self.count, noun)
+
+    def __str__(self) -> str:
+        return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds
+    (SYSTEM_FOLDERS).
+    """
+    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
 
 
 @dataclass(frozen=True)
@@ -100,9 +126,8 @@ class Listing:
         return pc.sum(self.table["size"]).as_py()
 
     def label_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, label) of every label of every sample: two integer arrays of equal length, ordered by row."""
-        labels = self.table["labels"].combine_chunks()
-        return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
+        """`label_pairs` of the table."""
+        return label_pairs(self.table)
 
     def digest(self) -> str:
         """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source
@@ -146,6 +171,33 @@ class Listing:
             str(locate(self.root, name)) if container < 0 else self.containers[container]
             for name, container in zip(table["name"].to_pylist(), table["container"].to_pylist(), strict=True)
         ]
+
+
+def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
+    """The table with these columns replaced or appended."""
+    for name, column in columns.items():
+        place = table.schema.get_field_index(name)
+        table = table.append_column(name, column) if place < 0 else table.set_column(place, name, column)
+    return table
+
+
+def sorted_by_key(table: pa.Table) -> pa.Table:
+    """The table sorted by split and key, in one chunk."""
+    # Also by name, so that errors about a repeated key are the same on every machine.
+    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
+    return table.take(order).combine_chunks()
+
+
+def repeated(table: pa.Table) -> np.ndarray:
+    """Rows of a sorted table that have the split and key of the next row."""
+    keys, splits = table["key"], table["split"]
+    return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
+
+
+def label_pairs(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """(row, label) of every label of every sample: two integer arrays of equal length, ordered by row."""
+    labels = table["labels"].combine_chunks()
+    return pc.list_parent_indices(labels).to_numpy(), pc.list_flatten(labels).to_numpy()
 
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
@@ -326,47 +378,47 @@ class Collector:
         if self.by_folders:
             self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
+        self._parts = []
+        there = pc.unique(table["split"]).to_pylist()
         for split, number in self._numbers.items():
-            if not pc.any(pc.equal(table["split"], number)).as_py():
+            if number not in there:
                 raise UserError(
                     f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no"
                     f" images{self._but_skipped()}."
                     + f" {self._no_images.counted('file')} without an image extension: {self._no_images}."
                     * bool(self._no_images.count)
                 )
-        self._parts = []
         classes = self.classes or sorted(self._classes)
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
-        listing = Listing(
-            self.source,
-            self.root or self.source,
-            list(self.splits),
-            classes,
-            self.containers,
-            table,
-            [],
-            skipped=sorted(self.skipped),
-            class_names=self.class_names,
-            is_labelled=self.is_labelled,
-        )
-        rows, labels = listing.label_pairs()
-        column = label_lists(rows, ranks[labels], len(table))
-        table = table.set_column(TABLE.get_field_index("labels"), "labels", column)
-        table = sorted_by_key(table)
+        rows, labels = label_pairs(table)
+        table = sorted_by_key(with_columns(table, labels=label_lists(rows, ranks[labels], len(table))))
         notes = list(self.notes)
         if self.prefixes and len(repeated(table)):
-            table = sorted_by_key(with_prefixes(table, self.prefixes))
+            prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
+            of_rows, slash = prefixes.take(table["container"]), pa.scalar("/", pa.large_string())
+            keys = pc.binary_join_element_wise(of_rows, table["key"], slash)
+            table = sorted_by_key(with_columns(table, key=keys))
             notes.append(
                 "keys repeat between tars: each gets the name of its tar as a prefix, such as"
                 f" {table['key'][0].as_py()}"
             )
         if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
-            table = sorted_by_key(with_extensions(table, twice))
+            # a/1 of a/1.jpg and a/1.png become a/1_jpg and a/1_png.
+            keys = table["key"].to_pylist()
+            for row in np.union1d(twice, twice + 1).tolist():
+                keys[row] += f"_{table['name'][row].as_py().rpartition('.')[2]}"
+            table = sorted_by_key(with_columns(table, key=pa.array(keys, pa.large_string())))
             notes.append(
                 f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
             )
-        self._check_keys(table)
+        if len(twice := repeated(table)):
+            first, second = table.slice(int(twice[0]), 2).select(["key", "name"]).to_pylist()
+            raise UserError(
+                f"{self.source}: {first['name']} and {second['name']} have the same key, {first['key']!r}"
+                f" ({counted(len(twice), 'such key')}). A key is the name without the extension, in tars of samples up"
+                " to its first dot, and dots become _. Rename or remove one."
+            )
         notes += self._ignored()
         if self._outside.count:
             notes.append(
@@ -380,10 +432,21 @@ class Collector:
                 f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels:"
                 " layout=images)"
             )
-        num_bare = int((pc.list_value_length(table["labels"]).to_numpy() == 0).sum())
+        num_bare = len(table) - len(np.unique(rows))
         if num_bare and self.is_labelled:
             notes.append(f"{counted(num_bare, 'image')} without any label")
-        return replace(listing, table=table, notes=notes)
+        return Listing(
+            self.source,
+            self.root or self.source,
+            list(self.splits),
+            classes,
+            self.containers,
+            table,
+            notes,
+            skipped=sorted(self.skipped),
+            class_names=self.class_names,
+            is_labelled=self.is_labelled,
+        )
 
     def _flush(self) -> None:
         if self._rows:
@@ -445,16 +508,6 @@ class Collector:
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
-
-    def _check_keys(self, table: pa.Table) -> None:
-        keys, twice = table["key"], repeated(table)
-        if len(twice):
-            first, second = (table["name"][int(row)].as_py() for row in (twice[0], twice[0] + 1))
-            raise UserError(
-                f"{self.source}: {first} and {second} have the same key, {keys[int(twice[0])].as_py()!r}"
-                f" ({counted(len(twice), 'such key')}). A key is the name without the extension, in tars of samples up"
-                " to its first dot, and dots become _. Rename or remove one."
-            )
 
 
 def reasons(skipped: list[Skipped]) -> str:

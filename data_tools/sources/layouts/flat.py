@@ -5,9 +5,8 @@ ImageNet).
 import re
 from collections.abc import Iterable
 
-from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts import folder as class_folders
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig

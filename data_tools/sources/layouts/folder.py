@@ -4,9 +4,8 @@ import errno
 import os
 from pathlib import Path
 
-from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.base.json_record import shortened
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.class_numbers import ClassNumbers, read_names, refuse_other_names
-from data_tools.sources.ignored import Few
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
-from data_tools.sources.listing import NOT_UTF8, Collector
+from data_tools.sources.listing import NOT_UTF8, Collector, Few
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from data_tools.progress import reading
 from data_tools.sources import Reader
-from data_tools.sources.ignored import is_hidden
 from data_tools.sources.layouts import archive
+from data_tools.sources.listing import is_hidden
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable

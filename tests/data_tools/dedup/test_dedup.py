@@ -14,7 +14,7 @@ from measure_dedup import PLANTS, measure_recall
 from PIL import Image
 from raw_images import encoded, settings, write_folder
 
-from data_tools.dedup import dedup, marks, near_copies
+from data_tools.dedup import dedup, near_copies
 from data_tools.dedup.near_copies import NUM_CROPS, ImageIndex, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
@@ -254,7 +254,7 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
         path.write_bytes(b"x")
     # A kill between the list and the report: the report of an earlier search would say that its copies are marked.
     (train.path / "dedup/report.json").write_text("{}")
-    monkeypatch.setattr(marks, "write_files", kill)
+    monkeypatch.setattr(dedup, "write_files", kill)
     with pytest.raises(RuntimeError, match="killed"):
         dedup.run(config(train, other.path))
     monkeypatch.undo()

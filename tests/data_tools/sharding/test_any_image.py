@@ -23,10 +23,11 @@ from data_tools.check import stats, verify
 from data_tools.sharding import index, shard
 from data_tools.sharding.values import (
     FOLDER,
-    ChannelCounts,
+    as_counts,
     count_values,
     counted_values,
     is_value,
+    total_of,
     value_jobs,
     with_values,
 )
@@ -153,7 +154,7 @@ def test_a_killed_measurement_goes_on_and_gives_the_same_numbers(ray_cluster: in
             count_values(job)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-    parts = sorted((out / FOLDER).glob("*.npz"))
+    parts = sorted((out / FOLDER).glob("*.part"))
     assert len(parts) == 5
     parts[0].write_bytes(parts[0].read_bytes()[:-100])  # As after a failure of the disk.
     capfd.readouterr()
@@ -198,11 +199,9 @@ def test_counts_are_numpys(kind: str) -> None:
     images = [(np.abs(image) if kind[0] == "u" else image).astype(kind) for image in images]
     for image in images if np.dtype(kind).kind == "f" else ():
         image[0, :4] = np.finfo(kind).max, np.finfo(kind).min, 0.0, -0.0
-    counts = ChannelCounts()
-    for image in images:
-        counts.add(*counted_values(image.ravel()))
+    counts = [as_counts(channel, *counted_values(image.ravel())) for channel in (0, 1) for image in images]
     values = np.stack(images).astype(float)
-    found, of_each = counts.total()
+    found, of_each = total_of(counts, 1)
     if kind in ("float32", "float64"):
         spread = np.repeat(found, of_each)
         np.testing.assert_allclose(spread, np.sort(values.ravel()), rtol=1 / 8192)
