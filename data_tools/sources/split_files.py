@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.tables import INFO
+from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
 # Names, in lower case, that are probably of splits -> the split, as the recipes' data.eval_split calls it.

@@ -19,7 +19,7 @@ from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import on_one_line
-from pipeline.data.loading.decode import LFS_POINTER, LFS_REASON
+from pipeline.data.images.formats import LFS_POINTER, LFS_REASON
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 

@@ -2,7 +2,9 @@
 addressable.
 
     train-000000.tar ...   `<key>.jpg` and `<key>.cls` of each sample
-    samples.parquet, shards.parquet, dataset.json   the manifest (`tables.py`)
+    samples.parquet        one row per sample, in the order split, shard, offset (SAMPLES)
+    shards.parquet         one row per tar (SHARDS); a name is relative to the folder, or the URL of a tar elsewhere
+    dataset.json           classes, counts, where it came from, settings, fingerprint; written last
     index/                 what training maps into memory (`mapped_index.py`)
     exclude/               lists of excluded samples (`exclusion.py`)
 
@@ -10,68 +12,65 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
+import contextlib
+import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.base.errors import UserError
-from pipeline.base.words import counted
-from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
+from pipeline.base import json_record
+from pipeline.base.errors import UserError, raise_outage
+from pipeline.base.words import counted, on_one_line
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
-from pipeline.data.dataset.split import Split
-from pipeline.data.dataset.tables import (
-    CHECKSUM,
-    FORMAT,
-    INFO,
-    REMEDY,
-    ROWS,
-    SAMPLES,
-    SAMPLES_FILE,
-    SHARDS,
-    SHARDS_FILE,
-    ManifestTables,
-    Shard,
-    file_sha256,
-    fingerprint,
-    info_checksum,
-    parse_info,
-    reading,
-)
+from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
-from pipeline.data.storage.checksum_cache import cache_home
+from pipeline.data.storage.checksum_cache import cache_home, checksum_of
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.quantities import Limit
 
-__all__ = [
-    "FORMAT",
-    "INFO",
-    "ROWS",
-    "SAMPLES",
-    "SAMPLES_FILE",
-    "SHARDS",
-    "SHARDS_FILE",
-    "Dataset",
-    "Shard",
-    "Split",
-    "file_sha256",
-    "fingerprint",
-    "location_and_split",
-    "open_dataset",
-    "record_pixels",
-    "write_dataset",
-]
+__all__ = ["Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
+
+FORMAT = "vit-dataset/2"
+INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
+CHECKSUM = "checksum"
+REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+# The columns of a sample that are known before its shard has a number. offset and size: of the image's bytes inside the
+# tar. width and height: as stored, before any EXIF rotation (of a HEIC: after its own). xxh128: of the image's bytes
+# (`data/storage/content.py`).
+ROWS = pa.schema(
+    {
+        "key": pa.string(),
+        "offset": pa.int64(),
+        "size": pa.int64(),
+        "ext": _NAME,
+        "labels": pa.list_(pa.int32()),
+        "width": pa.int32(),
+        "height": pa.int32(),
+        "xxh128": pa.binary(16),
+    }
+)
+# shard: row number in shards.parquet. Data sets whose samples have groups have the column GROUP, too.
+SAMPLES = ROWS.append(pa.field("split", _NAME)).append(pa.field("shard", pa.int32()))
+SHARDS = pa.schema(
+    {"name": pa.string(), "split": pa.string(), "samples": pa.int64(), "bytes": pa.int64(), "sha256": pa.string()}
+)
 
 WHOLE = Limit.parse("100%")
 # Large enough to be read fast, small enough that reading the keys of a few samples takes few megabytes.
@@ -79,8 +78,113 @@ _ROWS_PER_GROUP = 2**18
 
 
 @dataclass(frozen=True)
-class Dataset(ManifestTables):
-    """An open data set."""
+class Shard:
+    """A row of shards.parquet: file name, split, number of samples, bytes of the tar, sha256 of the tar (hex)."""
+
+    name: str
+    split: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open data set. path: its folder. info: dataset.json. storage: how its files are read."""
+
+    path: AnyPath
+    info: dict[str, Any]
+    storage: Storage = field(default_factory=Storage)
+
+    @property
+    def classes(self) -> list[str]:
+        return self.info["classes"]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Readable names of the classes (of WordNet's ids, say); the classes themselves where none were given.
+
+        WordNet has "crane" twice: such names are followed by the class.
+        """
+        names = self.info.get("class_names", self.classes)
+        counts = Counter(names)
+        return [name if counts[name] == 1 else f"{name} ({of})" for name, of in zip(names, self.classes, strict=True)]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.info["classes"])
+
+    @property
+    def pixels(self) -> Pixels:
+        """Channels, type and range of its images."""
+        saved = self.info.get("pixels")
+        return RGB8 if saved is None else json_record.convert(saved, Pixels, f"{self.path / INFO}")
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of images of which decoding leaves something out, by names of `stored.LEFT_OUT`, as sharding counted
+        them.
+        """
+        return self.info.get("left_out", {})
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex characters that identify the content: the same bytes and classes, wherever and whenever written."""
+        return self.info["fingerprint"]
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self.info["samples"])
+
+    def shards(self, verify: bool = True) -> list[Shard]:
+        """Every row of shards.parquet. verify: compare its checksum with dataset.json. Raises UserError."""
+        table = self._read_shards(verify)
+        with reading(self.path / SHARDS_FILE):
+            return [Shard(**row) for row in table.to_pylist()]
+
+    def shard_path(self, name: str) -> AnyPath:
+        """The path of a tar, by its name in shards.parquet."""
+        return locate(self.path, name)
+
+    def is_intact(self) -> bool:
+        """Whether both tables exist with the right checksums. (The tars are not read.)"""
+        try:
+            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
+        except FileNotFoundError:
+            return False
+
+    def table(self, split: str, verify: bool = True) -> SampleTable:
+        """All rows of one split. verify: compare the checksum of samples.parquet with dataset.json.
+
+        Raises UserError for an unknown split and a damaged manifest.
+        """
+        if split not in self.splits:
+            raise UserError(f"{self.path} has no split {split!r}. It has: {', '.join(self.splits)}.")
+        if verify:
+            self._verify(SAMPLES_FILE)
+        path = self.path / SAMPLES_FILE
+        with reading(path):
+            file = open_parquet(path)
+        return SampleTable(file, self._row_groups(file, split))
+
+    def _read_shards(self, verify: bool = True) -> pa.Table:
+        if verify:
+            self._verify(SHARDS_FILE)
+        with reading(self.path / SHARDS_FILE):
+            return open_parquet(self.path / SHARDS_FILE).read(SHARDS.names).select(SHARDS.names).cast(SHARDS)
+
+    def _verify(self, name: str) -> None:
+        """Compare the checksum of a table with dataset.json. Raises UserError."""
+        expected, path = self.info["files"][name], self.path / name
+        with reading(path):
+            if checksum_of(path, expected) != expected:
+                raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
+
+    def _row_groups(self, file: pq.ParquetFile, split: str) -> list[int]:
+        """The row groups of a split: splits follow one another, and each begins a row group (see `write_dataset`)."""
+        before = sum(list(self.info["samples"].values())[: self.splits.index(split)])
+        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+        return np.flatnonzero((ends > before) & (ends <= before + self.info["samples"][split])).tolist()
 
     def split(self, name: str, exclude: str = "all", limit: Limit = WHOLE, seed: int = 0) -> Split:
         """Open one split: map what training needs of it (offsets, sizes, labels), and check that its tars exist.
@@ -90,9 +194,14 @@ class Dataset(ManifestTables):
         measured, a missing tar or one of another
         size, a damaged manifest, an unusable list, and a limit above the number of samples.
         """
+        from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit  # Late: it reads data sets.
+
         self.refuse_unmeasured()
         table = self.table(name)
-        names, samples, num_bytes, sha256 = self.shards_of(name)
+        shards = self._read_shards()
+        shards = shards.filter(pc.equal(shards["split"], name))
+        # Not to_numpy(), which imports pandas: half of the start-up.
+        samples, num_bytes = (np.from_dlpack(shards[column].combine_chunks()) for column in ("samples", "bytes"))
         starts = np.concatenate([[0], np.cumsum(samples)])
         index = self.index(name)
         excluded, excluded_by = excluded_rows(self, name, exclude)
@@ -103,14 +212,14 @@ class Dataset(ManifestTables):
         kept = samples - np.bincount(np.searchsorted(starts, excluded, side="right") - 1, minlength=len(samples))
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
-        paths = _shard_paths(self.path, names)
+        paths = _shard_paths(self.path, shards["name"].to_pylist())
         _check_shards(paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry)
         return Split(
             name=name,
             shard_paths=paths,
             shard_sizes=kept,
             shard_bytes=num_bytes,
-            shard_sha256=sha256,
+            shard_sha256=shards["sha256"],
             storage=self.storage,
             index=index,
             excluded_rows=excluded,
@@ -146,8 +255,7 @@ class Dataset(ManifestTables):
 
     def index_places(self) -> list[Path]:
         """Folders where an index may be, in the order of preference."""
-        beside = [self.path / INDEX_FOLDER] if isinstance(self.path, Path) else []
-        return [*beside, cache_home() / INDEX_FOLDER]
+        return [home / INDEX_FOLDER for home in (self.path, cache_home()) if isinstance(home, Path)]
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
@@ -195,7 +303,7 @@ def write_dataset(
     shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
     GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory.
     class_names: readable names of classes, where they have others. pixels: what the values of images mean. left_out:
-    see `ManifestTables.left_out`.
+    see `Dataset.left_out`.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
@@ -271,8 +379,7 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
 def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
     if isinstance(folder, BucketPath):
         return [str(locate(folder, name)) for name in names]
-    start = str(folder)
-    return [name if "://" in name else f"{start}/{name}" for name in names]  # Path would take seconds for a million.
+    return [name if "://" in name else f"{folder}/{name}" for name in names]  # Path would take seconds for a million.
 
 
 def _check_shards(
@@ -299,3 +406,56 @@ def _check_shards(
             raise UserError(f"{path} is missing. {REMEDY}")
         if size != expected and (is_complete[number] or "://" in path):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
+
+
+def parse_info(text: bytes, where: str) -> dict[str, Any]:
+    """The content of dataset.json. Raises UserError."""
+    info = json_record.parse(text, dict[str, Any], where)
+    if info.get("format") != FORMAT:
+        raise UserError(
+            f"{where} has format {json_record.quoted(info.get('format'))}, but this code reads {FORMAT!r}. Make the"
+            " data set again."
+        )
+    if info.get(CHECKSUM) not in (None, info_checksum(info)):
+        raise UserError(
+            f"{where} is damaged: its content does not match its checksum. Copy it again, or remove the folder and"
+            f" shard again. If it was changed on purpose, remove its field {CHECKSUM!r}."
+        )
+    return info
+
+
+def info_checksum(info: dict[str, Any]) -> str:
+    """Hex SHA-256 of the content of dataset.json without its own checksum, whatever its formatting."""
+    rest = {key: value for key, value in info.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(shards: Sequence[Shard], classes: Sequence[str], pixels: Pixels = RGB8) -> str:
+    """16 hex characters that identify these shards (names and bytes), classes, and what values mean if not 8-bit
+    RGB.
+    """
+    # The last part of the name: the location of tars that were indexed in place does not count.
+    content: list[Any] = [sorted((locate(Path(), shard.name).name, shard.sha256) for shard in shards), list(classes)]
+    if pixels != RGB8:
+        content.append(pixels.to_dict())
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def file_sha256(path: AnyPath) -> str:
+    """Hex SHA-256 of a file."""
+    return checksum_of(path, "", remember=False)
+
+
+@contextlib.contextmanager
+def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
+    """Turn every exception that reading a missing or damaged table may raise into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. {remedy}") from None
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise_outage(error, path)
+        message = on_one_line(error)[:200]
+        raise UserError(f"{path} is damaged ({message}). {remedy}") from None

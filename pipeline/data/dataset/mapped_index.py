@@ -2,7 +2,8 @@
 
     index/<split>-<hash of samples.parquet>/             in the data set's folder
         offsets, sizes, label_starts, labels, hashes     plain little-endian arrays (COLUMNS)
-        index.json                                       their lengths and checksums, and its own checksum (Info)
+        max_labels                                       one number
+        index.json                                       their checksums (IndexInfo)
 
 The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums.
 It goes into a cache folder when the data set's folder cannot be written.
@@ -17,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,15 @@ from pipeline.data.storage.checksum_cache import checksum_of
 from pipeline.data.storage.content import HASH_BYTES
 
 INDEX_FOLDER = "index"
-COLUMNS = {"offsets": "<i8", "sizes": "<i8", "label_starts": "<i8", "labels": "<i4", "hashes": f"V{HASH_BYTES}"}
-_FORMAT, _INFO = "vit-index/2", "index.json"
+COLUMNS = {
+    "offsets": "<i8",
+    "sizes": "<i8",
+    "label_starts": "<i8",
+    "labels": "<i4",
+    "hashes": f"V{HASH_BYTES}",
+    "max_labels": "<i4",
+}
+_FORMAT, _INFO = "vit-index/3", "index.json"
 _PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128"]
 
 # Reads these columns of a split's rows in samples.parquet, part by part.
@@ -67,16 +74,10 @@ class ManifestIndex:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """The content of index.json. lengths: of the columns. xxh128: hex, of their files. check: checksum of the other
-    fields.
-    """
+    """The content of index.json. xxh128: hex, of the file of each column."""
 
     format: str
-    lengths: dict[str, int]
-    max_labels: int
-    max_label: int
     xxh128: dict[str, str]
-    check: str
 
 
 def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
@@ -102,9 +103,10 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     Its files are compared with their checksums, and these with those of an index made anew.
     """
     try:
-        if _map(place / name, remember=False) is None:
-            return None
-    except (_DamagedError, OSError) as error:
+        _map(place / name, remember=False)
+    except FileNotFoundError:
+        return None
+    except (UserError, OSError) as error:
         return str(error)
     with tempfile.TemporaryDirectory() as made:
         _write(Path(made), read)
@@ -112,49 +114,28 @@ def damage(place: Path, name: str, read: Read) -> str | None:
     return None if is_same else "it does not match samples.parquet"
 
 
-class _DamagedError(ValueError):
-    """An index that exists but is not as it was written."""
-
-
-def _check(info: dict) -> str:
-    """A checksum of the content of index.json."""
-    text = json.dumps({key: value for key, value in info.items() if key != "check"}, sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
-
-
 def _map_valid(folder: Path) -> ManifestIndex | None:
     """The index in this folder; None when it is missing or damaged, so that it has to be made again."""
     try:
         return _map(folder)
-    except _DamagedError:
+    except (FileNotFoundError, UserError):
         return None
 
 
-def _map(folder: Path, remember: bool = True) -> ManifestIndex | None:
-    """The index in this folder; None when it is missing. Raises _DamagedError.
+def _map(folder: Path, remember: bool = True) -> ManifestIndex:
+    """The index in this folder. Raises FileNotFoundError, and UserError when it is damaged.
 
     remember: skip files that were verified before and have not been written since.
     """
-    try:
-        info = json_record.read(folder / _INFO, IndexInfo)
-        if info.format != _FORMAT or info.check != _check(dataclasses.asdict(info)):
-            raise _DamagedError(f"{_INFO} does not match its checksum")
-        columns: dict[str, Any] = {column: _map_column(folder / column, info, remember) for column in COLUMNS}
-    except FileNotFoundError:
-        return None
-    except UserError as error:
-        raise _DamagedError(str(error)) from None
-    return ManifestIndex(**columns, max_labels=info.max_labels)
-
-
-def _map_column(file: Path, info: IndexInfo, remember: bool) -> np.ndarray:
-    dtype, length = np.dtype(COLUMNS[file.name]), info.lengths[file.name]
-    if file.stat().st_size != length * dtype.itemsize:
-        raise _DamagedError(f"{file} is truncated")
-    if checksum_of(file, info.xxh128[file.name], xxhash.xxh3_128, remember) != info.xxh128[file.name]:
-        raise _DamagedError(f"{file} does not match its checksum")
-    # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
-    return np.asarray(np.memmap(file, dtype, "r")) if length else np.empty(0, dtype)
+    info = json_record.read(folder / _INFO, IndexInfo)
+    columns = {}
+    for column, dtype in COLUMNS.items():
+        file, expected = folder / column, info.xxh128.get(column, "")
+        if info.format != _FORMAT or checksum_of(file, expected, xxhash.xxh3_128, remember) != expected:
+            raise UserError(f"{file} does not match its checksum")
+        # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
+        columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
+    return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), **columns)
 
 
 def _build_once(folder: Path, read: Read) -> ManifestIndex:
@@ -180,37 +161,35 @@ def _build_once(folder: Path, read: Read) -> ManifestIndex:
 
 
 def _write(folder: Path, read: Read) -> None:
-    lengths = dict.fromkeys(COLUMNS, 0)
     digests = {column: xxhash.xxh3_128() for column in COLUMNS}
     num_labels = max_labels = 0
-    max_label = -1
     with contextlib.ExitStack() as stack:
         files = {column: stack.enter_context(open(folder / column, "wb")) for column in COLUMNS}
 
-        def append(column: str, values: np.ndarray) -> None:
-            values = np.ascontiguousarray(values, COLUMNS[column])
-            values.tofile(files[column])
-            digests[column].update(values.view(np.uint8).data)
-            lengths[column] += len(values)
+        def append(**columns: np.ndarray | list[int]) -> None:
+            for column, values in columns.items():
+                data = np.ascontiguousarray(values, COLUMNS[column])
+                data.tofile(files[column])
+                digests[column].update(data.view(np.uint8).data)
 
-        append("label_starts", np.zeros(1))
+        append(label_starts=[0])
         for table in read(_PARQUET_COLUMNS):
-            labels = pc.list_flatten(table["labels"]).to_numpy()
             counts = pc.list_value_length(table["labels"]).to_numpy()
-            append("offsets", table["offset"].to_numpy())
-            append("sizes", table["size"].to_numpy())
-            append("labels", labels)
-            append("label_starts", num_labels + np.cumsum(counts, dtype=np.int64))
-            append("hashes", hash_column(table["xxh128"]))
-            num_labels += len(labels)
+            append(
+                offsets=table["offset"].to_numpy(),
+                sizes=table["size"].to_numpy(),
+                labels=pc.list_flatten(table["labels"]).to_numpy(),
+                label_starts=num_labels + np.cumsum(counts, dtype=np.int64),
+                hashes=hash_column(table["xxh128"]),
+            )
+            num_labels += int(counts.sum())
             max_labels = max(max_labels, int(counts.max(initial=0)))
-            max_label = max(max_label, int(labels.max(initial=-1)))
+        append(max_labels=[max_labels])
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    checksums = {column: digest.hexdigest() for column, digest in digests.items()}
-    info = dataclasses.asdict(IndexInfo(_FORMAT, lengths, max_labels, max_label, checksums, ""))
-    (folder / _INFO).write_text(json.dumps({**info, "check": _check(info)}))
+    info = IndexInfo(_FORMAT, {column: digest.hexdigest() for column, digest in digests.items()})
+    (folder / _INFO).write_text(json.dumps(dataclasses.asdict(info)))
 
 
 def hash_column(column: pa.ChunkedArray) -> np.ndarray:

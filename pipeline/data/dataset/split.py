@@ -40,13 +40,12 @@ class SampleTable:
         """These columns of these rows, in their order. Reads only the row groups that hold them."""
         rows = np.asarray(rows, np.int64)
         groups = np.searchsorted(self._starts, rows, side="right") - 1
-        tables, order = [self.file.schema_arrow.empty_table().select(columns)], [np.empty(0, np.int64)]
+        tables = [self.file.schema_arrow.empty_table().select(columns)]
         for group in np.flatnonzero(np.bincount(groups)).tolist():
-            chosen = np.flatnonzero(groups == group)
             table = self.file.read_row_group(self.row_groups[group], columns=columns)
-            tables.append(table.take(pa.array(rows[chosen] - self._starts[group])))
-            order.append(chosen)
-        return pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order), kind="stable")))
+            tables.append(table.take(pa.array(rows[groups == group] - self._starts[group])))
+        # Back from the order of the groups, in which the tables are, to that of the rows.
+        return pa.concat_tables(tables).take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Keys of these rows."""
@@ -83,7 +82,7 @@ class Split:
     index, table: of all samples in the manifest, excluded or not. excluded_rows: int64, ascending, rows in the
     manifest.
     excluded_by: name of a list -> how many samples it excludes. pixels: what the values of its images mean.
-    left_out: see `ManifestTables.left_out`; None if the images were not looked at.
+    left_out: see `Dataset.left_out`; None if the images were not looked at.
     """
 
     name: str

@@ -8,21 +8,21 @@ import imagecodecs
 import numpy as np
 from PIL import Image
 
+from pipeline.data.images.formats import CODESTREAM
 from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
 
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # Colour type -> samples of a pixel; 4 and 6 have alpha.
 _ORIENTATION = 0x0112
-_CODESTREAM = b"\xffO\xffQ"  # Where a JPEG 2000 codestream begins: SOC, then SIZ.
 # Width, height and largest value of a PGM or PPM; comments stand between them.
 _PNM = re.compile(rb"P([56])(?:\s+|#[^\n]*\n)+(\d+)(?:\s+|#[^\n]*\n)+(\d+)(?:\s+|#[^\n]*\n)+(\d+)\s")
 
 
-def open_png(data: bytes) -> StoredImage | None:
+def _png(data: bytes) -> StoredImage | None:
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    bits, colour = data[24], data[25]
-    if bits != 16 or colour not in _PNG_CHANNELS:
+    if data[24] != 16:
         return None
+    colour = data[25]
     samples = _PNG_CHANNELS[colour]
     alpha = (samples - 1,) if colour >= 4 else ()
     chunks = _chunks(data)
@@ -55,7 +55,7 @@ def _chunks(png: bytes) -> dict[bytes, bytes]:
     return chunks
 
 
-def open_pnm(data: bytes) -> StoredImage | None:
+def _pnm(data: bytes) -> StoredImage | None:
     """PGM and PPM of more than 8 bits: big-endian, of two bytes a value."""
     header = _PNM.match(data)
     if not header or int(header[4]) < 256:
@@ -72,8 +72,8 @@ def open_pnm(data: bytes) -> StoredImage | None:
     return StoredImage("pgm" if channels == 1 else "ppm", height, width, channels, "uint16", read)
 
 
-def open_jpeg2000(data: bytes) -> StoredImage:
-    at = data.find(_CODESTREAM)
+def _jpeg2000(data: bytes) -> StoredImage:
+    at = data.find(CODESTREAM)
     if at < 0:
         raise DecodeError("JPEG 2000 without a codestream")
     siz = data[at + 2 :]
@@ -94,11 +94,10 @@ def open_jpeg2000(data: bytes) -> StoredImage:
         values = imagecodecs.jpeg2k_decode(data)
         return without_alpha(values.reshape(*values.shape[:2], -1), alpha), None
 
-    ext = "j2k" if at == 0 else "jp2"
-    return StoredImage(ext, y1 - y0, x1 - x0, samples - len(alpha), kind, read, alpha=bool(alpha))
+    return StoredImage("jp2" if at else "j2k", y1 - y0, x1 - x0, samples - len(alpha), kind, read, alpha=bool(alpha))
 
 
-def open_jpeg_xl(data: bytes) -> StoredImage:
+def _jpeg_xl(data: bytes) -> StoredImage:
     """Decodes it, since no library here reads its header alone. A second or fourth channel is alpha, as JPEG XL numbers
     it.
     """
@@ -115,9 +114,6 @@ def open_jpeg_xl(data: bytes) -> StoredImage:
     )
 
 
-OPENERS = {
-    (b"\x89PNG\r\n\x1a\n",): open_png,
-    (b"P5", b"P6"): open_pnm,
-    (b"\0\0\0\x0cjP  \r\n\x87\n", _CODESTREAM): open_jpeg2000,
-    (b"\0\0\0\x0cJXL \r\n\x87\n", b"\xff\x0a"): open_jpeg_xl,
-}
+def open_image(data: bytes, ext: str) -> StoredImage | None:
+    openers = {"png": _png, "pgm": _pnm, "ppm": _pnm, "jp2": _jpeg2000, "j2k": _jpeg2000, "jxl": _jpeg_xl}
+    return openers[ext](data) if ext in openers else None

@@ -72,7 +72,7 @@ for _syntax in _DECODERS:
         _decoder.add_plugin(_PLUGIN, (__name__, "decode_frame"))
 
 
-def open_dicom(data: bytes) -> StoredImage:
+def open_image(data: bytes, ext: str) -> StoredImage:
     """Raises DecodeError for a DICOM without an image."""
     dataset = pydicom.dcmread(io.BytesIO(data), force=True)
     if "Rows" not in dataset or "PixelData" not in dataset:

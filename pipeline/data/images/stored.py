@@ -1,4 +1,4 @@
-"""What an image file stores: `open_image` reads its header, `StoredImage` its pages in their own type.
+"""What an image file stores: `formats.open_image` reads its header, `StoredImage` its pages in their own type.
 
 Values are never scaled. Alpha is left out, as the only values; a page is one of several images of a file: a channel, a
 slice, a frame.
@@ -135,21 +135,17 @@ class StoredImage:
             )
             raise DecodeError(f"{self.describe()}, instead of {pixels.describe()}{way_out}")
         values = pages[0][0] if len(pages) == 1 else np.concatenate([values for values, _ in pages], axis=2)
-        of_pages = [np.False_ if missing is None else missing[..., None] for _, missing in pages]
-        shape = (self.height, self.width, self.channels)
-        are_missing = any(missing is not None for _, missing in pages)
         # Some files of GDAL have infinity as nodata.
         if values.dtype.kind == "f" and (values[np.isinf(values)] != pixels.nodata).any():
             raise DecodeError(f"{self.describe()}: infinite values")
         values = self._as_type(values, pixels)
-        missing = np.concatenate([np.broadcast_to(one, shape) for one in of_pages], axis=2) if are_missing else None
-        if not self.lacking:
-            return values, missing
-        places = [place for place in range(pixels.num_channels) if place not in self.lacking]
-        of_all = np.zeros((self.height, self.width, pixels.num_channels), values.dtype)
-        of_all[..., places], are_lacking = values, np.ones(of_all.shape, bool)
-        are_lacking[..., places] = False if missing is None else missing
-        return of_all, are_lacking
+        if not self.lacking and all(missing is None for _, missing in pages):
+            return values, None
+        of_pages = [np.zeros(values.shape[:2], bool) if missing is None else missing for _, missing in pages]
+        are_missing = np.repeat(np.stack(of_pages, axis=2), self.channels, axis=2)
+        for place in sorted(self.lacking):
+            values, are_missing = np.insert(values, place, 0, axis=2), np.insert(are_missing, place, True, axis=2)
+        return values, are_missing
 
     def _as_type(self, values: np.ndarray, pixels: Pixels) -> np.ndarray:
         """The values in the type of the data set, if it holds each of them exactly."""
@@ -175,49 +171,6 @@ def describe_left_out(counts: Mapping[str, int]) -> list[str]:
         for what, (words, way_out) in LEFT_OUT.items()
         if counts.get(what)
     ]
-
-
-def open_image(data: bytes) -> StoredImage | None:
-    """Read the header of an image that may have any channels and type; None for bytes of another kind. Raises
-    DecodeError.
-
-    8-bit PNG and PGM are read by Pillow: None for these, too.
-    """
-    opener = _opener(data)
-    if opener is None:
-        return None
-    try:
-        return opener(data)
-    except (DecodeError, MemoryError):
-        raise
-    except Exception as error:  # As in `StoredImage.page`.
-        raise DecodeError(reason(error)) from None
-
-
-def _opener(data: bytes) -> Callable[[bytes], StoredImage | None] | None:
-    """Imports the library of a kind of files when its first file is read."""
-    if is_dicom(data):
-        from pipeline.data.images.dicom import open_dicom
-
-        return open_dicom
-    if data.startswith((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")):
-        from pipeline.data.images.tiff import open_tiff
-
-        return open_tiff
-    if data.startswith((b"\x93NUMPY", b"PK\3\4")):
-        from pipeline.data.images.arrays import open_arrays
-
-        return open_arrays
-    from pipeline.data.images import codecs
-
-    return next((opener for magics, opener in codecs.OPENERS.items() if data.startswith(magics)), None)
-
-
-def is_dicom(data: bytes) -> bool:
-    """Whether it is a DICOM file. Its preamble of 128 bytes may look like a TIFF; old files have none, and begin with
-    group 8.
-    """
-    return data[128:132] == b"DICM" or (data[:3] in (b"\x08\0\x05", b"\x08\0\x08", b"\0\x08\0") and data[4:6].isupper())
 
 
 def describe_channels(names: Sequence[str], lacking: Sequence[int]) -> str:

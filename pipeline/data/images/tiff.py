@@ -29,7 +29,7 @@ _ALPHA = (1, 2)  # ExtraSamples: premultiplied or not; 0 is another band.
 _UNNAMED = "QI"  # Axes of pages of which the file does not say what they are.
 
 
-def open_tiff(data: bytes) -> StoredImage:
+def open_image(data: bytes, ext: str) -> StoredImage:
     """Raises DecodeError for colours of a palette or of print, and for images of several sizes or types."""
     file = tifffile.TiffFile(io.BytesIO(data))
     series = [one for one in file.series if not one.keyframe.is_reduced]

@@ -1,5 +1,5 @@
-"""Decodes image files to pixels (H, W, C): libjpeg-turbo for JPEG, libheif for HEIC, Pillow for other 8-bit
-photographs, and `pipeline/data/images` for images of other types and channels.
+"""Decodes image files to pixels (H, W, C): libjpeg-turbo for JPEG, Pillow for other 8-bit photographs, and
+`pipeline/data/images` for HEIC and images of other types and channels.
 
 Sharding and training use the same functions, so training can read every image that sharding accepted.
 """
@@ -7,17 +7,16 @@ Sharding and training use the same functions, so training can read every image t
 import contextlib
 import ctypes
 import io
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageFile
+from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.base.words import counted
+from pipeline.data.images.formats import CODESTREAM, JPEG, check_boxes, format_of, open_image, type_and_colours_of_boxes
 from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
@@ -28,8 +27,6 @@ from pipeline.data.images.stored import (
     Page,
     StoredImage,
     described_channels,
-    is_dicom,
-    open_image,
     reason,
     upright,
 )
@@ -84,39 +81,10 @@ EXTENSIONS = {
 }
 # Suffixes of array files, which are not always images.
 ARRAYS = {".npy", ".npz"}
-# How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
-LFS_POINTER = b"version https://git-lfs"
-LFS_REASON = "a pointer of Git LFS instead of the file; run git lfs pull"
 # Folders that macOS, Synology's NAS, Linux and Windows add: thumbnails and rescued or deleted files, not samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
-_MAGIC = {
-    b"\x89PNG\r\n\x1a\n": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tiff",
-    b"MM\0*": "tiff",
-    b"II+\0": "tiff",
-    b"MM\0+": "tiff",
-    b"P1": "pbm",
-    b"P2": "pgm",
-    b"P3": "ppm",
-    b"P4": "pbm",
-    b"P5": "pgm",
-    b"P6": "ppm",
-    b"\0\0\0\x0cjP  \r\n\x87\n": "jp2",
-    b"\xffO\xffQ": "j2k",
-    b"\0\0\0\x0cJXL \r\n\x87\n": "jxl",
-    b"\xff\x0a": "jxl",
-    b"\x93NUMPY": "npy",
-    b"PK\3\4": "npz",
-}
-# Files of boxes (ISO 14496-12) name what reads them: letters with which these brands begin, and brands of images of any
-# codec.
-_BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
 _EXIF_ORIENTATION = 0x0112
-_JPEG, _EXIF, _PROFILE, _START_OF_SCAN = b"\xff\xd8\xff", b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
-# Colour primaries (ISO 23091-2) of sRGB, and unspecified.
-_SRGB_PRIMARIES = (1, 2)
+_EXIF, _PROFILE, _START_OF_SCAN = b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
@@ -125,7 +93,7 @@ _STRIP_PIXELS = 2**20
 # Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, beside 8-bit PNG and PNM.
 _ALSO_PILLOWS = ("jp2", "j2k")
 _PNG_16_BITS = b"\x10"  # Byte 24 of a PNG.
-_PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "heic", "avif")
+_PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "avif")
 # Photometric interpretation of a TIFF -> samples of a pixel without extra ones: gray, RGB, palette, CMYK, YCbCr, Lab.
 _TIFF_COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 # Modes in which Pillow reads a TIFF of print colours or a palette, which pipeline/data/images does not read.
@@ -150,10 +118,9 @@ def decode(
     those of the whole image, but most JPEGs are decoded only there (see `jpeg_region`), so damage below the region may
     go unnoticed.
     """
-    ext = _format(data)
-    is_jpeg = ext == "jpg"
-    orientation = exif_orientation(data)
-    if is_jpeg and pixels.is_rgb8:
+    ext = format_of(data)
+    if ext == "jpg" and pixels.is_rgb8:
+        orientation = exif_orientation(data)
 
         def stored(height: int, width: int) -> Region:
             return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
@@ -178,8 +145,10 @@ def _whole(data: bytes, ext: str, pixels: Pixels) -> np.ndarray:
     stored = _stored(data, ext)
     if stored is None:
         return upright(*with_pillow(data, _to_rgb))
+    if ext == "heic":
+        stored = replace(stored, type="uint8")  # Read so whatever its bits, which `left_out` names.
     is_8_bit = stored.type in ("uint8", "bool") and stored.channels in (1, 3)
-    if is_8_bit and stored.ext in _ALSO_PILLOWS:
+    if is_8_bit and ext in _ALSO_PILLOWS:
         with contextlib.suppress(DecodeError):
             return upright(*with_pillow(data, _to_rgb))
     if stored.lacking:
@@ -207,11 +176,12 @@ def _stored(data: bytes, ext: str) -> StoredImage | None:
 
 def stored_image(data: bytes) -> StoredImage:
     """Read the header of an image of any format. Raises DecodeError."""
-    ext = _format(data)
-    if stored := _stored(data, ext):
-        return stored
-    header, orientation = with_pillow(data, lambda image: (_header(image, data, ext), _orientation(image)))
-    height, width = (header.width, header.height) if orientation >= 5 else (header.height, header.width)
+    header = inspect(data, decode_all=False)
+    if header.read is not _unread:
+        return header
+    height, width = header.height, header.width
+    if with_pillow(data, _orientation) >= 5:
+        height, width = width, height
 
     def read(number: int) -> Page:
         return decode(data)[..., : header.channels], None
@@ -245,35 +215,19 @@ def _jpeg_profile(data: bytes) -> bytes:
     )
 
 
-def _bits_and_colours_of_boxes(data: bytes) -> tuple[int, bool]:
-    """(most bits of a value, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of its
-    items.
-    """
-    end = data.find(b"mdat")
-    boxes = [place.end() for place in re.finditer(b"pixi", data[:end])]
-    bits = max((max(data[at + 5 : at + 5 + data[at + 4]], default=8) for at in boxes), default=8)
-    if (at := data.find(b"colrprof", 0, end)) >= 0:  # Counts before numbers.
-        return bits, has_other_colours(data[at + 8 : end])
-    at = data.find(b"colrnclx", 0, end)
-    return bits, at >= 0 and int.from_bytes(data[at + 8 : at + 10], "big") not in _SRGB_PRIMARIES
-
-
 def _header(image: Image.Image, data: bytes, ext: str) -> StoredImage:
     """Header of a photograph that Pillow has opened, with its sides before EXIF rotation."""
-    channels = 1 if image.mode in ("1", "L", "LA") else 3
-    pages = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    in_boxes = ext in ("heic", "avif")
-    bits, profile = (
-        _bits_and_colours_of_boxes(data) if in_boxes else (8, has_other_colours(image.info.get("icc_profile")))
-    )
+    kind, profile = "uint8", has_other_colours(image.info.get("icc_profile"))
+    if ext == "avif":
+        kind, profile = type_and_colours_of_boxes(data)
     return StoredImage(
         ext,
         image.height,
         image.width,
-        channels,
-        "uint8" if bits <= 8 else "uint16",
+        1 if image.mode in ("1", "L", "LA") else 3,
+        kind,
         _unread,
-        pages,
+        pages=1 if image.format == "MPO" else getattr(image, "n_frames", 1),
         alpha=image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info,
         profile=profile,
     )
@@ -285,7 +239,7 @@ def _unread(number: int) -> Page:
 
 def exif_orientation(data: bytes) -> int:
     """EXIF orientation of a JPEG, 1 to 8; 1 of other formats. Raises DecodeError."""
-    return with_pillow(data, _orientation) if data.startswith(_JPEG) and _may_have_exif(data) else 1
+    return with_pillow(data, _orientation) if data.startswith(JPEG) and _may_have_exif(data) else 1
 
 
 def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage:
@@ -297,10 +251,10 @@ def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage
     """
     if decode_all:
         decode(data, pixels=pixels)
-    ext = _format(data)
-    if ext == "jpg" and (size := _jpeg_size(data)):
+    ext = format_of(data)
+    if ext == "jpg" and (header := _jpeg_header(data)):
         profile = has_other_colours(_jpeg_profile(data))
-        return StoredImage(ext, *size, channels=3, type="uint8", read=_unread, profile=profile)
+        return StoredImage(ext, *header, "uint8", _unread, profile=profile)
     return _stored(data, ext) or with_pillow(data, lambda image: _header(image, data, ext))
 
 
@@ -317,55 +271,14 @@ def check_end(data: bytes, ext: str) -> None:
     elif ext == "png":
         is_complete = data.rfind(_PNG_END) >= 0
     elif ext in ("jp2", "j2k"):
-        is_complete = data.rfind(_JPEG_END, data.find(b"\xffO\xffQ")) >= 0
+        is_complete = data.rfind(_JPEG_END, data.find(CODESTREAM)) >= 0
     elif ext in ("heic", "avif"):
-        _check_boxes(data)
+        check_boxes(data)
         is_complete = True
     else:
         is_complete = ext != "webp" or len(data) >= 8 + int.from_bytes(data[4:8], "little")
     if not is_complete:
         raise DecodeError("cut off: it has no end" if ext == "webp" else "cut off: it has no end marker")
-
-
-def _check_boxes(data: bytes) -> None:
-    """Raise DecodeError for a HEIC or AVIF without its end: libheif leaves those tiles of a photograph green that are
-    missing.
-    """
-    at, end = 0, len(data)
-    while at + 8 <= end:
-        size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if size == 1:
-            size = int.from_bytes(data[at + 8 : at + 16], "big")
-        stop = at + size if size else end
-        if name in (b"ftyp", b"meta", b"mdat") and stop > end:
-            raise DecodeError(f"cut off: {counted(end, 'byte')}, where its header names {stop:,}")
-        if stop < at + 8:
-            return  # Phones append what is not in boxes.
-        at = stop
-
-
-def _format(data: bytes) -> str:
-    if data.startswith(_JPEG):  # First, and before the table below: most images are.
-        return "jpg"
-    if is_dicom(data):  # Its preamble may look like a TIFF.
-        return "dcm"
-    for magic, ext in _MAGIC.items():
-        if data.startswith(magic):
-            return ext
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "webp"
-    if data[4:8] == b"ftyp" and (ext := _brand(data)):
-        return ext
-    if data.startswith(LFS_POINTER):
-        raise DecodeError(LFS_REASON)
-    raise DecodeError(f"no image: begins with {data[:12]!r}" if data else "empty file")
-
-
-def _brand(data: bytes) -> str:
-    """heic or avif: by the first brand of a file of boxes that names a codec. "" for others, such as videos."""
-    brands = [data[at : at + 4] for at in (8, *range(16, min(int.from_bytes(data[:4], "big"), 1024), 4))]
-    ext = next((_BRANDS[brand[:3]] for brand in brands if brand[:3] in _BRANDS), "")
-    return ext or ("heic" if any(brand in _ANY_IMAGE for brand in brands) else "")
 
 
 def _may_have_exif(data: bytes) -> bool:
@@ -389,24 +302,24 @@ def _start_of_scan(data: bytes) -> int:
     return at
 
 
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) by libjpeg-turbo, in a tenth of Pillow's time; None if it cannot read the header."""
+def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
+    """(height, width, channels) by libjpeg-turbo, in a tenth of Pillow's time; None if it cannot read the header."""
     try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
     _refuse_bomb(height, width)
-    return height, width
+    return height, width, 1 if colours == "Gray" else 3
 
 
 def _decode_jpeg(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | None:
     """Decode the whole JPEG by libjpeg-turbo and return a region as `jpeg_region.decode` does; None if it does not
     support this kind.
     """
-    size = _jpeg_size(data)
-    if size is None:
+    header = _jpeg_header(data)
+    if header is None:
         return None
-    top, left, height, width = choose(*size)
+    top, left, height, width = choose(*header[:2])
     try:
         pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
     except ValueError as error:
@@ -424,7 +337,7 @@ def _refuse_bomb(height: int, width: int) -> None:
 def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
     """Returns question(opened image). Raises DecodeError for every failure of Pillow."""
     try:
-        with _opener(data)(io.BytesIO(data)) as image:
+        with _open_by_pillow(data) as image:
             _refuse_bomb(image.height, image.width)
             return question(image)
     except DecodeError:
@@ -433,55 +346,20 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
         raise DecodeError(reason(error)) from None
 
 
-def _opener(data: bytes) -> Callable[[io.BytesIO], Image.Image]:
-    """Pillow's, or that of one of its plug-ins. Raises DecodeError for a cut HEIC or AVIF."""
-    ext = _brand(data) if data[4:8] == b"ftyp" else ""
-    if not ext:
-        return Image.open
-    _check_boxes(data)
-    if ext == "avif":
-        from PIL import AvifImagePlugin
+def _open_by_pillow(data: bytes) -> Image.Image:
+    if format_of(data) != "avif":
+        return Image.open(io.BytesIO(data))
+    from PIL import AvifImagePlugin
 
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # Images are decoded beside each other already.
-        return AvifImagePlugin.AvifImageFile
-    return _HeicFile
-
-
-class _HeicFile(ImageFile.ImageFile):
-    """Pillow's plug-in for HEIC, by libheif. That of pi_heif reads EXIF and profiles, too, and version 1.4.0 crashes
-    where these are damaged.
-    """
-
-    format = "HEIF"
-
-    def _open(self) -> None:
-        import _pi_heif  # When the first HEIC is read.
-
-        assert self.fp is not None
-        # No threads of its own; colours to 8 bits, as RGB, rows as libheif aligns them; gray to 8 or 16 bits; any
-        # decoder; with limits.
-        images = _pi_heif.load_file(self.fp.read(), 0, True, False, False, True, "", False)
-        self._found = next((image for image in images if image is not None and image.primary), None)
-        if self._found is None:
-            raise DecodeError("its primary image cannot be read")
-        self._size, self._mode = self._found.size_mode
-
-    def load(self) -> "Image.core.PixelAccess | None":
-        if self._found is not None:
-            photograph, self._found = self._found, None
-            pixels = photograph.data
-            (width, height), _ = photograph.size_mode
-            if (width, height) != self.size:
-                raise DecodeError(f"{width} x {height} pixels, where its header says {self.width} x {self.height}")
-            self.load_prepare()
-            self.frombytes(pixels, "raw", (self.mode, photograph.stride))
-        return super().load()
+    check_boxes(data)
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # Images are decoded beside each other already.
+    return AvifImagePlugin.AvifImageFile(io.BytesIO(data))
 
 
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation, 1 to 8; 1 if it is absent or invalid, since the pixels are usable anyway.
 
-    A HEIC has been turned already. For an AVIF, Pillow sets the tag to what irot and imir say.
+    For an AVIF, Pillow sets the tag to what irot and imir say.
     """
     if image.format == "AVIF":
         image.info.pop("xmp", None)  # Pillow would read an orientation there that does not count.
@@ -496,23 +374,13 @@ def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would
     drop bits or bands.
     """
-    bits, formats, extra = (_tiff_tag(image, tag, default) for tag, default in ((258, 1), (339, 1), (338, ())))
-    names, _ = described_channels(image.tag_v2.get(DESCRIPTION))  # type: ignore[attr-defined]
-    (samples,), (photometric,) = _tiff_tag(image, 277, 1), _tiff_tag(image, 262, -1)
-    if (
-        names
-        or max(bits) > 8
-        or {*formats} != {1}
-        or 0 in extra
-        or samples - len(extra) != _TIFF_COLOURS.get(photometric)
-    ):
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    bits, formats, extra = (np.atleast_1d(tags.get(tag, default)) for tag, default in ((258, 1), (339, 1), (338, ())))
+    names, _ = described_channels(tags.get(DESCRIPTION))
+    has_all_colours = tags.get(277, 1) - len(extra) == _TIFF_COLOURS.get(tags.get(262))
+    if names or bits.max() > 8 or (formats != 1).any() or (extra == 0).any() or not has_all_colours:
         raise DecodeError("a TIFF that is not an 8-bit photograph")
     return _to_rgb(image)
-
-
-def _tiff_tag(image: Image.Image, tag: int, default: int | tuple[()]) -> tuple[int, ...]:
-    value = image.tag_v2.get(tag, default)  # type: ignore[attr-defined]
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
@@ -520,29 +388,16 @@ def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     # Pillow rotates a TIFF on loading and drops the tag, so read the orientation after loading.
     image.load()
     orientation = _orientation(image)
-    if image.format == "HEIF" and image.mode.startswith("I"):
-        # Gray of more bits; of colours, libheif gives 8.
-        gray = np.round(np.asarray(image, np.float64) / 257).astype(np.uint8)
-        return np.repeat(gray[..., None], 3, axis=2), orientation
     if image.mode == "F" or image.mode.startswith("I"):
         raise DecodeError(f"{image.format} with more than 8 bits a value, where 8-bit gray or RGB is needed")
-
-    def convert(strip: Image.Image) -> np.ndarray:
-        return np.array(strip.convert("RGB"))  # A copy, because torch warns about read-only arrays.
-
-    if image.width * image.height <= _STRIP_PIXELS:
-        return convert(image), orientation
     pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top, strip in _strips(image):
-        pixels[top : top + strip.height] = convert(strip)
+    # In strips, since converting a large image at once would take up to 26 bytes a pixel.
+    rows = max(_STRIP_PIXELS // image.width, 1)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
+        strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
+        pixels[top:bottom] = strip.convert("RGB")
     return pixels, orientation
-
-
-def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Yield (first row, strip) over the image; converting it at once would take up to 26 bytes per pixel."""
-    height = max(_STRIP_PIXELS // image.width, 1)
-    for top in range(0, image.height, height):
-        yield top, image.crop((0, top, image.width, min(top + height, image.height)))
 
 
 def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:

@@ -6,6 +6,7 @@ Those of colours are for 8-bit RGB (`AugmentConfig.check_views`), all others for
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from statistics import NormalDist
 
@@ -35,68 +36,75 @@ def distort(
     place.
     """
 
-    def happens(probability: float, purpose: Purpose) -> bool:
-        return probability > 0 and random_numbers.draws(seed, purpose, epoch, sample)(0) < probability
+    def draws(purpose: Purpose) -> Callable[[int], float]:
+        return random_numbers.draws(seed, purpose, epoch, sample)
 
+    def happens(probability: float, purpose: Purpose) -> bool:
+        return probability > 0 and draws(purpose)(0) < probability
+
+    def numbers(purpose: Purpose, count: int, first: int = 0) -> np.ndarray:
+        return random_numbers.uniform(seed, purpose, epoch, sample, np.arange(first, first + count))
+
+    def integers(purpose: Purpose, count: int, kind: str, first: int) -> np.ndarray:
+        """`count` numbers of an unsigned type, which the words from `first` on hold."""
+        num_words = -(-count * np.dtype(kind).itemsize // 8)
+        words = random_numbers.bits(seed, purpose, epoch, sample, np.arange(first, first + num_words))
+        return words.astype("<u8").view(kind)[:count]
+
+    channels = image.shape[2]
     if happens(config.three_augment, _THREE):
-        draw = random_numbers.draws(seed, _THREE, epoch, sample)
-        sigma = _MIN_SIGMA + draw(2) * (_MAX_SIGMA - _MIN_SIGMA)
-        kinds = (grey, lambda pixels: randaugment.solarize(pixels, _THRESHOLD), lambda pixels: blur(pixels, sigma))
+        draw = draws(_THREE)
+        kinds = (
+            grey,
+            lambda image: randaugment.solarize(image, _THRESHOLD),
+            lambda image: blur(image, _sigma(draw(2))),
+        )
         image[:] = kinds[int(3 * draw(1))](image)
     jitters = config.color_jitter or config.saturation or config.hue
     if jitters and happens(config.color_jitter_probability, _JITTER_CHOICE):
-        draws = random_numbers.uniform(seed, Purpose.COLOR_JITTER, epoch, sample, np.arange(6))
-        of_hue = random_numbers.uniform(seed, _HUE, epoch, sample, np.arange(2)) if config.hue else None
-        image[:] = color_jitter(image, config.color_jitter, draws, config.saturation, config.hue, of_hue)
+        of_hue = numbers(_HUE, 2) if config.hue else None
+        drawn = numbers(Purpose.COLOR_JITTER, 6)
+        image[:] = color_jitter(image, config.color_jitter, drawn, config.saturation, config.hue, of_hue)
     if config.channel_brightness or config.channel_contrast:
-        purposes = {_CHANNEL_BRIGHTNESS: config.channel_brightness, _CHANNEL_CONTRAST: config.channel_contrast}
-        factors = [
-            1 + strength * (2 * random_numbers.uniform(seed, purpose, epoch, sample, np.arange(image.shape[2])) - 1)
-            for purpose, strength in purposes.items()
-        ]
-        scale_channels(image, pixels, *factors)
+        brightness = 1 + config.channel_brightness * (2 * numbers(_CHANNEL_BRIGHTNESS, channels) - 1)
+        contrast = 1 + config.channel_contrast * (2 * numbers(_CHANNEL_CONTRAST, channels) - 1)
+        scale_channels(image, pixels, brightness, contrast)
     if happens(config.grey, _GREY):
         image[:] = grey(image)
     if happens(config.blur, _BLUR):
-        draw = random_numbers.draws(seed, _BLUR, epoch, sample)
-        image[:] = blur(image, _MIN_SIGMA + draw(1) * (_MAX_SIGMA - _MIN_SIGMA))
+        image[:] = blur(image, _sigma(draws(_BLUR)(1)))
     if happens(config.solarise, _SOLARISE):
         image[:] = randaugment.solarize(image, _THRESHOLD)
     if config.randaugment_layers:
-        count = config.randaugment_layers * randaugment.DRAWS_PER_LAYER
-        draws = random_numbers.uniform(seed, Purpose.RANDAUGMENT, epoch, sample, np.arange(count))
+        drawn = numbers(Purpose.RANDAUGMENT, config.randaugment_layers * randaugment.DRAWS_PER_LAYER)
         image[:] = randaugment.randaugment(
-            image, config.randaugment_layers, config.randaugment_magnitude, draws, config.randaugment_contrast
+            image, config.randaugment_layers, config.randaugment_magnitude, drawn, config.randaugment_contrast
         )
+    low, high = map(np.array, pixels.batch_range())
     if config.noise:
-        share = config.noise * random_numbers.draws(seed, _NOISE, epoch, sample)(0)
-        words = random_numbers.bits(seed, _NOISE, epoch, sample, 1 + np.arange(-(-image.size // 4)))
-        low, high = map(np.array, pixels.batch_range())
+        share = config.noise * draws(_NOISE)(0)
         std = (share * (high - low)).astype(np.float32)
-        store(image + std * normal(words, image.size).reshape(image.shape), image)
+        normal = _quantiles()[integers(_NOISE, image.size, "<u2", first=1)]
+        store(image + std * normal.reshape(image.shape), image)
     if happens(config.erase, Purpose.ERASING):
-        draws = random_numbers.uniform(
-            seed, Purpose.ERASING, epoch, sample, np.arange(1, 1 + _ERASE_TRIES * _DRAWS_PER_TRY)
-        )
-        top, left, height, width = erased_box(image.shape[0], image.shape[1], draws)
-        shape = height, width, image.shape[2]
-        kind = np.dtype("u1" if image.dtype == np.uint8 else "<u2")
-        count, per_word = math.prod(shape), 8 // kind.itemsize
-        words = random_numbers.bits(
-            seed, Purpose.ERASING, epoch, sample, 1 + len(draws) + np.arange(-(-count // per_word))
-        )
-        filling = words.astype("<u8").view(kind)[:count].reshape(shape)
-        box, most = image[top : top + height, left : left + width], np.iinfo(kind).max
-        if (low_high := pixels.batch_range()) == ((0,) * shape[2], (most,) * shape[2]):
+        num_drawn = _ERASE_TRIES * _DRAWS_PER_TRY
+        top, left, height, width = erased_box(*image.shape[:2], numbers(Purpose.ERASING, num_drawn, first=1))
+        box = image[top : top + height, left : left + width]
+        kind = "u1" if image.dtype == np.uint8 else "<u2"
+        filling = integers(Purpose.ERASING, box.size, kind, first=1 + num_drawn).reshape(box.shape)
+        if kind == "u1" and not pixels.is_clipped:
             box[:] = filling
         else:
-            low, high = map(np.array, low_high)
-            store(low + filling * ((high - low) / most), box)
+            store(low + filling * ((high - low) / np.iinfo(kind).max), box)
     if config.drop_channels:
-        drawn = random_numbers.uniform(seed, _DROP_CHANNELS, epoch, sample, np.arange(image.shape[2]))
+        drawn = numbers(_DROP_CHANNELS, channels)
         dropped = drawn < config.drop_channels
         dropped[drawn.argmax()] = False  # One is always left.
         image[..., dropped] = lowest(pixels)[dropped]
+
+
+def _sigma(draw: float) -> float:
+    return _MIN_SIGMA + draw * (_MAX_SIGMA - _MIN_SIGMA)
 
 
 def color_jitter(
@@ -116,13 +124,12 @@ def color_jitter(
     numbers, for the angle and for the order.
     """
     change = (randaugment.brightness, randaugment.contrast, randaugment.color, turn_hue)
-    places, factors = (
-        draws[3:],
-        [1 + own * (2 * u - 1) for own, u in zip((strength, strength, saturation or strength), draws[:3], strict=True)],
-    )
-    if of_hue is not None:
-        places, factors = np.append(places, of_hue[1]), [*factors, hue * (2 * of_hue[0] - 1)]
-    for i in np.argsort(places):
+    turn, place_of_hue = (0, []) if of_hue is None else of_hue
+    factors = [
+        *(1 + np.array([strength, strength, saturation or strength]) * (2 * draws[:3] - 1)),
+        hue * (2 * turn - 1),
+    ]
+    for i in np.argsort(np.append(draws[3:], place_of_hue)):
         image = change[i](image, factors[i])
     return image
 
@@ -146,11 +153,6 @@ def scale_channels(image: np.ndarray, pixels: Pixels, brightness: np.ndarray, co
     low = np.array(pixels.batch_range()[0])
     mean = image.mean((0, 1), dtype=np.float64)
     store((image - mean) * (contrast * brightness) + (low + brightness * (mean - low)), image)
-
-
-def normal(words: np.ndarray, count: int) -> np.ndarray:
-    """`count` normal numbers of mean 0 and variance 1, float32: four of each uint64, by the quantiles of a table."""
-    return _quantiles()[words.astype("<u8").view("<u2")[:count]]
 
 
 @cache

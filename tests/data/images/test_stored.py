@@ -21,7 +21,8 @@ from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.sequence import Sequence
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.data.images.stored import DecodeError, describe_channels, open_image
+from pipeline.data.images.formats import open_image
+from pipeline.data.images.stored import DecodeError, describe_channels
 from pipeline.data.loading.decode import decode
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

@@ -42,20 +42,19 @@ def blended(first: np.ndarray, second: np.ndarray, factor: float) -> np.ndarray:
 
 
 def test_tables_are_pillows(image: np.ndarray) -> None:
-    assert np.array_equal(ra.auto_contrast(image), by_pillow(image, ImageOps.autocontrast))
-    assert np.array_equal(ra.equalize(image), by_pillow(image, ImageOps.equalize))
     assert np.array_equal(OPERATIONS["Invert"](image, 1.0, np.zeros(2)), by_pillow(image, ImageOps.invert))
     for bits in range(1, 9):
-        assert np.array_equal(ra.posterize(image, bits), by_pillow(image, lambda i, b=bits: ImageOps.posterize(i, b)))
+        expected = by_pillow(image, lambda i, b=bits: ImageOps.posterize(i, b))
+        assert np.array_equal(OPERATIONS["Posterize"](image, bits / 4, np.zeros(2)), expected)
     for threshold in (0, 51, 128, 255):
         expected = by_pillow(image, lambda i, t=threshold: ImageOps.solarize(i, t))
         assert np.array_equal(ra.solarize(image, threshold), expected)
 
 
 def test_solarize_add(image: np.ndarray) -> None:
-    for amount in (0, 22, 110, 220):
-        expected = np.where(image < 128, np.minimum(image.astype(int) + amount, 255), image)
-        assert np.array_equal(ra.solarize_add(image, amount), expected)
+    for level in LEVELS:
+        expected = np.where(image < 128, np.minimum(image.astype(int) + round(110 * level), 255), image)
+        assert np.array_equal(OPERATIONS["SolarizeAdd"](image, level, np.zeros(2)), expected)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -177,15 +176,14 @@ def test_strengths_are_big_visions() -> None:
     assert bits == [2, 2, 4, 16, 64, 256]
     for level, threshold in zip(LEVELS, (0, 51, 128, 0, 128, 0), strict=True):
         assert np.array_equal(OPERATIONS["Solarize"](image, level, draws), ra.solarize(image, threshold))
-        added = ra.solarize_add(image, round(110 * level))
-        assert np.array_equal(OPERATIONS["SolarizeAdd"](image, level, draws), added)
         cut = ra.cutout(image, round(40 * level), 112, 56)
         assert np.array_equal(OPERATIONS["Cutout"](image, level, draws), cut)
 
 
 def test_pixels_keep_their_share_at_other_sizes() -> None:
     image = np.random.default_rng(0).integers(0, 256, (56, 56, 3), np.uint8)  # a quarter of 224
-    assert np.array_equal(OPERATIONS["TranslateX"](image, 1.0, np.zeros(2)), ra.translate(image, x=25))
+    moved = OPERATIONS["TranslateX"](image, 1.0, np.zeros(2))
+    assert np.array_equal(moved[:, :-25], image[:, 25:])
     assert np.array_equal(OPERATIONS["Cutout"](image, 1.0, np.array([0.5, 0.5])), ra.cutout(image, 10, 28, 28))
 
 
