@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from google.protobuf.message import DecodeError
+
 from data_tools.sharding.shard import resolve
-from data_tools.vtab.datasets import DATASETS, UNREADABLE
+from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.keys import wrong_counts
 from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
-from data_tools.vtab.readers.files import DatasetFiles, MissingError, sources_of
-from data_tools.vtab.readers.original import Original
+from data_tools.vtab.readers.files import DatasetFiles, Original, sources_of
+from data_tools.vtab.readers.labels import NAMES
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
@@ -19,28 +22,44 @@ from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.commands.data import VtabPrepareConfig
 
 _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
-    "caltech101": image_files.caltech101,
-    "cifar100": arrays.cifar100,
-    "dtd": image_files.dtd,
-    "flowers102": image_files.flowers102,
-    "pets": image_files.pets,
-    "sun397": image_files.sun397,
-    "svhn": arrays.svhn,
-    "patch_camelyon": arrays.patch_camelyon,
-    "eurosat": image_files.eurosat,
-    "resisc45": image_files.resisc45,
-    "retinopathy": image_files.retinopathy,
-    "clevr": image_files.clevr,
-    "dmlab": tfrecords.dmlab,
-    "kitti": image_files.kitti,
-    "dsprites": arrays.dsprites,
-    "smallnorb": arrays.smallnorb,
+    reader.__name__: reader
+    for reader in (
+        image_files.caltech101,
+        arrays.cifar100,
+        image_files.dtd,
+        image_files.flowers102,
+        image_files.pets,
+        image_files.sun397,
+        arrays.svhn,
+        arrays.patch_camelyon,
+        image_files.eurosat,
+        image_files.resisc45,
+        image_files.retinopathy,
+        image_files.clevr,
+        tfrecords.dmlab,
+        image_files.kitti,
+        arrays.dsprites,
+        arrays.smallnorb,
+    )
 }
 
-# Exceptions of readers of text and tables for files that differ from the published ones.
-_NOT_AS_PUBLISHED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
+# Exceptions of readers for files that differ from the published ones.
+_NOT_AS_PUBLISHED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    csv.Error,
+    DecodeError,
+)
 
 Kind = Literal["originals", "tfds", "lists"]
+
+
+class MissingError(UserError):
+    """The data set of a task is missing."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +87,15 @@ def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
     has.
     """
     dataset = DATASETS[task.dataset]
-    looked: list[AnyPath] = []
-    if config.originals:
-        folder = resolve("originals", config.originals) / dataset.name
-        if folder.is_dir() and any(folder.iterdir()):
-            return Origin("originals", folder)
-        looked.append(folder)
-    if config.tfds:
-        folder = resolve("tfds", config.tfds) / dataset.tfds
-        if folder.is_dir():
-            return Origin("tfds", folder)
-        looked.append(folder)
-    if config.lists:
-        folder = resolve("lists", config.lists)
-        if found := lists.find(task, folder):
-            return Origin("lists", found)
-        looked += lists.marks(task, folder)
-    raise MissingError(f"{', '.join(map(str, looked))}: not found, or empty. {sources_of(dataset)}")
+    folders = {"originals": [dataset.name], "tfds": [dataset.tfds], "lists": lists.folders(task)}
+    looked = []
+    for kind in get_args(Kind):
+        for name in folders[kind] if getattr(config, kind) else ():
+            folder = resolve(kind, getattr(config, kind)) / name
+            if folder.is_dir() and any(folder.iterdir()):
+                return Origin(kind, folder)
+            looked.append(str(folder))
+    raise MissingError(f"{', '.join(looked)}: not found, or empty. {sources_of(dataset)}")
 
 
 def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool) -> Original:
@@ -92,38 +103,33 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
 
     published: whether other checksums and numbers of images than the published ones raise UserError.
     """
-    dataset = DATASETS[task.dataset]
-    notes = []
-    if origin.kind == "tfds":
-        original = tfrecords.read(dataset, task, origin.folder)
-    else:
-        files = DatasetFiles(dataset, origin.folder, staging, published)
-        try:
-            original = _READERS[dataset.name](files, task)
-        except UserError:
-            raise
-        except _NOT_AS_PUBLISHED as error:
-            raise UserError(
-                f"{origin.folder}: its files differ from the published ones ({type(error).__name__}: {error})."
-            ) from error
-        if published and files.unchecked:
-            notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
-    if published:
-        _check_counts(task, original, origin.folder)
-    else:
-        notes.append("published=false: checksums and numbers of images were not compared")
-    return replace(original, notes=[*original.notes, *notes])
-
-
-def _check_counts(task: Task, original: Original, folder: AnyPath) -> None:
-    for pool, expected in DATASETS[task.dataset].counts.items():
-        keys = original.pools[pool].keys
-        if len(keys) - (UNREADABLE in keys) != expected:
-            raise UserError(
-                f"{folder} has {counted(len(keys), 'image')} of {pool!r}, but {expected:,} were published. Is a file"
-                " missing? (published=false uses the files as they are; the scores are then not those of VTAB.)"
-            )
-    if len(original.classes) != task.num_classes:
+    unchecked: list[str] = []
+    try:
+        if origin.kind == "tfds":
+            original = tfrecords.read(task, origin.folder)
+        else:
+            files = DatasetFiles(DATASETS[task.dataset], origin.folder, staging, published)
+            original, unchecked = _READERS[task.dataset](files, task), files.unchecked
+    except UserError:
+        raise
+    except _NOT_AS_PUBLISHED as error:
         raise UserError(
-            f"{folder} has {counted(len(original.classes), 'class')}, but {task.title} has {task.num_classes}."
-        )
+            f"{origin.folder}: its files differ from the published ones ({type(error).__name__}: {error})."
+        ) from error
+    classes = NAMES.get(task.name) or original.classes or [str(label) for label in range(task.num_classes)]
+    notes = [*original.notes]
+    if not published:
+        notes.append("published=false: checksums and numbers of images were not compared")
+    elif unchecked:
+        notes.append(f"without a published checksum, or unpacked: {', '.join(unchecked)}")
+    if published:
+        for problem in wrong_counts(task.dataset, {name: pool.keys for name, pool in original.pools.items()}):
+            raise UserError(
+                f"{origin.folder} {problem}. Is a file missing? (published=false uses the files as they are; the scores"
+                " are then not those of VTAB.)"
+            )
+        if len(classes) != task.num_classes:
+            raise UserError(
+                f"{origin.folder} has {counted(len(classes), 'class')}, but {task.title} has {task.num_classes}."
+            )
+    return replace(original, classes=classes, notes=notes)

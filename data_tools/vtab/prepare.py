@@ -6,28 +6,30 @@ keys.parquet, beside the manifest, has pool, key and label of every sample from 
 """
 
 import functools
+import itertools
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from data_tools.sharding import shard
+from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import KEYS_FILE, digest, key_table
-from data_tools.vtab.origin import Origin, find_origin, given, read_original
+from data_tools.vtab.keys import KEYS_FILE, as_recorded, digest, key_table, read_about
+from data_tools.vtab.origin import MissingError, Origin, find_origin, given, read_original
 from data_tools.vtab.prove import prove
 from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
-from data_tools.vtab.readers.files import MissingError
-from data_tools.vtab.readers.original import Original, places_of
-from data_tools.vtab.recorded import as_recorded, read_about
+from data_tools.vtab.readers.files import FileLocation, Original, Pool
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.atomic import replacing
+from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.settings.commands.data import ShardConfig, VtabPrepareConfig
 
@@ -47,22 +49,21 @@ def run(config: VtabPrepareConfig) -> None:
     ready, missing, failed = [], {}, {}
     for task in tasks:
         try:
-            try:
-                origin = find_origin(task, config)
-            except MissingError as error:
-                # The original files are large and may have been deleted.
-                if _is_made(task, _folder(task, config)):
-                    ready.append(f"{task.name} (made before)")
-                else:
-                    missing[task.name] = str(error)
-                continue
+            is_made = _is_made(task, _folder(task, config))
+            origin = find_origin(task, config)
             print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
             _make(task, origin, config)
             ready.append(task.name)
+        except MissingError as error:
+            if is_made:  # The original files are large and may have been deleted.
+                ready.append(f"{task.name} (made before)")
+            else:
+                missing[task.name] = str(error)
+                print(f"missing: {task.name}: {error}")
         except UserError as error:
             failed[task.name] = str(error)
             print(f"failed: {task.name}: {error}", file=sys.stderr, flush=True)
-    _report(ready, missing)
+    print(f"{len(ready)} of {counted(len(TASKS), 'task')} are ready: {', '.join(ready) or 'none'}", flush=True)
     wrong = failed | (missing if config.tasks else {})
     if wrong:
         few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
@@ -124,42 +125,35 @@ def _list(
 def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:
     chosen = choose(DATASETS[task.dataset], {name: pool.keys for name, pool in original.pools.items()})
     collector = Collector(source, splits, by_folders=False, classes=original.classes)
-    places = {
-        name: places_of(pool, np.concatenate(wanted), staging / f"{name}.images")
-        for name, pool in original.pools.items()
-        if (wanted := [rows[name] for rows in chosen.values() if name in rows])
-    }
     containers: dict[str, int] = {"": -1}
-    for split, pools in chosen.items():
-        for name, rows in pools.items():
-            pool = original.pools[name]
-            for row in rows.tolist():
-                place = places[name][row]
+    for name, pool in original.pools.items():
+        wanted = {split: pools[name].tolist() for split, pools in chosen.items() if name in pools}
+        places = _places(pool, sorted({*itertools.chain(*wanted.values())}), staging / f"{name}.images")
+        for split, rows in wanted.items():
+            for row in rows:
+                place, label = places[row], int(pool.labels[row])
                 if place.archive not in containers:
                     containers[place.archive] = collector.add_container(to_path(place.archive), 0)
-                label = int(pool.labels[row])
                 if not 0 <= label < len(original.classes):
                     raise UserError(
                         f"{source}: {pool.keys[row]} has label {label} of {counted(len(original.classes), 'class')}."
                     )
-                collector.sample(
-                    split,
-                    shard_key(name, pool.keys[row]),
-                    [original.classes[label]],
-                    place.name,
-                    containers[place.archive],
-                    place.offset,
-                    place.size,
-                    place.packed,
-                )
+                key, container = shard_key(name, pool.keys[row]), containers[place.archive]
+                collector.sample(split, key, [original.classes[label]], place.name, container, *place[2:])
     table = key_table(original.pools)
     convert = original.convert or as_stored
     return replace(collector.finish(), convert=convert, extra_tables={KEYS_FILE: table})
 
 
-def _report(ready: list[str], missing: dict[str, str]) -> None:
-    for name, where in missing.items():
-        print(f"missing: {name}: {where}")
-    print(
-        f"{len(ready)} of {counted(len(TASKS), 'task')} are ready{': ' if ready else ''}{', '.join(ready)}", flush=True
-    )
+def _places(pool: Pool, rows: list[int], staged: AnyPath) -> Mapping[int, FileLocation]:
+    """Returns row -> place of its image file. staged: file to which pixel arrays are written, as concatenated PNGs."""
+    if isinstance(pool.images, list):
+        return {row: pool.images[row] for row in rows}
+    make_folder(staged.parent)
+    places, offset = {}, 0
+    with replacing(staged) as file:
+        for row, pixels in zip(rows, pool.images(np.array(rows), len(pool.keys)), strict=True):
+            size = file.write(png(pixels))
+            places[row] = FileLocation(f"image {row}", str(staged), offset, size)
+            offset += size
+    return places

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from data_tools.vtab.datasets import DataSet
+from data_tools.vtab.datasets import DataSet, PoolSlice
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.loading.decode import EXTENSIONS
@@ -33,31 +33,30 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
 
     Raises UserError for a missing pool, a duplicate key, or too few samples.
     """
-    parts = {"train800": ("train", 0, NUM_TRAIN)}
-    for split, part, count in (("val200", dataset.val, NUM_VAL), ("test", dataset.test, None)):
+    slices = {
+        "train800": (PoolSlice("train"), NUM_TRAIN),
+        "val200": (dataset.val, NUM_VAL),
+        "test": (dataset.test, None),
+    }
+    parts = {}
+    for split, (part, count) in slices.items():
         if part.pool not in pools:
             raise UserError(f"{dataset.name}: there are no samples of {part.pool!r}.")
         start = part.start(len(pools[part.pool]))
-        parts[split] = (part.pool, start, start + count if count else len(pools[part.pool]))
-    _check_room(dataset.name, parts, pools)
+        parts[split] = part.pool, start, start + count if count else len(pools[part.pool])
+    for pool, keys in pools.items():
+        places = [place for of, start, end in parts.values() if of == pool for place in range(start, end)]
+        is_inside = bool(places) and max(places) < len(keys)
+        if not is_inside or len(set(places)) < len(places) or len(set(keys)) < len(keys):
+            raise UserError(
+                f"{dataset.name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of"
+                " their own, are too few for its splits."
+            )
     orders = {pool: hashed_order(pool, keys) for pool, keys in pools.items()}
     rows = {split: {pool: orders[pool][start:end]} for split, (pool, start, end) in parts.items()}
     both = [*rows["train800"].items(), *rows["val200"].items()]
     union = {pool: np.concatenate([chosen for name, chosen in both if name == pool]) for pool, _ in both}
     return {split: union if split == "train800val200" else rows[split] for split in SPLITS}
-
-
-def _check_room(name: str, parts: dict[str, tuple[str, int, int]], pools: Mapping[str, Sequence[str]]) -> None:
-    """Check that the parts lie inside their pools without overlap, and that keys are unique."""
-    for pool, keys in pools.items():
-        inside = sorted((start, end) for other, start, end in parts.values() if other == pool)
-        limits = [*(start for start, _ in inside[1:]), len(keys)]
-        fit = all(start < end <= limit for (start, end), limit in zip(inside, limits, strict=False))
-        if len(set(keys)) != len(keys) or not fit:
-            raise UserError(
-                f"{name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of their"
-                " own, are too few for its splits."
-            )
 
 
 def shard_key(pool: str, key: str) -> str:

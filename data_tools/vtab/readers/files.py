@@ -1,11 +1,16 @@
-"""The files of a source data set: in its folder, and in its archives, from which they are read without unpacking."""
+"""The files of a source data set, in its folder and in its archives, from which they are read without unpacking; and
+what readers make of them: pools of samples with keys, labels and images.
+"""
 
 import functools
 import hashlib
 import itertools
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from data_tools.progress import reading
 from data_tools.sources import Reader
@@ -18,8 +23,8 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-# Other archives with the same files.
-_ALSO = {"caltech101": ["101_ObjectCategories.tar.gz"]}
+# The archive inside of Caltech101's, which was published by itself before.
+_INNER = "101_ObjectCategories.tar.gz"
 _BLOCK = 2**24
 
 
@@ -35,8 +40,34 @@ class FileLocation(NamedTuple):
     packed: int = 0
 
 
-class MissingError(UserError):
-    """A data set, or one of its files, is missing."""
+# Reads some rows, in ascending order, of an array of as many images as there are labels: yields the pixels of each,
+# uint8 (H, W) or (H, W, 3).
+Pixels = Callable[[np.ndarray, int], Iterator[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All samples of a split of tensorflow_datasets. keys: n, as hashed there. labels: (n,) int64, of the task.
+
+    images: places of n image files; or, for pixel arrays, a function that reads some of them.
+    """
+
+    keys: list[str]
+    labels: np.ndarray
+    images: list[FileLocation] | Pixels
+
+
+@dataclass(frozen=True)
+class Original:
+    """The samples of a task. pools: by name. classes: names, by label; none if they are the task's (labels.py).
+
+    notes: differences from the official data. convert: see `Listing`.
+    """
+
+    pools: dict[str, Pool]
+    classes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    convert: Callable[[bytes], bytes] | None = None
 
 
 class DatasetFiles:
@@ -48,28 +79,26 @@ class DatasetFiles:
 
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
         self.dataset, self.folder, self._staging = dataset, folder, staging
-        self._own = {name: (path, size) for path, size, _ in walk_files(folder) if (name := name_inside(path, folder))}
+        own = {name: (path, size) for path, size, _ in walk_files(folder) if (name := name_inside(path, folder))}
         files, other = dataset.files, dataset.alternative
-        if other and other.name in self._own and files[0].name not in self._own:
+        if other and other.name in own and files[0].name not in own:
             files = (other,)
-        known = [*(file.name for file in files), *_ALSO.get(dataset.name, [])]
-        archives = [self._own[name][0] for name in known if name.endswith(_ARCHIVES) and name in self._own]
-        if check:
-            for file in files:
-                if file.name in self._own:
-                    _check(self._own[file.name][0], file)
-        self.unchecked = [file.name for file in files if not file.sha256 or file.name not in self._own]
+        for file in files:
+            if check and file.name in own:
+                _check(own[file.name][0], file)
+        self.unchecked = [file.name for file in files if not file.sha256 or file.name not in own]
         self._places: dict[str, FileLocation] = {}
-        for path in archives:
-            with archive.damage_named(path, Exception):
-                for place in self._members(path):
-                    self._places.setdefault(place.name, place)
-        for name, (_, size) in self._own.items():
+        for name in [*(file.name for file in files), _INNER]:
+            if name in own and name.endswith(_ARCHIVES):
+                with archive.damage_named(own[name][0], Exception):
+                    for place in self._members(own[name][0]):
+                        self._places.setdefault(place.name, place)
+        for name, (_, size) in own.items():
             self._places.setdefault(name, FileLocation(name, "", 0, size))
 
     def below(self, *folders: str) -> dict[str, FileLocation]:
         """Returns name inside the folder -> place, for all files in folders of these names at any depth. Raises
-        MissingError.
+        UserError.
         """
         found: dict[str, FileLocation] = {}
         for folder, (name, place) in itertools.product(folders, self._places.items()):
@@ -81,7 +110,7 @@ class DatasetFiles:
         return dict(sorted(found.items()))
 
     def beginning(self, start: str) -> list[FileLocation]:
-        """Returns all files whose name, without folders, begins with start, sorted. Raises MissingError if there are
+        """Returns all files whose name, without folders, begins with start, sorted. Raises UserError if there are
         none.
         """
         found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
@@ -93,26 +122,29 @@ class DatasetFiles:
         """Returns the file whose path ends in this name, or None."""
         return next((place for other, place in self._places.items() if f"/{other}".endswith(f"/{name}")), None)
 
-    def text(self, name: str) -> str:
-        """Returns the text of the file of this name. Raises MissingError."""
-        place = self.find(name)
-        if place is None:
+    def place(self, name: str) -> FileLocation:
+        """Like `find`, but raises UserError."""
+        if (place := self.find(name)) is None:
             raise self.missing(name)
-        return self.read([place])[0].decode()
+        return place
+
+    def text(self, name: str) -> str:
+        """Returns the text of the file of this name. Raises UserError."""
+        return self.read([self.place(name)])[0].decode()
 
     def read(self, places: Iterable[FileLocation]) -> list[bytes]:
         """Returns the bytes of each file. Raises UserError for one that cannot be read."""
+        found = []
         with Reader() as reader:
-            return [self._read(reader, place) for place in places]
-
-    def _read(self, reader: Reader, place: FileLocation) -> bytes:
-        try:
-            return reader.read(place.archive or str(self.folder / place.name), *place[2:])
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.folder}: {place.name} cannot be read ({error}). Fetch it again.") from None
+            for place in places:
+                try:
+                    found.append(reader.read(place.archive or str(self.folder / place.name), *place[2:]))
+                except (OSError, ValueError) as error:
+                    raise UserError(f"{self.folder}: {place.name} cannot be read ({error}). Fetch it again.") from None
+        return found
 
     def plain(self, name: str) -> AnyPath:
-        """Returns the path of a file for random access, of an unpacked copy for <name>.gz. Raises MissingError."""
+        """Returns the path of a file for random access, of an unpacked copy for <name>.gz. Raises UserError."""
         place = self.find(name)
         if place is not None and not place.archive:
             return self.folder / place.name
@@ -121,9 +153,9 @@ class DatasetFiles:
             raise self.missing(name)
         return archive.unpack(self.folder / packed.name, "gzip", self._staging)
 
-    def missing(self, what: str) -> MissingError:
+    def missing(self, what: str) -> UserError:
         """Returns an error that names the sources of the data set."""
-        return MissingError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
+        return UserError(f"{self.folder}: {what} is missing. {sources_of(self.dataset)}")
 
     def _members(self, path: AnyPath) -> Iterable[FileLocation]:
         plain = archive.plain_path(path, self._staging)
@@ -131,20 +163,13 @@ class DatasetFiles:
             if member.fault and member.is_file:
                 raise tarfile.ReadError(f"{printable(member.name)}: {member.fault}")
             place = FileLocation(member.name.removeprefix("./"), str(plain), member.offset, member.size, member.packed)
-            inner = place.name.rpartition("/")[2]
-            if member.packed and inner in _ALSO.get(self.dataset.name, []) and not is_hidden(place.name):
-                yield from self._members(self._unpacked(path, place, inner))
+            if place.name.rpartition("/")[2] == _INNER and not is_hidden(place.name):
+                inner = archive.staged_path(path, self._staging, f".{_INNER}")
+                with replacing(inner) as file:
+                    file.write(self.read([place])[0])
+                yield from self._members(inner)
             elif member.is_file:
                 yield place
-
-    def _unpacked(self, path: AnyPath, place: FileLocation, name: str) -> AnyPath:
-        """Extract an archive of this name from a zip; returns its path."""
-        inner = archive.staged_path(path, self._staging, f".{name}")
-        if not inner.exists():
-            (content,) = self.read([place])
-            with replacing(inner) as file:
-                file.write(content)
-        return inner
 
 
 def sources_of(dataset: DataSet) -> str:

@@ -4,39 +4,43 @@ data/*.py).
 Distances are compared as float32, as tensorflow_datasets stores them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-COUNTS = [str(count) for count in range(3, 11)]
-DEPTHS = ["0-8", "8-8.5", "8.5-9", "9-9.5", "9.5-10", "10-100"]
-DISTANCES = ["0-8 m", "8-20 m", "20-999 m", "none"]
-LOCATIONS = [f"x {first}-{first + 1}" for first in range(0, 32, 2)]
-ORIENTATIONS = [str(number) for number in range(16)]
-AZIMUTHS = [f"{degrees} degrees" for degrees in range(0, 360, 20)]
-ELEVATIONS = [f"{degrees} degrees" for degrees in range(30, 75, 5)]
+# Names of classes, by task, where the files have none.
+NAMES = {
+    "clevr_count": [str(count) for count in range(3, 11)],
+    "clevr_distance": ["0-8", "8-8.5", "8.5-9", "9-9.5", "9.5-10", "10-100"],
+    "kitti_distance": ["0-8 m", "8-20 m", "20-999 m", "none"],
+    "dsprites_location": [f"x {first}-{first + 1}" for first in range(0, 32, 2)],
+    "dsprites_orientation": [str(number) for number in range(16)],
+    "smallnorb_azimuth": [f"{degrees} degrees" for degrees in range(0, 360, 20)],
+    "smallnorb_elevation": [f"{degrees} degrees" for degrees in range(30, 75, 5)],
+}
 
 # Lower ends of the bins, exclusive.
 _DEPTH_BINS = np.array([0, 8, 8.5, 9, 9.5, 10], np.float32)
 _DISTANCE_BINS = np.array([-100, 8, 20, 999], np.float32)
-_NO_VEHICLE = np.float32(1000)
+_NO_VEHICLE = 1000.0
 # KITTI's object types are Car, Van, Truck, Pedestrian, ...: the first three are vehicles.
 VEHICLES = ("Car", "Van", "Truck")
 
 
-def clevr_count(num_objects: int) -> int:
-    """3 to 10 objects are labels 0 to 7."""
-    return num_objects - 3
+def clevr_count(depths: Sequence[float]) -> int:
+    """3 to 10 objects are labels 0 to 7. depths: as of `clevr_distance`."""
+    return len(depths) - 3
 
 
-def clevr_distance(depths: Iterable[float]) -> int:
+def clevr_distance(depths: Sequence[float]) -> int:
     """Bin of the nearest object. depths: third pixel coordinate of each object."""
-    return _bin(min(np.float32(depth) for depth in depths), _DEPTH_BINS)
+    return _bin(min(depths), _DEPTH_BINS)
 
 
-def kitti_distance(distances: Iterable[float]) -> int:
+def kitti_distance(distances: Sequence[float]) -> int:
     """Bin of the nearest vehicle; the last bin if there is none. distances: z of cars, vans and trucks, in metres."""
-    return _bin(min([np.float32(distance) for distance in distances] + [_NO_VEHICLE]), _DISTANCE_BINS)
+    return _bin(min([*distances, _NO_VEHICLE]), _DISTANCE_BINS)
 
 
 def dsprites_location(x_position: np.ndarray) -> np.ndarray:
@@ -49,5 +53,12 @@ def dsprites_orientation(orientation: np.ndarray) -> np.ndarray:
     return np.floor(orientation / 2.5).astype(np.int64)
 
 
-def _bin(distance: np.float32, lower_ends: np.ndarray) -> int:
-    return int(np.searchsorted(lower_ends, distance, side="left")) - 1
+# Task -> its label from the annotations of an image (or, of dSprites, of all images).
+RULES: dict[str, Callable[[Any], Any]] = {
+    rule.__name__: rule
+    for rule in (clevr_count, clevr_distance, kitti_distance, dsprites_location, dsprites_orientation)
+}
+
+
+def _bin(distance: float, lower_ends: np.ndarray) -> int:
+    return int(np.searchsorted(lower_ends, np.float32(distance), side="left")) - 1

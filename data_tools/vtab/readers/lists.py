@@ -5,6 +5,8 @@ They were exported from tensorflow_datasets (NOAH/get_vtab1k.py and its derivati
 named by number. Without the original keys, the splits cannot be proved.
 """
 
+from collections.abc import Container
+
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.base.errors import UserError
@@ -31,52 +33,44 @@ _FOLDERS = {
 _UNION = "train800val200"
 
 
-def find(task: Task, lists: AnyPath) -> AnyPath | None:
-    """Returns the folder of a task, or None."""
-    return next((mark.parent for mark in marks(task, lists) if mark.is_file()), None)
-
-
-def marks(task: Task, lists: AnyPath) -> list[AnyPath]:
-    """Returns the files of which one must exist."""
-    return [lists / name / "test.txt" for name in _FOLDERS.get(task.name, [task.name])]
+def folders(task: Task) -> list[str]:
+    """Returns the names that the folder of a task may have."""
+    return _FOLDERS.get(task.name, [task.name])
 
 
 def listing(task: Task, folder: AnyPath, check: bool) -> Listing:
     """List all samples. check: raise UserError for other numbers of images than those of VTAB."""
-    rows = {split: _read(folder / f"{split}.txt") for split in SPLITS if (folder / f"{split}.txt").is_file()}
-    if missing := [split for split in ("train800", "val200", "test") if split not in rows]:
-        raise UserError(f"{folder} has no {', '.join(f'{split}.txt' for split in missing)}.")
+    files = {name_inside(path, folder): (size, mtime) for path, size, mtime in walk_files(folder)}
+    rows = {
+        split: _read(folder / f"{split}.txt", files, task.num_classes)
+        for split in SPLITS
+        if split != _UNION or f"{split}.txt" in files
+    }
     union = [*rows["train800"], *rows["val200"]]
     if sorted(label for _, label in rows.setdefault(_UNION, union)) != sorted(label for _, label in union):
         raise UserError(f"{folder}: {_UNION}.txt has other labels than train800.txt and val200.txt together.")
-    if check:
-        _check_counts(task, folder, rows)
-    files = {name_inside(path, folder): (size, mtime) for path, size, mtime in walk_files(folder)}
     collector = Collector(folder, dict.fromkeys(SPLITS, ""), by_folders=False)
     collector.classes = [str(label) for label in range(task.num_classes)]
-    for split in SPLITS:
+    for split, count in zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True):
+        if check and len(rows[split]) != count:
+            raise UserError(f"{folder}: {split}.txt has {counted(len(rows[split]), 'image')}, but VTAB has {count:,}.")
         for name, label in rows[split]:
-            if name not in files:
-                raise UserError(f"{folder}: {split}.txt names {name}, which is missing.")
-            if not 0 <= label < task.num_classes:
-                raise UserError(f"{folder}: {split}.txt gives {name} label {label} of {task.num_classes} classes.")
             size, mtime = files[name]
             collector.sample(split, name.rpartition(".")[0], [str(label)], name, -1, 0, size, mtime=mtime)
     return collector.finish()
 
 
-def _read(path: AnyPath) -> list[tuple[str, int]]:
+def _read(path: AnyPath, files: Container[str | None], num_classes: int) -> list[tuple[str, int]]:
+    if not path.is_file():
+        raise UserError(f"{path} is missing.")
     rows = []
     for line in read_bytes(path).decode(errors="replace").splitlines():
         name, _, text = line.strip().rpartition(" ")
-        if not name or (label := whole_number(text)) is None:
-            raise UserError(f"{path}: {line!r} is not of the form 'images/train800/000000.jpg 12'.")
+        label = whole_number(text)
+        if name not in files or label is None or not 0 <= label < num_classes:
+            raise UserError(
+                f"{path}: {line!r} is not an existing file and its label, below {num_classes}, such as"
+                " 'images/train800/000000.jpg 12'."
+            )
         rows.append((name, label))
     return rows
-
-
-def _check_counts(task: Task, folder: AnyPath, rows: dict[str, list[tuple[str, int]]]) -> None:
-    expected = dict(zip(SPLITS, (NUM_TRAIN, NUM_VAL, NUM_TRAIN + NUM_VAL, task.num_test), strict=True))
-    for split, count in expected.items():
-        if len(rows[split]) != count:
-            raise UserError(f"{folder}: {split}.txt has {counted(len(rows[split]), 'image')}, but VTAB has {count:,}.")

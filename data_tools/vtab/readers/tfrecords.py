@@ -1,4 +1,8 @@
-"""Reads TFRecord files: DMLab as published, and any data set as prepared by tensorflow_datasets.
+"""Reads TFRecord files of tf.train.Example without TensorFlow: DMLab as published, and any data set as prepared by
+tensorflow_datasets.
+
+A file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
+little-endian. An Example is a protocol buffer: a map from names to lists of bytes, floats or int64s.
 
 Prepared files are named <name>/<version>/<name>-<split>.tfrecord-00000-of-00016. Their records are in the order of the
 hash, so each key is checked against its position; in versions without keys (which are numbers), the position gives the
@@ -6,17 +10,19 @@ key. Images are read by offset, as they are except for dSprites'.
 """
 
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google_crc32c import value as crc32c
 
-from data_tools.vtab.datasets import DataSet
-from data_tools.vtab.readers import convert, labels
-from data_tools.vtab.readers.examples import Example, records
-from data_tools.vtab.readers.files import DatasetFiles, FileLocation, MissingError, sources_of
-from data_tools.vtab.readers.original import Original, Pool
+from data_tools.vtab.datasets import DATASETS
+from data_tools.vtab.readers import convert
+from data_tools.vtab.readers.files import DatasetFiles, FileLocation, Original, Pool, sources_of
+from data_tools.vtab.readers.labels import RULES, VEHICLES
 from data_tools.vtab.split import hashed_order
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -25,13 +31,20 @@ from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.experiment.vtab_tasks import Task
 
-# Returns the key of a record, given the class names of the data set; None if the record has no key.
-Key = Callable[[Example, list[str]], str | None]
-Label = Callable[[Example], int]
-
+# Features of which a record has one: the name that is its key, or is in it.
+_NAMES = ("file_name", "image/file_name", "filename", "name", "id")
+# Data sets whose keys are numbers, which the feature id has with other text: train_00012 or 000012.
+_NUMBERED = ("cifar100", "svhn", "dsprites", "smallnorb")
 # Folders of Caltech101 whose name is not in lower case, by the name of their class.
 _CALTECH_FOLDERS = {
     name.lower(): name for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "Leopards", "Motorbikes")
+}
+# Tasks whose label is not the feature `label`.
+_LABELS = {
+    "dsprites_location": "label_x_position",
+    "dsprites_orientation": "label_orientation",
+    "smallnorb_azimuth": "label_azimuth",
+    "smallnorb_elevation": "label_elevation",
 }
 
 
@@ -42,24 +55,25 @@ def dmlab(files: DatasetFiles, task: Task) -> Original:
         samples = []
         for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
             path = to_path(shard.archive) if shard.archive else files.folder / shard.name
-            samples += _samples(path, shard.offset, shard.size, shard.name, _KEYS["dmlab"], [], _label)
+            samples += _samples(path, shard.offset, shard.size, shard.name, task, [])
         pools[pool] = _pool(samples, [str(key) for key, *_ in samples])
-    return Original([str(number) for number in range(task.num_classes)], pools)
+    return Original(pools)
 
 
-def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
+def read(task: Task, versions: AnyPath) -> Original:
     """Read all records of a prepared data set. versions: its folder, which contains the versions.
 
-    Raises MissingError if the right version is missing, UserError if it is damaged.
+    Raises UserError if the right version is missing or damaged.
     """
-    folder, notes = _version(dataset, versions)
-    names = _label_names(folder)
+    dataset = DATASETS[task.dataset]
+    folder, notes = _version(task, versions)
+    names = folder / "label.labels.txt"
+    classes = read_bytes(names).decode(errors="replace").split("\n")[:-1] if names.is_file() else []
     pools = {}
     for pool in dataset.counts:
         samples = []
         for path, expected in _shards(folder, dataset.tfds.partition("/")[0], pool):
-            label_of = _LABELS.get(task.name, _label)
-            found = _samples(path, 0, file_size(path), path.name, _KEYS[dataset.name], names, label_of)
+            found = _samples(path, 0, file_size(path), path.name, task, classes)
             samples += found
             if len(found) != expected:
                 raise UserError(f"{path} has {counted(len(found), 'record')}, but dataset_info.json says {expected:,}.")
@@ -68,7 +82,19 @@ def read(dataset: DataSet, task: Task, versions: AnyPath) -> Original:
             # Notes are part of dataset.json: their text must not change.
             notes.append(f"the records of {pool!r} have no keys in this version: they are told by the records' order")
         pools[pool] = _pool(samples, _checked(keys, pool, folder))
-    return Original(_class_names(task, names), pools, notes, convert.dsprites if dataset.name == "dsprites" else None)
+    return Original(pools, classes, notes, convert.dsprites if task.dataset == "dsprites" else None)
+
+
+def _version(task: Task, folder: AnyPath) -> tuple[AnyPath, list[str]]:
+    """Returns (newest version with the major number of the official task, else of a later one; notes). Raises
+    UserError.
+    """
+    dataset, later = DATASETS[task.dataset], DATASETS[task.dataset].tfds_later
+    for major, notes in [(dataset.tfds_major, list[str]()), *([(later.major, [later.note])] if later else [])]:
+        found = [path for path in folder.iterdir() if re.fullmatch(rf"{major}\.\d+\.\d+", path.name)]
+        if found:
+            return max(found, key=lambda path: [*map(int, path.name.split("."))]), notes
+    raise UserError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
 
 
 @dataclass(frozen=True)
@@ -84,58 +110,17 @@ class _DatasetInfo:
     splits: list[_SplitInfo]
 
 
-def _samples(
-    path: AnyPath, start: int, size: int, name: str, key_of: Key, names: list[str], label_of: Label
-) -> list[tuple[str | None, int, FileLocation]]:
-    """(key, label, place of the image) of all records of the file at path[start : start + size]."""
-    found = []
-    with path.open("rb") as file:
-        for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
-            where = f"{name}, record {number}"
-            try:
-                example = Example(data)
-                image = example.bytes("image")
-                place = FileLocation(where, str(path), offset + data.find(image), len(image))
-                found.append((key_of(example, names), label_of(example), place))
-            except (DecodeError, ValueError, IndexError) as error:
-                raise UserError(f"{path}: {where} does not have the expected features ({error}).") from None
-    return found
-
-
-def _pool(samples: list[tuple[str | None, int, FileLocation]], keys: list[str]) -> Pool:
-    return Pool(keys, np.array([label for _, label, _ in samples], np.int64), [place for *_, place in samples])
-
-
-def _version(dataset: DataSet, folder: AnyPath) -> tuple[AnyPath, list[str]]:
-    """Returns (newest version with the major number of the official task, else of a later one; notes). Raises
-    MissingError.
-    """
-    later = [(dataset.tfds_later.major, [dataset.tfds_later.note])] if dataset.tfds_later else []
-    paths: list[AnyPath] = [*folder.iterdir()] if folder.is_dir() else []
-    for major, notes in [(dataset.tfds_major, list[str]()), *later]:
-        pattern = re.compile(rf"{major}\.(\d+)\.(\d+)")
-        found = {tuple(map(int, match.groups())): path for path in paths if (match := pattern.fullmatch(path.name))}
-        if found:
-            return found[max(found)], notes
-    raise MissingError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
-
-
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
-    where = f"{folder}/dataset_info.json"
-    info = json_record.parse(read_bytes(folder / "dataset_info.json"), _DatasetInfo, where)
-    try:
-        counts = [int(length) for split in info.splits if split.name == pool for length in split.shardLengths]
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
+    path = folder / "dataset_info.json"
+    info = json_record.parse(read_bytes(path), _DatasetInfo, str(path))
+    counts = [int(length) for split in info.splits if split.name == pool for length in split.shardLengths]
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")
-    total = len(counts)
-    shards = [(folder / f"{name}-{pool}.tfrecord-{n:05d}-of-{total:05d}", count) for n, count in enumerate(counts)]
-    for path, _ in shards:
-        if not path.is_file():
-            raise UserError(f"{path} is missing. Prepare {name} again.")
-    return shards
+    files = [folder / f"{name}-{pool}.tfrecord-{n:05d}-of-{len(counts):05d}" for n in range(len(counts))]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]} is missing. Prepare {name} again.")
+    return [*zip(files, counts, strict=True)]
 
 
 def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
@@ -154,80 +139,135 @@ def _checked(keys: list[str | None], pool: str, folder: AnyPath) -> list[str]:
     return known
 
 
-def _label_names(folder: AnyPath) -> list[str]:
-    path = folder / "label.labels.txt"
-    return read_bytes(path).decode(errors="replace").split("\n")[:-1] if path.is_file() else []
+def _pool(samples: list[tuple[str | None, int, FileLocation]], keys: list[str]) -> Pool:
+    return Pool(keys, np.array([label for _, label, _ in samples], np.int64), [place for *_, place in samples])
 
 
-def _class_names(task: Task, names: list[str]) -> list[str]:
-    return _NAMES.get(task.name) or names or [str(number) for number in range(task.num_classes)]
+# ---------------------------------------------------------------------- records
+def _samples(
+    path: AnyPath, start: int, size: int, name: str, task: Task, classes: list[str]
+) -> list[tuple[str | None, int, FileLocation]]:
+    """(key, label, place of the image) of all records of the file at path[start : start + size]."""
+    found = []
+    with path.open("rb") as file:
+        for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
+            example = Example(data)
+            image = example.bytes("image")
+            place = FileLocation(f"{name}, record {number}", str(path), offset + data.find(image), len(image))
+            found.append((_key(example, task.dataset, classes), _label(example, task), place))
+    return found
 
 
-def _feature(name: str) -> Key:
-    return lambda example, names: example.text(name)
+def _key(example: "Example", dataset: str, classes: list[str]) -> str | None:
+    """Returns the key of a record; None if it has none."""
+    if dataset in _NUMBERED:
+        return str(int(example.text("id").rpartition("_")[2])) if "id" in example else None
+    (name,) = (example.text(feature) for feature in _NAMES if feature in example)
+    if dataset == "caltech101":
+        folder = classes[example.integer("label")]
+        return f"{_CALTECH_FOLDERS.get(folder, folder)}/{name}"
+    # AnnualCrop_1.jpg -> AnnualCrop_AnnualCrop_1.jpg
+    return f"{name.rpartition('_')[0]}_{name}" if dataset in ("eurosat", "resisc45") else name
 
 
-def _number(example: Example, names: list[str]) -> str | None:
-    """Returns the number in train_00012 or 000012; None for versions without ids."""
-    return str(int(example.text("id").rpartition("_")[2])) if "id" in example else None
+def _label(example: "Example", task: Task) -> int:
+    value: Any
+    if task.dataset == "clevr":
+        value = example.list("objects/pixel_coords")[2::3]
+    elif task.dataset == "kitti":  # z of each object of type Car, Van or Truck (0, 1 and 2).
+        value = example.list("objects/location")[2::3][example.list("objects/type") < len(VEHICLES)]
+    else:
+        value = example.integer(_LABELS.get(task.name, "label"))
+    return int(RULES[task.name](value)) if task.name in RULES else value
 
 
-def _caltech(example: Example, names: list[str]) -> str:
-    name = names[example.integer("label")]
-    return f"{_CALTECH_FOLDERS.get(name, name)}/{example.text('image/file_name')}"
+_MASK_DELTA = 0xA282EAD8
+# tensorflow/core/example/{example,feature}.proto
+_PROTO = """
+    name: "example.proto" package: "tf" syntax: "proto3"
+    message_type { name: "BytesList" field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+    message_type { name: "FloatList" field { name: "value" number: 1 type: TYPE_FLOAT label: LABEL_REPEATED } }
+    message_type { name: "Int64List" field { name: "value" number: 1 type: TYPE_INT64 label: LABEL_REPEATED } }
+    message_type {
+        name: "Feature" oneof_decl { name: "kind" }
+        field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".tf.BytesList" oneof_index: 0 }
+        field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".tf.FloatList" oneof_index: 0 }
+        field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".tf.Int64List" oneof_index: 0 }
+    }
+    message_type {
+        name: "Features"
+        field {
+            name: "feature" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED type_name: ".tf.Features.FeatureEntry"
+        }
+        nested_type {
+            name: "FeatureEntry" options { map_entry: true }
+            field { name: "key" number: 1 type: TYPE_STRING }
+            field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".tf.Feature" }
+        }
+    }
+    message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".tf.Features" } }
+"""
+_POOL = descriptor_pool.DescriptorPool()
+_POOL.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+_EXAMPLE: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("tf.Example"))
 
 
-def _class_and_name(example: Example, names: list[str]) -> str:
-    """AnnualCrop_1.jpg -> AnnualCrop_AnnualCrop_1.jpg"""
-    name = example.text("filename")
-    return f"{name.rpartition('_')[0]}_{name}"
+class Example:
+    """The features of one record, `data`."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises google.protobuf.message.DecodeError if data is not an Example."""
+        self.data = data
+        self._features = _EXAMPLE.FromString(data).features.feature
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._features
+
+    def bytes(self, name: str) -> bytes:
+        """Returns the only bytes value of a feature. Raises ValueError if there is not one."""
+        (value,) = self._features[name].bytes_list.value
+        return value
+
+    def text(self, name: str) -> str:
+        """Returns the only bytes value of a feature, as text."""
+        return self.bytes(name).decode()
+
+    def integer(self, name: str) -> int:
+        """Returns the only int64 of a feature. Raises ValueError if there is not one."""
+        (value,) = self._features[name].int64_list.value
+        return value
+
+    def list(self, name: str) -> np.ndarray:
+        """Returns all numbers of a feature, float32 or int64; none if it is missing, which stands for an empty
+        sequence.
+        """
+        feature = self._features[name]
+        floats = feature.float_list.value
+        return np.array(floats, np.float32) if floats else np.array(feature.int64_list.value, np.int64)
 
 
-_KEYS: dict[str, Key] = {
-    "caltech101": _caltech,
-    "cifar100": _number,
-    "dtd": _feature("file_name"),
-    "flowers102": _feature("file_name"),
-    "pets": _feature("file_name"),
-    "sun397": _feature("file_name"),
-    "svhn": _number,
-    "patch_camelyon": _feature("id"),
-    "eurosat": _class_and_name,
-    "resisc45": _class_and_name,
-    "retinopathy": _feature("name"),
-    "clevr": _feature("file_name"),
-    "dmlab": _feature("filename"),
-    "kitti": _feature("image/file_name"),
-    "dsprites": _number,
-    "smallnorb": _number,
-}
+def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset of the data in the file, data) of every record of the TFRecord file at file[start:end].
+
+    Raises UserError for a truncated record or a wrong checksum. where: name of the file in errors.
+    """
+    file.seek(start)
+    while file.tell() < end:
+        header = file.read(12)
+        offset, length = file.tell(), int.from_bytes(header[:8], "little")
+        is_whole = header[8:] == _masked_crc(header[:8]) and offset + length + 4 <= end
+        data = file.read(length) if is_whole else b""
+        if not is_whole or file.read(4) != _masked_crc(data):
+            raise UserError(
+                f"{where} is damaged in the record at byte {offset - 12 - start:,}. Make or fetch it again."
+            )
+        yield offset, data
+        file.seek(offset + length + 4)
 
 
-def _label(example: Example) -> int:
-    return example.integer("label")
-
-
-def _vehicles(example: Example) -> np.ndarray:
-    """Returns z of each object of type Car, Van or Truck (0, 1 and 2)."""
-    return example.list("objects/location")[2::3][example.list("objects/type") < len(labels.VEHICLES)]
-
-
-# Tasks whose label is not the feature `label`.
-_LABELS: dict[str, Label] = {
-    "clevr_count": lambda example: labels.clevr_count(len(example.list("objects/color"))),
-    "clevr_distance": lambda example: labels.clevr_distance(example.list("objects/pixel_coords")[2::3]),
-    "kitti_distance": lambda example: labels.kitti_distance(_vehicles(example)),
-    "dsprites_location": lambda example: int(labels.dsprites_location(example.list("label_x_position"))[0]),
-    "dsprites_orientation": lambda example: int(labels.dsprites_orientation(example.list("label_orientation"))[0]),
-    "smallnorb_azimuth": lambda example: example.integer("label_azimuth"),
-    "smallnorb_elevation": lambda example: example.integer("label_elevation"),
-}
-_NAMES = {
-    "clevr_count": labels.COUNTS,
-    "clevr_distance": labels.DEPTHS,
-    "kitti_distance": labels.DISTANCES,
-    "dsprites_location": labels.LOCATIONS,
-    "dsprites_orientation": labels.ORIENTATIONS,
-    "smallnorb_azimuth": labels.AZIMUTHS,
-    "smallnorb_elevation": labels.ELEVATIONS,
-}
+def _masked_crc(data: bytes) -> bytes:
+    """The CRC as TFRecord masks it: rotated by 15 bits plus a constant, because CRCs of data that contain CRCs are
+    weak.
+    """
+    crc = crc32c(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)

@@ -17,8 +17,8 @@ from vtab_originals import Truth, example, tfrecord, turned
 
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import Origin, read_original
-from data_tools.vtab.readers import arrays, convert, labels
-from data_tools.vtab.readers.examples import Example, crc32c, records
+from data_tools.vtab.readers import convert, labels
+from data_tools.vtab.readers.tfrecords import Example, crc32c, records
 from data_tools.vtab.split import choose, hashed_order, shard_key
 from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import DecodeError, decode
@@ -60,7 +60,7 @@ def test_golden_splits() -> None:
 )
 def test_golden_orders_of_numbered_images(dataset: str, pool: str, first: list[int]) -> None:
     """The order of tensorflow_datasets, md5(name of the split + number), of as many images as were published."""
-    keys = arrays._numbers(DATASETS[dataset].counts[pool])
+    keys = numbered(**{pool: DATASETS[dataset].counts[pool]})[pool]
     assert hashed_order(pool, keys)[:3].tolist() == first
 
 
