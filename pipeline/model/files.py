@@ -22,7 +22,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, replacing
 from pipeline.base.words import on_one_line
-from pipeline.model.convert.entries import ConfigFiles
+from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
 from pipeline.process.start import rank
 

@@ -25,7 +25,7 @@ from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
 from pipeline.model.channels import with_channels
-from pipeline.model.convert.entries import DecoderFacts, Weights, check_tensors
+from pipeline.model.convert.layouts import DecoderFacts, Weights, check_tensors
 from pipeline.model.convert.mae import DECODER
 from pipeline.model.convert.official import read_npz
 from pipeline.model.convert.preprocessing import SavedPreprocessing

@@ -16,7 +16,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
+from pipeline.objectives.objective import Inputs, Objective
 from pipeline.settings.run import RunConfig
 
 # Number of classes that top-5 accuracy looks at.
@@ -71,10 +71,10 @@ class Classification(Objective):
         images, own = mix_images(images, valid, mixing)
         return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
 
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = self.backbone(views[0])
-        found = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
-        return mean_of_valid(found, facts["valid"]), {}
+    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+        return losses(
+            self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own")
+        )
 
 
 def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:

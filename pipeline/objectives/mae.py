@@ -31,7 +31,7 @@ from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_S
 from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
-from pipeline.objectives.objective import BACKBONE, Inputs, Objective, mean_of_valid
+from pipeline.objectives.objective import BACKBONE, Inputs, Objective
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
 
@@ -168,20 +168,21 @@ class Mae(Objective):
         say: called with a line for what is assumed of the decoder. known: fields of `DecoderFacts` that are not taken
         from the weights.
         """
-        additions, facts = weights.added, weights.decoder
-        embed, usual = additions.get("decoder_embed.weight"), MaeSettings()
-        if embed is None:
+        additions, usual = weights.added, MaeSettings()
+        if "decoder_embed.weight" not in additions:
             return None
-        facts = replace(facts, **{name: value for name, value in known.items() if value is not None})
-        if facts.num_heads is None or facts.normalise is None:
+        facts = replace(weights.decoder, **{name: value for name, value in known.items() if value is not None})
+        if None in (facts.num_heads, facts.normalise):
             say(
                 "taken as in facebookresearch/mae where the weights do not tell: a decoder of"
                 f" {counted(usual.decoder_heads, 'head')}, which predicts normalised pixels"
             )
-        heads, normalise = facts.num_heads or usual.decoder_heads, facts.normalise is not False
-        facts = replace(facts, num_heads=heads, normalise=normalise)
-        depth = decoder_depth(additions)
-        settings = MaeSettings(decoder_width=len(embed), decoder_depth=depth, decoder_heads=heads, normalise=normalise)
+        settings = MaeSettings(
+            decoder_width=len(additions["decoder_embed.weight"]),
+            decoder_depth=decoder_depth(additions),
+            decoder_heads=facts.num_heads or usual.decoder_heads,
+            normalise=facts.normalise is not False,
+        )
         settings.check()
         found = cls(build(weights.config), settings)
         found.mean, found.std = facts.mean, facts.std
@@ -264,16 +265,10 @@ class Mae(Objective):
         return self.decoder_pred(self.decoder_norm(x)[:, first:])
 
     def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
-        """The loss of each image, float32 (B,): as many patches are removed of each, so the batch's is their mean."""
+        """As many patches are removed of each image, so the batch's loss is the mean of those of its images."""
         predictions = self.predict(views[0], facts["kept"], facts["places"])
         found = errors(facts["images"], predictions, cast(ViTConfig, self.backbone.config).patch_size, self.normalise)
         return (found * (facts["places"] == self.num_kept)).sum(1) / (self.num_patches - self.num_kept)
-
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return mean_of_valid(self.losses(views, facts), facts["valid"]), {}
-
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self.losses(views, facts)}
 
 
 def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
@@ -284,19 +279,12 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
     if isinstance(vit, ViTConfig):
         if not vit.has_stem:
             vit.check_covered()
-        fits = {
-            "stem": vit.stem is None,
-            "small_stem": vit.small_stem is None,
-            "axial": not vit.axial,
-            "positions": vit.positions != "relative",
-            "positions_at": vit.positions_at == "stem",
-            "representation": not vit.representation,
-            "pool": not vit.pools_by_attention,
-            "pool_norm": not vit.pool_norm,
-        }
-        found = [f"{name} = {vit.to_dict()[name]}" for name, does in fits.items() if not does]
-        if not found:
+        fits = {"stem": None, "small_stem": None, "axial": False, "positions_at": "stem", "representation": False}
+        odd = [name for name, value in (fits | {"pool_norm": False}).items() if getattr(vit, name) != value]
+        odd += ["positions"] * (vit.positions == "relative") + ["pool"] * vit.pools_by_attention
+        if not odd:
             return vit
+        found = [f"{name} = {getattr(vit, name)}" for name in odd]
     raise UserError(
         f"train.loss = {loss} trains a plain ViT, such as ViT-B/16, with a class token or mean pooling, with positions "
         f"at the stem and without representation layer; this backbone has {', '.join(found)}."

@@ -22,7 +22,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model, ViTConfig
-from pipeline.objectives.objective import Inputs, Objective, mean_of_valid
+from pipeline.objectives.objective import Inputs, Objective
 from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
@@ -78,9 +78,9 @@ class MaskedPatches(Objective):
         facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
         return Inputs((self.normalised(pixels, device),), facts)
 
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
         predictions = self.backbone(views[0], facts["sources"], facts["corrupted"])
-        return mean_of_valid(self.masking.losses(predictions, facts["targets"]), facts["valid"]), {}
+        return self.masking.losses(predictions, facts["targets"])
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
         predictions = self.backbone(views[0], facts["sources"], facts["corrupted"]).float()

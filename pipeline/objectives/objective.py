@@ -226,6 +226,8 @@ class Objective(nn.Module):
         self.lora: nn.ModuleDict | None = None
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
+        # Set by a subclass that learns from published weights (`teacher_file`).
+        self.frozen_teacher: Model | None = None
         # Steps of the run, set before anything of it is counted or trained; read only in a class with `follows_length`.
         self.num_steps = 0
 
@@ -241,10 +243,10 @@ class Objective(nn.Module):
         self.teacher.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Self:
-        """As for any module, but the teacher stays in evaluation mode: it has no dropout and no stochastic depth."""
+        """As for any module, but teachers stay in evaluation mode: they have no dropout and no stochastic depth."""
         super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
+        for teacher in filter(None, (self.teacher, self.frozen_teacher)):
+            teacher.eval()
         return self
 
     def teacher_momentum(self, step: int) -> float:
@@ -290,17 +292,18 @@ class Objective(nn.Module):
         Samples that are not valid must contribute nothing, and random numbers must come from (seed, epoch, sample) or
         (seed, step): then a resumed run continues exactly.
         """
-        raise NotImplementedError
+        return mean_of_valid(self.losses(views, facts), facts["valid"]), {}
 
     def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns what is measured of each held-out image, (B,) by name; the scores are the means over readable images.
 
-        Not needed where `metrics` is {}.
+        Not called where `metrics` is {}, as for a loss that is a property of a batch.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} declares metrics and has no measure: define it, or let metrics return {{}}, as for"
-            " a loss that is a property of a batch."
-        )
+        return {"loss": self.losses(views, facts)}
+
+    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+        """Returns the loss of each image, (B,): all that `loss` and `measure` need by default."""
+        raise NotImplementedError(f"{type(self).__name__} needs `losses`, or `loss` and, with metrics, `measure`")
 
     def forward(
         self,

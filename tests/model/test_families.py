@@ -9,8 +9,7 @@ from families import FAMILIES, SIZES, difference, random_family, randomised
 from pipeline.architecture.pixels import Pixels
 from pipeline.model import create, load, read_weights, to_huggingface
 from pipeline.model.convert import mae
-from pipeline.model.convert.entries import model_entries
-from pipeline.model.convert.tables import NAMES
+from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.files import write_folder
 from pipeline.model.position import sincos2d
 from pipeline.objectives.mae import Mae, MaeSettings
@@ -93,7 +92,7 @@ def test_published_files_of_ijepa_and_msn(tmp_path, transformers):
         config, state = read_weights(tmp_path)[:2]
         if name == "I-JEPA":
             state["positions"] = sincos2d(replace(config, positions="sincos2d_mae"))
-        tensors = {f"module.{key}": tensor for key, tensor in model_entries(config, NAMES["timm"]).write(state).items()}
+        tensors = {f"module.{key}": tensor for key, tensor in write_model(state, config, NAMES["timm"]).items()}
         if name == "MSN":
             tensors |= {
                 "module.fc.fc1.weight": torch.zeros(4, 32),

@@ -10,9 +10,8 @@ import torch
 from model_parts import randomised
 
 from pipeline.base.errors import UserError
-from pipeline.model import configure, load, read_weights
-from pipeline.model.convert.entries import model_entries
-from pipeline.model.convert.tables import NAMES
+from pipeline.model import create, load, read_weights
+from pipeline.model.convert.layouts import NAMES, write_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 WIDE = {**SIZES, "intermediate_size": 128}  # ViT-mu, whose number of heads is known by its sizes
@@ -145,6 +144,11 @@ def test_dinov2_g_as_published_and_of_timm(tmp_path, transformers, names):
     assert (config.swiglu, config.registers, config.kernel) == (True, 4, "bicubic_antialias")
 
 
+def timm_file(**changes):
+    model = create("ViT-mu/8", 32, 0, **changes)
+    return write_model(model.state_dict(), model.config, NAMES["timm"])
+
+
 def clip_file(tensors):
     """CLIP's model for images as OpenAI and open_clip write it."""
     named = {
@@ -269,9 +273,9 @@ def test_axial_rope_of_timm(tmp_path, name):
     """
     base, side, has_x_first = ROPES[name]
     positions = "learned" if "ape" in name or "eva" in name else "none"
-    file = model_entries(configure("ViT-mu/8", 32, 0, positions=positions), NAMES["timm"])
+    file = timm_file(positions=positions)
     generator = torch.Generator().manual_seed(0)
-    tensors = {entry.key: torch.randn(entry.shape, generator=generator) for entry in file}
+    tensors = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in file.items()}
     if "gap" in name:
         tensors |= {f"fc_norm.{part}": tensors.pop(f"norm.{part}") for part in ("weight", "bias")}
     model = load(write(tmp_path, tensors, {"architecture": name}), image_size=(16, 24))
@@ -294,8 +298,7 @@ def test_axial_rope_of_timm(tmp_path, name):
 
 
 def test_parts_that_the_names_of_timms_models_tell(tmp_path):
-    file = model_entries(configure("ViT-mu/8", 32, 0), NAMES["timm"])
-    tensors = {entry.key: torch.ones(entry.shape) for entry in file}
+    tensors = {key: torch.ones(tensor.shape) for key, tensor in timm_file().items()}
     for name, part in (
         ("vit_mu_patch8_rpn_32", "res-post-norm"),
         ("vit_pe_core_mu_patch8_32", "Perception Encoder's rotation"),

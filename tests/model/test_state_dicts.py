@@ -25,9 +25,7 @@ from pipeline.model import (
     to_timm,
 )
 from pipeline.model.convert import preprocessing as images_of
-from pipeline.model.convert.entries import model_entries
-from pipeline.model.convert.resnets import bit_entries
-from pipeline.model.convert.tables import NAMES
+from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
 from pipeline.settings.run_sections import AugmentConfig
@@ -240,11 +238,11 @@ def test_resnets_in_timms_names_come_back(tmp_path):
         gelu="erf",
         kernel="bicubic_antialias",
     )
-    tensors = model_entries(hybrid.config, NAMES["timm"]).write(hybrid.state_dict())
+    tensors = write_model(hybrid.state_dict(), hybrid.config, NAMES["timm"])
     assert tensors["patch_embed.backbone.stages.1.blocks.0.downsample.norm.bias"].shape == (512,)
     assert same(load(folder(tmp_path, tensors, {"model_args": {"num_heads": 3}})), hybrid)
     of_hybrid, bit = tensors, random_model("BiT-R50x1", units=(2, 1), width=32)
-    tensors = bit_entries(bit.config, flax=False).write(bit.state_dict())
+    tensors = write_model(bit.state_dict(), bit.config, NAMES["timm_bit"])
     assert tensors["head.fc.weight"].shape == (5, 256, 1, 1)
     assert same(load(folder(tmp_path, tensors), image_size=16), bit)
     # timm's kernels have torch's axes, as ours have; a transposed one would not be equal.

@@ -14,9 +14,8 @@ from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import DecoderFacts, build, configure, read_weights, rope
-from pipeline.model.convert.entries import model_entries
+from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.convert.mae import read_decoder, split, write_decoder
-from pipeline.model.convert.tables import NAMES
 from pipeline.model.position import sincos2d
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, MaeSettings, as_places
@@ -129,7 +128,7 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
     assert facts == DecoderFacts(4, normalise, (0.5,) * 3, (0.5,) * 3)
     if official:
         assert isinstance(config, ViTConfig)
-        file = model_entries(config, NAMES["timm"]).write(state) | write_decoder(additions, config, "timm")
+        file = write_model(state, config, NAMES["timm"]) | write_decoder(additions, "timm")
         encoder, found = split(file)
         assert "patch_embed.proj.weight" in encoder
         assert not set(encoder) & set(found)

@@ -9,12 +9,11 @@ from pipeline.architecture.config import Pool, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import ConfigFiles, Weights, model_entries
+from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, Weights, write_model
 from pipeline.model.convert.names import Hints, sizes_of
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json
 from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename
-from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -173,7 +172,7 @@ def to_huggingface(
     prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
-        for key, tensor in model_entries(config, NAMES[kind]).write(state).items()
+        for key, tensor in write_model(state, config, NAMES[kind]).items()
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],

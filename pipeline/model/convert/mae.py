@@ -4,8 +4,6 @@ The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder 
 names.
 """
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,20 +14,22 @@ from pipeline.architecture.config import ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import DecoderFacts, Entries, Weights, key_pattern, model_entries
-from pipeline.model.convert.names import sizes_of
+from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, Tensors, Weights, write_model
+from pipeline.model.convert.names import count_blocks, shape_of, sizes_of
 from pipeline.model.convert.plain import as_plain
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
-from pipeline.model.convert.tables import NAMES
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
 # Beginnings of the names of a decoder's tensors, in files and since transformers 5 in memory.
 _DECODER = ("decoder", "mask_token")
-_BLOCKS = {"timm": "decoder_blocks.{}.", "huggingface": "decoder_encoder.layer.{}."}
+# Names of a decoder without "decoder." in front, by those of its encoder.
+_NAMES = {
+    kind: NAMES[kind] | NAMES["mae_decoder"] | {"blocks": blocks}
+    for kind, blocks in (("timm", "decoder_blocks.{}."), ("huggingface", "decoder_encoder.layer.{}."))
+}
 # Key of `extra` for `DecoderFacts`.
 DECODER = "decoder"
-_OLDER = re.compile(r"^decoder_layers\.(\d+)\.(?=.*(?:layernorm|attention\.attention|attention\.output|dense))")
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,17 @@ class _MaeConfig:
     norm_pix_loss: bool | None = None
 
 
-def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split(tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """-> (tensors of the encoder, those of the decoder without "decoder." in front); none of a decoder in other
     files.
     """
     if not any(key.removeprefix("decoder.").startswith("decoder_embed.") for key in tensors):
         return dict(tensors), {}
-    decoder = {key: tensor for key, tensor in tensors.items() if key.startswith(_DECODER)}
-    encoder = {key: tensor for key, tensor in tensors.items() if key not in decoder}
-    named = {_OLDER.sub(r"decoder_encoder.layer.\1.", k.removeprefix("decoder.")): t for k, t in decoder.items()}
-    return encoder, named
+    parts: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for key, tensor in tensors.items():
+        own = key.removeprefix("decoder.").replace("decoder_layers.", "decoder_encoder.layer.")
+        parts[key.startswith(_DECODER)][own] = tensor
+    return parts
 
 
 def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> Weights:
@@ -77,30 +78,39 @@ def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
     return table.shape == expected.shape and bool((table - expected).norm() < expected.norm() / 2)
 
 
-def read_decoder(tensors: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+def read_decoder(tensors: Tensors, config: ViTConfig) -> dict[str, Tensor]:
     """The decoder in the names of our objective, float32. config: of the encoder. Raises UserError for a missing or odd
     tensor.
     """
-    kind = "timm" if any(key.startswith("decoder_blocks.") for key in tensors) else "huggingface"
-    depth = len({match[1] for key in tensors if (match := re.match(key_pattern(_BLOCKS[kind]), key))})
-    embed = tensors.get("decoder_embed.weight")
-    if embed is None or embed.ndim != 2 or not depth:
-        raise UserError('its decoder has no "decoder_embed.weight" (E, D) or no blocks; is this a whole MAE?')
-    mlp = tensors.get(f"{_BLOCKS[kind].format(0)}{NAMES[kind]['mlp.up']}.weight")
-    # Where it is missing or odd, any width will do: reading the entries says so.
-    mlp_width = 1 if mlp is None or not mlp.ndim else len(mlp)
-    return decoder_entries(config, len(embed), depth, mlp_width, kind).read(tensors)
+    names = _NAMES["timm" if any(key.startswith("decoder_blocks.") for key in tensors) else "huggingface"]
+    layout, depth = Layout(names), count_blocks(tensors, names)
+    width, _ = shape_of(tensors, layout, "decoder_embed.weight", 2)
+    mlp_width, _ = shape_of(tensors, layout, "decoder_blocks.0.mlp.up.weight", 2)
+    # The paper's blocks; tensors tell neither the heads nor the image size.
+    P = config.patch_size
+    block = ViTConfig(width, depth, mlp_width, num_heads=1, patch_size=P, image_size=(P, P), num_classes=0)
+    with torch.device("meta"):
+        layers = {
+            "decoder_embed": nn.Linear(config.width, width),
+            "decoder_blocks": nn.ModuleList(Block(block, SelfAttention(block, 1), 0.0) for _ in range(depth)),
+            "decoder_norm": nn.LayerNorm(width),
+            "decoder_pred": nn.Linear(width, 3 * P**2),
+        }
+        tables = {
+            "mask_token": torch.empty(1, 1, width),
+            "decoder_positions": torch.empty(1, config.num_positions, width),
+        }
+    return layout.read(tensors, tables | nn.ModuleDict(layers).state_dict())
 
 
-def write_decoder(state: Mapping[str, Tensor], config: ViTConfig, kind: str) -> dict[str, Tensor]:
+def write_decoder(state: Tensors, kind: str) -> dict[str, Tensor]:
     """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without
     "decoder.").
     """
-    sizes = len(state["decoder_embed.weight"]), decoder_depth(state), len(state["decoder_blocks.0.mlp.up.weight"])
-    return decoder_entries(config, *sizes, kind).write(dict(state))
+    return Layout(_NAMES[kind]).write(state)
 
 
-def to_facebook(model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts) -> dict[str, Tensor]:
+def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> dict[str, Tensor]:
     """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises
     UserError.
     """
@@ -119,7 +129,7 @@ def to_facebook(model: VisionTransformer, decoder: Mapping[str, Tensor], facts: 
 
 
 def to_huggingface(
-    model: VisionTransformer, decoder: Mapping[str, Tensor], facts: DecoderFacts, view: Json
+    model: VisionTransformer, decoder: Tensors, facts: DecoderFacts, view: Json
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
@@ -150,7 +160,7 @@ def to_huggingface(
 
 def _written(
     model: VisionTransformer,
-    decoder: Mapping[str, Tensor],
+    decoder: Tensors,
     facts: DecoderFacts,
     kind: str,
     mean: tuple[float, ...],
@@ -163,16 +173,18 @@ def _written(
     kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
     state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
     preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, mean, std)
-    written = fold_pixels(decoder, facts, mean, std)
-    encoder = model_entries(config, NAMES[kind]).write(state)
-    prefix, of_decoder = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
-    return {f"{prefix}{name}": tensor for name, tensor in encoder.items()} | {
-        f"{of_decoder}{name}": tensor for name, tensor in write_decoder(written, config, kind).items()
+    encoder = write_model(state, config, NAMES[kind])
+    own = write_decoder(fold_pixels(decoder, facts, mean, std), kind)
+    prefixes = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
+    return {
+        f"{prefix}{name}": tensor
+        for prefix, tensors in zip(prefixes, (encoder, own), strict=True)
+        for name, tensor in tensors.items()
     }
 
 
 def fold_pixels(
-    decoder: Mapping[str, Tensor], facts: DecoderFacts, mean: tuple[float, ...], std: tuple[float, ...]
+    decoder: Tensors, facts: DecoderFacts, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Tensor]:
     """The decoder, predicting pixels of images of another mean and deviation; those of a normalised patch cannot be
     converted.
@@ -189,26 +201,6 @@ def fold_pixels(
     return dict(decoder) | {f"decoder_pred.{part}": tensor.float() for part, tensor in folded.items()}
 
 
-def decoder_depth(decoder: Mapping[str, Tensor]) -> int:
+def decoder_depth(decoder: Tensors) -> int:
     """Number of blocks of a decoder with our objective's names."""
     return len({name.split(".")[1] for name in decoder if name.startswith("decoder_blocks.")})
-
-
-def decoder_entries(config: ViTConfig, width: int, depth: int, mlp_width: int, kind: str) -> Entries:
-    """Every tensor of a decoder of this width, in a file with the names of `kind`."""
-    # The paper's blocks; tensors tell neither the heads nor the image size.
-    P = config.patch_size
-    block = ViTConfig(width, depth, mlp_width, num_heads=1, patch_size=P, image_size=(P, P), num_classes=0)
-    with torch.device("meta"):
-        layers = {
-            "decoder_embed": nn.Linear(config.width, width),
-            "decoder_blocks": nn.ModuleList(Block(block, SelfAttention(block, 1), 0.0) for _ in range(depth)),
-            "decoder_norm": nn.LayerNorm(width),
-            "decoder_pred": nn.Linear(width, 3 * P**2),
-        }
-        state = {"mask_token": torch.empty(1, 1, width)}
-        state |= {
-            "decoder_positions": torch.empty(1, config.num_positions, width),
-            **nn.ModuleDict(layers).state_dict(),
-        }
-    return Entries(state, block, NAMES[kind] | NAMES["mae_decoder"] | {"blocks": _BLOCKS[kind]})

@@ -1,19 +1,18 @@
-"""The configuration of a ViT that is found in the tensors of another project's file."""
+"""The configuration of a model that is found in the tensors of another project's file."""
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.architecture.config import Gelu, Kernel, Pool, ViTConfig
+from pipeline.architecture.config import Gelu, Kernel, Pool, ResNetConfig, ViTConfig
 from pipeline.architecture.pixels import Pixels
 from pipeline.architecture.resnets import stem_reduction
 from pipeline.architecture.variants import VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert import resnets
-from pipeline.model.convert.entries import Tensors, key_pattern, part_key
-from pipeline.model.convert.tables import TABLES, Names
+from pipeline.model.convert.layouts import NAMES, TABLES, Layout, Names, Tensors
 
 # GELU -> `hidden_act` of Hugging Face's config.json.
 HIDDEN_ACTS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
@@ -36,81 +35,44 @@ class Hints:
     pixels: Pixels | None = None  # None: 8-bit RGB, or of channels that no file names
 
 
-class _Shapes:
-    """Shapes of a file's tensors, with errors for those that are missing or have another number of axes."""
-
-    def __init__(self, tensors: Tensors, names: Names):
-        self.tensors, self.names = tensors, names
-
-    def of(self, key: str, pattern: str) -> tuple[int, ...]:
-        """pattern: the expected shape in letters, such as "(D, M)"."""
-        if key not in self.tensors:
-            raise UserError(f'"{key}" {pattern} is missing; is this a ViT?')
-        found = tuple(self.tensors[key].shape)
-        if len(found) != len(pattern.split(",")):
-            raise UserError(f'"{key}" should be {pattern}, but is {found}.')
-        if 0 in found and key != self.names["positions"]:
-            raise UserError(f'"{key}" {found} is empty.')
-        return found
-
-    def outputs(self, key: str, flax_pattern: str, torch_pattern: str) -> int:
-        """Outputs of a dense layer."""
-        if "flax" in self.names:
-            return self.of(f"{key}/kernel", flax_pattern)[-1]
-        return self.of(f"{key}.weight", torch_pattern)[0]
-
-    def in_blocks(self, layer: str | None, part: str) -> bool:
-        """Whether any block has this part, "weight" or "bias", of the layer; "" is a tensor of the layer's name."""
-        if layer is None:
-            return False
-        pattern = re.compile(key_pattern(self.names["blocks"]) + re.escape(part_key(layer, part) if part else layer))
-        return any(pattern.fullmatch(key) for key in self.tensors)
-
-    def has_layer(self, layer: str) -> bool:
-        key = self.names.get(layer)
-        return bool({f"{key}/kernel", f"{key}/bias", f"{key}.weight", f"{key}.bias"} & self.tensors.keys())
-
-
 def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
-    """The configuration, from the tensors' shapes. Contradictions between them are found when the entries are read."""
-    shapes, flax = _Shapes(tensors, names), "flax" in names
-    if flax:
-        patch_size, _, _, width = shapes.of(f"{names['patch_embedding']}/kernel", "(P, P, 3, D)")
-    else:
-        width, _, patch_size, _ = shapes.of(f"{names['patch_embedding']}.weight", "(D, C, P, P)")
-    stem = resnets.find_stem(tensors)
-    first = names["patch_embedding" if stem is None else "stem.root"]
-    first = first if stem else first.replace("backbone.stem.", "backbone.")
-    num_channels = 3 if flax else shapes.of(f"{first}.weight", "(D, C, P, P)")[1]
-    has_pool = names.get("pool.probe") in tensors
-    table = names["positions"]
-    has_table = table in tensors or hints.without_table is None
-    pattern = "(1 + N, D)" if names.get("flat") else "(1, 1 + N, D)"
-    rows = shapes.of(table, pattern)[-2] if has_table else None
-    has_token = names["class_token"] in tensors
-    if flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
-        has_token = True  # and it is missing, which reading the entries reports
-    depth = len({match[1] for key in tensors if (match := re.match(key_pattern(names["blocks"]), key))})
-    gate = _first(names.get("gated.up"))
-    gated = shapes.in_blocks(gate, "weight")
-    up = gate if gated and gate else names["mlp.up"]
-    mlp_width = shapes.outputs(names["blocks"].format(0) + up, "(D, M)", "(M, D)")
-    mlp_width //= 2 if gated and gate == names["gated.up"] else 1
-    if flax:
-        num_heads = _flax_heads(tensors, names, width)
+    """The configuration, from the tensors' shapes. Contradictions between them are found when the tensors are read."""
+    depth = count_blocks(tensors, names)
+    layout = Layout(names, stem := find_stem(tensors, names))
+
+    def has(*found: str) -> bool:
+        """Whether the file has any of these of our names, in any block for a star."""
+        numbered = (name.replace("*", str(number)) for name in found for number in range(max(depth, 1)))
+        return any(key in tensors for name in numbered for key in layout.keys(name)[:1])
+
+    gated, pool_norm = has("blocks.*.gated.up.weight"), has("pool_norm.weight", "pool_norm.bias")
+    layout = Layout(names, stem, swiglu=gated, pool_norm=pool_norm)
+    width, _, patch_size, _ = shape_of(tensors, layout, "patch_embedding.weight", 4)
+    root = "patch_embedding.weight" if stem is None else "stem.root.weight"
+    num_channels = 3 if layout.flax else shape_of(tensors, layout, root, 4)[1]
+    has_pool, has_token, rows = has("pool.probe"), has("class_token"), None
+    if has("positions") or hints.without_table is None:
+        rows = shape_of(tensors, layout, "positions", 2 if names.get("flat") else 3)[-2]
+    if layout.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
+        has_token = True  # and it is missing, which reading the tensors reports
+    up = "blocks.0.mlp.up.weight"
+    mlp_width = shape_of(tensors, layout, up, 2)[0] * len(layout.keys(up)) // (1 + gated)
+    qkv = [layout.keys(f"blocks.{number}.attention.qkv.bias") for number in range(depth)]
+    num_biases = max((sum(tensors[key].numel() for key in keys if key in tensors) for keys in qkv), default=0)
+    if layout.flax:
+        num_heads = _flax_heads(tensors, layout.keys("blocks.0.attention.qkv.weight")[0], width)
     else:
         num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width, gated)
-    cell = patch_size * stem_reduction(stem)
     return ViTConfig(
-        registers=shapes.of(names["registers"], "(1, R, D)")[1] if names.get("registers") in tensors else 0,
+        registers=shape_of(tensors, layout, "registers", 3)[1] if has("registers") else 0,
         width=width,
         depth=depth,
         mlp_width=mlp_width,
         num_heads=num_heads,
         patch_size=patch_size,
-        image_size=_image_size(hints.image_size, cell, table, rows, has_token),
-        num_classes=shapes.outputs(names["head"], "(D, K)", "(K, D)") if shapes.has_layer("head") else 0,
-        representation=shapes.has_layer("representation"),
+        image_size=_image_size(hints.image_size, patch_size * stem_reduction(stem), layout, rows, has_token),
+        num_classes=shape_of(tensors, layout, "head.weight", 2)[0] if has("head.weight", "head.bias") else 0,
+        representation=has("representation.weight", "representation.bias"),
         gelu=hints.gelu,
         pool="map" if has_pool else hints.pool if has_token else "gap",
         positions="learned" if rows is not None else hints.without_table or "none",
@@ -121,41 +83,76 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
         rope_base=hints.rope_base,
         rope_side=hints.rope_side,
         pixels=hints.pixels or Pixels.of_unknown(num_channels),
-        **({} if flax else _find_parts(shapes, names, hints, width)),
+        layer_scale=hints.layer_scale if has("blocks.*.attention.out.scale") else None,
+        qkv_bias="qkv" if layout.flax else {0: "none", 2 * width: "qv"}.get(num_biases, "qkv"),
+        out_bias=layout.flax or has("blocks.*.attention.out.bias"),
+        mlp_bias=layout.flax or has("blocks.*.mlp.down.bias"),
+        embedding_norm=has("embedding_norm.weight", "embedding_norm.bias"),
+        qk_norm=has("blocks.*.attention.query_norm.weight"),
+        pool_norm=pool_norm,
+        class_norm=has("class_norm.weight", "class_norm.bias"),
     )
 
 
-def _first(layers: str | list[str] | None) -> str | None:
-    return layers[0] if isinstance(layers, list) else layers
+def find_bit(tensors: Tensors, image_size: tuple[int, int], pixels: Pixels | None = None) -> tuple[ResNetConfig, Names]:
+    """(configuration, names) of a BiT, whose tensors do not tell the image size. Raises UserError for an impossible
+    one.
+    """
+    names = NAMES["bit" if any(key.startswith("resnet/") for key in tensors) else "timm_bit"]
+    layout, units = Layout(names), _count_units(tensors, names)
+    width, channels, *_ = shape_of(tensors, layout, "root.weight", 4)
+    has_head = layout.keys("head.bias")[0] in tensors
+    classes = shape_of(tensors, layout, "head.bias", 1)[0] if has_head else 0
+    pixels = pixels or Pixels.of_unknown(3 if layout.flax else channels)
+    return ResNetConfig(units, width, image_size, classes, pixels=pixels), names
 
 
-def _find_parts(shapes: _Shapes, names: Names, hints: Hints, width: int) -> dict[str, Any]:
-    """The fields of ViTConfig about parts that the paper's ViT has or lacks in all blocks."""
-    qkv, biases = names["attention.qkv"], "none"
-    if shapes.in_blocks(_first(qkv), "bias"):
-        biases = "qkv" if isinstance(qkv, str) or shapes.in_blocks(qkv[1], "bias") else "qv"
-    if isinstance(qkv, str):
-        first = shapes.tensors.get(part_key(names["blocks"].format(0) + qkv, "bias"))
-        biases = "qv" if first is not None and first.shape == (2 * width,) else biases
-    return {
-        "layer_scale": hints.layer_scale if shapes.in_blocks(names.get("attention.out.scale"), "") else None,
-        "qkv_bias": biases,
-        "out_bias": shapes.in_blocks(names["attention.out"], "bias"),
-        "mlp_bias": any(shapes.in_blocks(names.get(layer), "bias") for layer in ("mlp.down", "gated.down")),
-        "embedding_norm": shapes.has_layer("embedding_norm"),
-        "qk_norm": shapes.in_blocks(names.get("attention.query_norm"), "weight"),
-        "pool_norm": shapes.has_layer("pool_norm"),
-        "class_norm": shapes.has_layer("class_norm"),
-    }
+def is_bit(tensors: Tensors) -> bool:
+    return any(Layout(NAMES[kind]).keys("root.weight")[0] in tensors for kind in ("bit", "timm_bit"))
 
 
-def _flax_heads(tensors: Tensors, names: Names, width: int) -> int:
+def find_stem(tensors: Tensors, names: Names) -> tuple[int, ...] | None:
+    """Units of each stage of a hybrid's stem, () for its root alone, or None for a plain ViT."""
+    has_stem = any(key.startswith(("conv_root/", "patch_embed.backbone.")) for key in tensors)
+    return _count_units(tensors, names) if has_stem else None
+
+
+def _count_units(tensors: Tensors, names: Names) -> tuple[int, ...]:
+    pattern = _pattern(names["units"])
+    found = {(int(match[1]), int(match[2])) for key in tensors if (match := re.match(pattern, key))}
+    return tuple(count for _, count in sorted(Counter(stage for stage, _ in found).items()))
+
+
+def count_blocks(tensors: Tensors, names: Names) -> int:
+    return len({match[1] for key in tensors if (match := re.match(_pattern(names["blocks"]), key))})
+
+
+def _pattern(template: str) -> str:
+    """The regular expression of a key's template, a group of digits for each {...} in it."""
+    return r"(\d+)".join(map(re.escape, re.split(r"\{.*?\}", template)))
+
+
+def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tuple[int, ...]:
+    """The shape of one of our parameters, whose rows may be in several tensors: that of the first. Raises UserError."""
+    key = layout.keys(name)[0]
+    if key not in tensors:
+        raise UserError(f'"{key}" is missing; is this a ViT?')
+    shape = found = tuple(tensors[key].shape)
+    if len(found) != num_axes:
+        raise UserError(f'"{key}" should have {num_axes} axes, but is {found}.')
+    if 0 in found and name != "positions":
+        raise UserError(f'"{key}" {found} is empty.')
+    if layout.flax and name.endswith("weight"):
+        shape = (found[3], found[2], *found[:2]) if len(found) == 4 else found[::-1]
+    return shape
+
+
+def _flax_heads(tensors: Tensors, query: str, width: int) -> int:
     """Number of heads in a Flax file, where they are an axis of the query's kernel."""
-    query = f"{names['blocks'].format(0)}{names['attention.qkv'][0]}/kernel"
-    if query not in tensors or tensors[query].ndim != 3 or math.prod(tensors[query].shape[1:]) != width:
-        found = f"is {tuple(tensors[query].shape)}" if query in tensors else "is missing"
-        raise UserError(f'"{query}" should be (D, H, D/H) with D = {width}, but {found}.')
-    return tensors[query].shape[1]
+    found = tuple(tensors[query].shape) if query in tensors else ()
+    if len(found) != 3 or math.prod(found[1:]) != width:
+        raise UserError(f'"{query}" should be (D, H, D/H) with D = {width}, but is {found or "missing"}.')
+    return found[1]
 
 
 def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
@@ -170,12 +167,11 @@ def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
 
 
 def _image_size(
-    hint: tuple[int, int] | None, cell: int, table: str, rows: int | None, has_token: bool
+    hint: tuple[int, int] | None, cell: int, layout: Layout, rows: int | None, has_token: bool
 ) -> tuple[int, int]:
     """(height, width) in pixels: the hint if it fits the table of positions, else that of a square grid.
 
-    cell: side of a patch in pixels. table: its key, for errors. rows: its number of rows; None: no table, 224 without a
-    hint.
+    cell: side of a patch in pixels. rows: of the table; None: no table, 224 without a hint.
     """
     patches = 0 if rows is None else rows - has_token
     if hint is not None and (rows is None or math.prod(side // cell for side in hint) == patches):
@@ -185,7 +181,8 @@ def _image_size(
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
         token = "a class token and " if has_token else ""
-        raise UserError(f'"{table}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
+        key = layout.keys("positions")[0]
+        raise UserError(f'"{key}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
     return side * cell, side * cell
 
 

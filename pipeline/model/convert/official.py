@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.architecture.pixels import RGB8
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert.entries import Entries, Weights, model_entries
-from pipeline.model.convert.names import Hints, find_config
+from pipeline.model.convert.layouts import NAMES, Weights, read_model, write_model
+from pipeline.model.convert.names import Hints, find_bit, find_config, is_bit
 from pipeline.model.convert.plain import as_plain
-from pipeline.model.convert.resnets import bit_entries, find_bit, is_bit
-from pipeline.model.convert.tables import NAMES
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -59,8 +58,8 @@ def from_npz(arrays: Arrays) -> Weights:
     tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")
-        bit = find_bit(tensors, (224, 224))
-        return Weights(bit, bit_entries(bit, flax=True).read(tensors), {}, notes)
+        bit, names = find_bit(tensors, (224, 224))
+        return Weights(bit, read_model(tensors, bit, names), {}, notes)
     layout = _layout(tensors)
     hints = Hints("tanh", without_table="sincos2d" if layout == "big_vision" else None)
     table = tensors.get("pos_embedding")
@@ -71,7 +70,7 @@ def from_npz(arrays: Arrays) -> Weights:
     config = find_config(tensors, NAMES[layout], hints)
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
-    return Weights(config, model_entries(config, NAMES[layout]).read(tensors), {}, notes)
+    return Weights(config, read_model(tensors, config, NAMES[layout]), {}, notes)
 
 
 def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
@@ -81,7 +80,9 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
     Raises UserError for a model that the layout cannot hold.
     """
     if isinstance(model, ResNet):
-        return _arrays(bit_entries(model.config, flax=True), dict(model.state_dict()))
+        if model.config.pixels != RGB8:
+            raise UserError(f"an .npz cannot hold a ResNet of {model.config.pixels}; format = safetensors or timm can.")
+        return _arrays(write_model(model.state_dict(), model.config, NAMES["bit"]))
     layout = layout or ("released" if model.config.pool == "token" else "big_vision")
     is_big_vision = layout == "big_vision"
     config, state = as_plain(
@@ -91,7 +92,7 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
         hybrids=not is_big_vision,
         representation=True,
     )
-    arrays = _arrays(model_entries(config, NAMES[layout]), state)
+    arrays = _arrays(write_model(state, config, NAMES[layout]))
     if not is_big_vision:
         return arrays
     if config.pool == "token":  # big_vision adds no position to it
@@ -100,8 +101,8 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
     return {f"params/{key}": array for key, array in arrays.items()}
 
 
-def _arrays(entries: Entries, state: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    return {key: tensor.numpy() for key, tensor in entries.write(state).items()}
+def _arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
 def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

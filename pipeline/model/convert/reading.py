@@ -12,10 +12,9 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import Tensors, Weights, model_entries
+from pipeline.model.convert.layouts import Names, Tensors, Weights, read_model
 from pipeline.model.convert.names import Hints, find_config
 from pipeline.model.convert.preprocessing import Preprocessing
-from pipeline.model.convert.tables import Names
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf",
@@ -44,7 +43,7 @@ def read_vit(
     if f"{patch}.bias" not in tensors and f"{patch}.weight" in tensors:
         tensors[f"{patch}.bias"] = torch.zeros(len(tensors[f"{patch}.weight"]))
     config = find_config(tensors, names, hints)
-    state = model_entries(config, names | {"no_patch_bias": False}).read(tensors)
+    state = read_model(tensors, config, names)
     pixels, images = preprocessing.read_by(config.pixels, images)
     if pixels != RGB8:
         return Weights(replace(config, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)

@@ -9,12 +9,10 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.entries import ConfigFiles, Weights, check_values
 from pipeline.model.convert.huggingface_format import from_huggingface
-from pipeline.model.convert.names import Hints
+from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, Weights, check_values
+from pipeline.model.convert.names import Hints, is_bit
 from pipeline.model.convert.reading import pair, read_vit
-from pipeline.model.convert.resnets import is_bit
-from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.convert.timm_format import from_timm
 
 # Tensors that are not weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.

@@ -19,13 +19,11 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.entries import Weights, model_entries
-from pipeline.model.convert.names import Hints
+from pipeline.model.convert.layouts import NAMES, TABLES, Weights, read_model, write_model
+from pipeline.model.convert.names import Hints, find_bit, find_stem, is_bit
 from pipeline.model.convert.plain import as_plain, move_patch_bias
 from pipeline.model.convert.preprocessing import Json, Preprocessing
 from pipeline.model.convert.reading import check_normalisation, gelu_of, join, pair, read_vit, rename, with_view
-from pipeline.model.convert.resnets import bit_entries, find_bit, find_stem, is_bit
-from pipeline.model.convert.tables import NAMES, TABLES
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -100,8 +98,8 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     pixels = preprocessing.pixels_in(config)
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
-        bit = find_bit(tensors, size or (224, 224), pixels)
-        state = bit_entries(bit, flax=False).read(tensors)
+        bit, names = find_bit(tensors, size or (224, 224), pixels)
+        state = read_model(tensors, bit, names)
         pixels, images = preprocessing.read_by(bit.pixels, images)
         if images and pixels == RGB8:
             check_normalisation(images)
@@ -238,7 +236,7 @@ def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) 
     table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
     if table is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
         return False
-    rows, side = table.shape[1], kernel.shape[-1] * stem_reduction(find_stem(tensors))
+    rows, side = table.shape[1], kernel.shape[-1] * stem_reduction(find_stem(tensors, NAMES["timm"]))
     if size is not None and rows - (patches := (size[0] // side) * (size[1] // side)) in (0, 1):
         return rows == patches
     return rows > 1 and math.isqrt(rows) ** 2 == rows
@@ -252,7 +250,7 @@ def to_timm(
     Raises UserError for a model that timm does not have.
     """
     if isinstance(model, ResNet):
-        tensors = bit_entries(model.config, flax=False).write(model.state_dict())
+        tensors = write_model(model.state_dict(), model.config, NAMES["timm_bit"])
     else:
         tensors = _vit_to_timm(model)
     architecture, args = timm_architecture(model.config)
@@ -288,8 +286,8 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
         state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
     if config.embedding_norm:
         move_patch_bias(state, config.num_patches)
-    names = NAMES["timm"] | {"no_patch_bias": config.embedding_norm, "gated.up": "mlp.fc1", "gated.down": "mlp.fc2"}
-    tensors = model_entries(config, names).write(state)
+    names = NAMES["timm"] | {"gated.up": "mlp.fc1", "gated.down": "mlp.fc2"}
+    tensors = write_model(state, config, names)
     # timm adds none to the class token of such a model
     if config.registers and config.has_class_token:
         positions = tensors["pos_embed"]

@@ -8,7 +8,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,14 +91,7 @@ class TaughtObjective(Objective):
             teacher = load(cls.published(config).file, **cls.teacher_adaptation(config, model))
         return teacher.requires_grad_(False).eval()
 
-    # Set by a subclass. Not `teacher`, which is an average of the weights (`add_teacher`).
     frozen_teacher: Model
-
-    def train(self, mode: bool = True) -> Self:
-        """As for any objective, but the teacher stays in evaluation mode."""
-        super().train(mode)
-        self.frozen_teacher.eval()
-        return self
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         """Adds, if the teacher reads images of another size or other channels: `seen`, float32 (B, C, H, W) as it reads

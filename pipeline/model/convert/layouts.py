@@ -1,0 +1,229 @@
+"""The names and axes of other projects' tensors. Writing, reading and looking for a layer all follow from a table of
+tables.toml, whose comments say what its entries mean.
+"""
+
+import math
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.architecture.config import Config, ResNetConfig
+from pipeline.base.errors import UserError
+from pipeline.model.build import build
+from pipeline.model.convert.preprocessing import HALF, Json
+
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
+# A layer of ours -> the file's layer or layers.
+Names = dict[str, Any]
+NAMES: dict[str, Names] = {}
+for _kind, _own in TABLES["names"].items():
+    NAMES[_kind] = NAMES.get(_own.get("like"), {}) | _own
+
+Tensors = Mapping[str, Tensor]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# A layer of a block, or of a unit of a ResNet: kind of the list, its number, the layer's name in it.
+_IN_LIST = re.compile(r"(?:stem\.|decoder_)?(blocks|units)\.(\d+)\.(.+)")
+# Layers whose outputs, and those whose inputs, have the heads as an axis in Flax.
+_TO_HEADS, _FROM_HEADS = ("attention.qkv", "pool.query", "pool.key_value"), ("attention.out", "pool.out")
+
+
+@dataclass(frozen=True)
+class ConfigFiles:
+    """The configuration files in the folder of weights, as plain data; {} for a missing one."""
+
+    config: Json = field(default_factory=dict)  # config.json
+    processor: Json = field(default_factory=dict)  # preprocessor_config.json
+    clip: Json = field(default_factory=dict)  # open_clip_config.json
+
+
+@dataclass(frozen=True)
+class DecoderFacts:
+    """What the tensors of MAE's decoder do not tell; None if unknown.
+
+    normalise: whether it predicts pixels minus the mean of their patch, divided by its deviation. mean, std: of the
+    images whose pixels it predicts.
+    """
+
+    num_heads: int | None = None
+    normalise: bool | None = None
+    mean: tuple[float, float, float] = HALF
+    std: tuple[float, float, float] = HALF
+
+
+class Weights(NamedTuple):
+    """A weights file in our terms."""
+
+    config: Config
+    state: dict[str, Tensor]  # fp32, on the CPU
+    extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
+    notes: list[str]  # what was assumed, converted and left out, a line each
+    mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
+    std: tuple[float, ...] = HALF
+    added: Tensors = MappingProxyType({})  # by the objective that trained the model, not part of the model; fp32
+    decoder: DecoderFacts = DecoderFacts()  # of MAE's, if `added` has one
+
+
+class Layout:
+    """Names and axes of the tensors in a file of one model.
+
+    units: of each stage of its ResNet. swiglu, pool_norm: whether it has these parts, whose layers have names of their
+    own. has_key_bias: whether keys have a bias, where queries, keys and values are apart.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        units: tuple[int, ...] | None = None,
+        *,
+        swiglu: bool = False,
+        pool_norm: bool = False,
+        has_key_bias: bool = True,
+        num_heads: int = 1,
+    ):
+        self.names, self.flax = dict(names), "flax" in names
+        self.has_key_bias, self.num_heads = has_key_bias, num_heads
+        self.units = [(i + self.flax, j + self.flax) for i, count in enumerate(units or ()) for j in range(count)]
+        if swiglu:
+            self.names |= {"mlp.up": names["gated.up"], "mlp.down": names["gated.down"]}
+        if pool_norm:
+            self.names["norm"] = names["pool_norm"]
+        if units == ():
+            self.names |= {layer: names[layer].replace("backbone.stem.", "backbone.") for layer in _ROOT}
+
+    @classmethod
+    def of(cls, config: Config, names: Names) -> "Layout":
+        """Of a model of this configuration."""
+        if isinstance(config, ResNetConfig):
+            return cls(names, config.units)
+        return cls(
+            names,
+            config.stem,
+            swiglu=config.swiglu,
+            pool_norm=config.pool_norm,
+            has_key_bias=config.qkv_bias != "qv",
+            num_heads=config.num_heads,
+        )
+
+    def keys(self, name: str) -> list[str]:
+        """The keys in the file of one of our parameters, which has their rows; [] if it has no place there."""
+        layer, part = _split(name)
+        prefix = ""
+        if match := _IN_LIST.fullmatch(layer):
+            kind, number, layer = match[1], int(match[2]), match[3]
+            prefix = self.names[kind].format(*(self.units[number] if kind == "units" else (number,)))
+        found = self.names.get(layer, [])
+        layers = found if isinstance(found, list) else [found]
+        if part == "bias" and len(layers) == 3 and not self.has_key_bias:
+            layers = layers[::2]
+        if part and self.flax:
+            suffixes = self.names.get("norm_suffixes", ("scale", "bias")) if "norm" in layer else ("kernel", "bias")
+            part = f"/{suffixes[part == 'bias']}"
+        elif part:
+            part = f".{part}"
+        return [f"{prefix}{one}{part}".replace("_.", "_") for one in layers]
+
+    def write(self, state: Tensors) -> dict[str, Tensor]:
+        """Our state dict -> the file's tensors, fp32 on the CPU (shapes alone on the meta device), without shared
+        memory.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            keys = self.keys(name)
+            assert keys, f"{name} has no place in this format"
+            for key, part in zip(keys, tensor.detach().chunk(len(keys)), strict=True):
+                found = self._to_file(name, part.to("meta" if part.is_meta else "cpu", torch.float32))
+                before = [tensors[key]] if key in tensors else []
+                tensors[key] = torch.cat([*before, found]).contiguous()
+        return tensors
+
+    def read(self, tensors: Tensors, state: Tensors) -> dict[str, Tensor]:
+        """A file's tensors -> our state dict, fp32, which shares no memory with them.
+
+        state: a state dict of ours with these names and shapes, perhaps on the meta device. Raises UserError
+        (check_tensors).
+        """
+        check_tensors(tensors, {key: tuple(tensor.shape) for key, tensor in self.write(state).items()})
+        found, rows = {}, Counter[str]()  # rows: number of those read of a tensor, of which several of ours have some
+        for name, like in state.items():
+            parts, keys = [], self.keys(name)
+            shape = len(like) // len(keys), *like.shape[1:]
+            for key in keys:
+                tensor = tensors[key].float()
+                if tensor.numel() > math.prod(shape):
+                    tensor = tensor[rows[key] : rows[key] + shape[0]]
+                    rows[key] += shape[0]
+                parts.append(self._from_file(tensor, shape))
+            found[name] = torch.cat(parts).contiguous()
+        return found
+
+    def _to_file(self, name: str, tensor: Tensor) -> Tensor:
+        """In Flax a dense kernel is (inputs, outputs), a convolution HWIO, and the heads are an axis of their own."""
+        layer, part = _split(name)
+        if name in ("class_token", "positions"):
+            return tensor.reshape(tensor.shape[1 + (name == "class_token") :]) if self.names.get("flat") else tensor
+        if name == "head.weight" and "root" in self.names:  # of a BiT, a 1 x 1 convolution
+            tensor = tensor[..., None, None]
+        if not self.flax or not part:
+            return tensor
+        tensor = tensor.permute(2, 3, 1, 0) if tensor.ndim == 4 else tensor.movedim(0, -1)
+        if layer.endswith(_TO_HEADS):
+            return tensor.unflatten(-1, (self.num_heads, -1))
+        return tensor.unflatten(0, (self.num_heads, -1)) if layer.endswith(_FROM_HEADS) and part == "weight" else tensor
+
+    def _from_file(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self.flax and len(shape) == 4:  # HWIO -> OIHW
+            return tensor.permute(3, 2, 0, 1)
+        return tensor.reshape(shape[::-1]).T if self.flax and len(shape) == 2 else tensor.reshape(shape)
+
+
+_ROOT = ("stem.root", "stem.norm")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """-> (layer, "weight" or "bias"); ("class_token", "") of a parameter that is not part of a layer."""
+    layer, _, part = name.rpartition(".")
+    return (layer, part) if part in ("weight", "bias") else (name, "")
+
+
+def read_model(tensors: Tensors, config: Config, names: Names) -> dict[str, Tensor]:
+    """The state dict of a model of this configuration, from a file with these names. Raises UserError."""
+    with torch.device("meta"):
+        state = build(config).state_dict()
+    return Layout.of(config, names).read(tensors, state)
+
+
+def write_model(state: Tensors, config: Config, names: Names) -> dict[str, Tensor]:
+    """The tensors of a file with these names, of a model's state dict."""
+    return Layout.of(config, names).write(state)
+
+
+def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless there are exactly these tensors, with these shapes and finite values.
+
+    The error names the key, the expected shape and what was found.
+    """
+    for key, shape in shapes.items():
+        if key not in tensors:
+            raise UserError(f'"{key}" {shape} is missing.')
+        if tuple(tensors[key].shape) != shape:
+            raise UserError(f'"{key}" should be {shape}, but is {tuple(tensors[key].shape)}.')
+        check_values(key, tensors[key])
+    if unexpected := sorted(tensors.keys() - shapes.keys()):
+        key = unexpected[0]
+        raise UserError(f'"{key}" {tuple(tensors[key].shape)} is not part of this model ({len(unexpected)} such).')
+
+
+def check_values(key: str, tensor: Tensor) -> None:
+    """Raise UserError unless the tensor holds finite floats."""
+    if tensor.dtype not in _FLOATS:
+        raise UserError(f'"{key}" should hold floats, but holds {str(tensor.dtype).removeprefix("torch.")}.')
+    if not (finite := torch.isfinite(tensor.float())).all():  # In fp32, where a float64 of 1e300 is infinite.
+        raise UserError(f'"{key}" {tuple(tensor.shape)} holds {int((~finite).sum())} NaN or Inf.')
