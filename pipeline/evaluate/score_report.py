@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.outputs import hold
+from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import ScoreConfig
 
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
@@ -148,8 +150,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         print(f"{name:<44} {value:>18}")
     print(f"report: {folder / 'report.md'}")
     if origin is not None:
-        written = [folder / name for name, content in files.items() if content]
-        _send(config, scored, split, loaded, origin, scores, written)
+        written = [name for name, content in files.items() if content]
+        _send(config, scored, split, loaded, origin, scores, folder, written)
     return scores
 
 
@@ -160,7 +162,8 @@ def _send(
     loaded: LoadedModel,
     origin: WeightsOrigin,
     scores: dict[str, Any],
-    files: list[Path],
+    folder: Path,
+    files: Iterable[str],
 ) -> None:
     """Send the scores to MLflow."""
     data, trained = dataset.path.name, scores[TRAINED_BY]
@@ -184,22 +187,32 @@ def _send(
         score=score,
         scored_on=scored_on,
     )
-    about = facts_of_scores(config.weights, loaded, origin, facts, about)
-    send_report(config.mlflow, files[0].parent, about, metrics | probed, files, config.experiment)
+    send_scores(config, loaded, origin, facts, about, metrics | probed, folder, files)
 
 
-def facts_of_scores(
-    weights: str, loaded: LoadedModel, origin: WeightsOrigin, data: DatasetFacts, facts: RunFacts
-) -> RunFacts:
-    """An MLflow run of scores that names the run of the weights, also before the name of `facts`."""
-    return replace(
+def send_scores(
+    config: ScoreConfig | SegmentConfig,
+    loaded: LoadedModel,
+    origin: WeightsOrigin,
+    data: DatasetFacts,
+    facts: RunFacts,
+    metrics: dict[str, float],
+    folder: Path,
+    files: Iterable[str],
+) -> None:
+    """Send scores to MLflow, as a run that names the run of the weights, also before the name of `facts`.
+
+    data: what was scored on. files: names in the folder.
+    """
+    facts = replace(
         facts,
-        name=f"{loaded.extra.get('run') or Path(weights).name} {facts.name}",
+        name=f"{loaded.extra.get('run') or Path(config.weights).name} {facts.name}",
         tags={"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
         datasets=(data,),
         parents={"parent": origin.run_id} if origin.run_id else {},
         origin=origin,
     )
+    send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], config.experiment)
 
 
 def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:

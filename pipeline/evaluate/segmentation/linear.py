@@ -1,25 +1,36 @@
-"""A linear layer on the patch tokens of a frozen ViT, and its training, as in DINOv3 (arXiv 2508.10104;
+"""A linear layer on the patch tokens of a frozen ViT, and its training on random crops, as in DINOv3 (arXiv 2508.10104;
 dinov3/eval/segmentation).
 
-Shapes: B images, S their side, C channels, h x w patches, D width, K classes.
+Shapes: B images or crops, S their side, C channels, H, W height and width, h x w patches, D width, K classes.
 """
 
-from collections.abc import Iterator
-from typing import cast
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.loaded_model import LoadedModel
-from pipeline.evaluate.segmentation.masks import NO_CLASS
+from pipeline.evaluate.segmentation.masks import NO_CLASS, MaskClasses
+from pipeline.evaluate.segmentation.pairs import MaskedPairs, in_order, pair_reader
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
+from pipeline.settings.run import AugmentConfig
 from pipeline.settings.run_sections import ScheduleConfig
 
-# As in DINOv3: weight decay of AdamW, and share of warm-up steps.
-_WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
+_ORDER, _CROP = Purpose.named("segmentation order"), Purpose.named("segmentation crop")
+# As in DINOv3: weight decay of AdamW, share of warm-up steps, and the short side of an image over short_side.
+_WEIGHT_DECAY, _WARMUP, SCALES = 1e-3, 0.0375, (0.5, 2.0)
+# Batches that are read ahead.
+_AHEAD = 2
 
 
 @torch.no_grad()
@@ -36,22 +47,16 @@ def patch_tokens(loaded: LoadedModel, images: Tensor) -> Tensor:
     return tokens.float().transpose(1, 2).unflatten(2, model.config.grid)
 
 
-class LinearHead(nn.Module):
+def linear_head(width: int, num_classes: int, seed: int) -> nn.Module:
     """BatchNorm, then a dense layer of each place: (B, D, h, w) -> (B, K, h, w)."""
-
-    def __init__(self, width: int, num_classes: int, seed: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(width)
-        self.classify = nn.Conv2d(width, num_classes, 1)
-        nn.init.normal_(self.classify.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
-        nn.init.zeros_(cast(Tensor, self.classify.bias))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.classify(self.norm(tokens))
-        return logits
+    classify = nn.Conv2d(width, num_classes, 1)
+    nn.init.normal_(classify.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
+    assert classify.bias is not None
+    nn.init.zeros_(classify.bias)
+    return nn.Sequential(OrderedDict(norm=nn.BatchNorm2d(width), classify=classify))
 
 
-def logits_of(loaded: LoadedModel, head: LinearHead, images: Tensor) -> Tensor:
+def logits_of(loaded: LoadedModel, head: nn.Module, images: Tensor) -> Tensor:
     """Images (B, S, S, C) of a batch -> (B, K, S, S)."""
     assert isinstance(loaded.model, VisionTransformer)
     return enlarged(head(patch_tokens(loaded, images)), loaded.model.config)
@@ -88,7 +93,7 @@ def between_centres(length: int, centres: Tensor) -> Tensor:
 
 
 def train(
-    head: LinearHead, loaded: LoadedModel, crops: Iterator[tuple[Tensor, Tensor]], config: SegmentConfig
+    head: nn.Module, loaded: LoadedModel, crops: Iterator[tuple[Tensor, Tensor]], config: SegmentConfig
 ) -> Iterator[Tensor]:
     """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and
     over some 50 steps.
@@ -110,3 +115,76 @@ def train(
         optimizer.step()
         mean = loss.detach() if step == 0 else 0.98 * mean + 0.02 * loss.detach()
         yield mean
+
+
+def batches(
+    pairs: MaskedPairs,
+    classes: MaskClasses,
+    config: SegmentConfig,
+    view: AugmentConfig,
+    side: int,
+    problems: dict[int, str],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the crops of all steps: images (B, S, S, C) of the type of a batch, and their classes, int16 (B, S, S),
+    NO_CLASS where there is none. Each is a function of (seed, epoch, pair) alone.
+
+    problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
+    """
+    low, high = (np.array(limits) for limits in pairs.model.batch_range())
+    outside = ((low + high) / 2).astype(pairs.model.batch_type)
+    order = cache(lambda epoch: random_numbers.permutation(len(pairs), config.seed, _ORDER, epoch).tolist())
+    read = pair_reader(pairs, classes)
+
+    def number_of(position: int) -> int:
+        return order(position // len(pairs))[position % len(pairs)]
+
+    def crop(position: int) -> tuple[np.ndarray, np.ndarray]:
+        number = number_of(position)
+        draw = random_numbers.draws(config.seed, _CROP, position // len(pairs), number)
+        return random_crop(*read(number), outside, config.short_side, view, side, draw)
+
+    batch = config.train_batch
+    found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
+    while part := list(islice(found, batch)):
+        problems |= {number_of(position): why for position, why in part if isinstance(why, str)}
+        empty = np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
+        crops = (empty if isinstance(one, str) else one for _, one in part)
+        images, of_pixels = (torch.from_numpy(np.stack(parts)) for parts in zip(*crops, strict=True))
+        yield images, of_pixels
+
+
+def random_crop(
+    image: np.ndarray,
+    classes: np.ndarray,
+    outside: np.ndarray,
+    short_side: int,
+    view: AugmentConfig,
+    side: int,
+    draw: Callable[[int], float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """A square of a randomly scaled image, mirrored by half: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
+
+    The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
+    before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
+    """
+    scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
+    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((short_side or side) * scale)))
+    image = resize(image, (width, height), resize_method(image, (height, width), view))
+    top, left = (int(draw(1 + axis) * (max(long - side, 0) + 1)) for axis, long in enumerate((height, width)))
+    image = image[top : top + side, left : left + side]
+    # The class of the pixel at the centre of each new one.
+    rows = ((np.arange(top, top + len(image)) + 0.5) * classes.shape[0] / height).astype(np.int64)
+    columns = ((np.arange(left, left + image.shape[1]) + 0.5) * classes.shape[1] / width).astype(np.int64)
+    out, out_classes = np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
+    out[: len(rows), : len(columns)] = image
+    out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
+    if draw(3) < 0.5:
+        return out[:, ::-1], out_classes[:, ::-1]
+    return out, out_classes
+
+
+def scaled(height: int, width: int, short: int) -> tuple[int, int]:
+    """(height, width) of an image of this size when its short side becomes `short`."""
+    if height > width:
+        return int(short * height / width + 0.5), short
+    return short, int(short * width / height + 0.5)

@@ -42,11 +42,8 @@ def _values(image: Image.Image) -> np.ndarray:
         raise DecodeError(f"a mask has numbers or colours, not Pillow's mode {image.mode}")
     pixels = np.asarray(image)
     if pixels.ndim == 3 and pixels.shape[2] >= 3:
-        values = np.full(pixels.shape[:2], _COLOUR >> 16, np.int32)
-        for channel in range(3):  # One after another, because a mask of 24 million pixels would take 700 MB at once.
-            values <<= 8 * (channel > 0)
-            values |= pixels[..., channel]
-        return values
+        red, green, blue = np.moveaxis(pixels[..., :3], 2, 0).astype(np.int32)
+        return _COLOUR + (red << 16 | green << 8 | blue)
     numbers = (pixels if pixels.ndim == 2 else pixels[..., 0]).astype(np.int32)
     if numbers.min() < 0 or numbers.max() > _MAX_NUMBER:
         raise DecodeError(f"values from {numbers.min():,} to {numbers.max():,} are not class numbers")

@@ -1,7 +1,6 @@
 """Images and their masks, found by equal names, and read together. Shapes: H, W height and width, C channels."""
 
 import hashlib
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
@@ -57,37 +56,13 @@ class MaskedPairs:
 
     def places(self) -> set[tuple[str, int]]:
         """(file, offset) of each image: the same in another selection of the same files."""
-        paths = [str(Path(path).resolve()) for path in self.images.shard_paths]
-        shards = self.images.shard_of(self.rows).tolist()
-        return {
-            (paths[shard], self.images.place_of(row)[0]) for shard, row in zip(shards, self.rows.tolist(), strict=True)
-        }
-
-    def content(self) -> str:
-        """A hash that changes with the files: of shards with a checksum of these, of others of their sizes and
-        times.
-        """
-        found = hashlib.sha256(json.dumps([self.names, self.rows.tolist(), self.mask_rows.tolist()]).encode())
-        for split in (self.images, self.masks):
-            for path, checksum in zip(split.shard_paths, split.shard_sha256.to_pylist(), strict=True):
-                about = None if checksum else os.stat(path)
-                found.update(f"{checksum}{about and (about.st_size, about.st_mtime_ns)}".encode())
-        return found.hexdigest()
-
-    def named(self, numbers: list[int]) -> list[str]:
-        """Names of pairs."""
-        return [self.names[number] for number in numbers]
+        paths = [os.path.realpath(path) for path in self.images.shard_paths]
+        return {(paths[self.images.shard_of_row(row)], self.images.place_of(row)[0]) for row in self.rows.tolist()}
 
     def only(self, chosen: np.ndarray) -> "MaskedPairs":
         """Those with these numbers, int64."""
-        groups = [self.groups[number] for number in chosen.tolist()] if self.groups else []
-        return replace(
-            self,
-            rows=self.rows[chosen],
-            mask_rows=self.mask_rows[chosen],
-            names=self.named(chosen.tolist()),
-            groups=groups,
-        )
+        names, groups = ([of[number] for number in chosen.tolist() if of] for of in (self.names, self.groups))
+        return replace(self, rows=self.rows[chosen], mask_rows=self.mask_rows[chosen], names=names, groups=groups)
 
 
 def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, MaskedPairs]:
@@ -99,11 +74,9 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     to the other; at least one.
     model: what the weights read.
     """
-    train = _paired(config, model, config.images, config.masks, config.split)
-    if config.val_images:
-        return train, _paired(config, model, config.val_images, config.val_masks, config.val_split, "val_")
-    if is_dataset(config.images) and config.val_split:
-        return train, _paired(config, model, config.images, config.masks, config.val_split)
+    train = _paired(config, model, config.split)
+    if config.val_images or (is_dataset(config.images) and config.val_split):
+        return train, _paired(config, model, config.val_split, "val_" * bool(config.val_images))
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
@@ -118,31 +91,24 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
 
 
-def _paired(
-    config: SegmentConfig, model: Pixels, images: Sequence[str], masks: Sequence[str], split: str, prefix: str = ""
-) -> MaskedPairs:
+def _paired(config: SegmentConfig, model: Pixels, split: str, prefix: str = "") -> MaskedPairs:
     """prefix: of the settings that name the places."""
-    opened = open_adhoc_split(images, split, config.exclude, [], f"{prefix}images", model)
-    pixels = model.reading(opened.split.pixels, config.weights, f"{prefix}images = {', '.join(images)}")
-    opened_masks = open_adhoc_split(masks, split, "none", [], f"{prefix}masks")
-    filled = model.filled_notes(opened.split.pixels, f"{prefix}images")
-    for note in dict.fromkeys([*opened.split.notes(), *filled, *opened_masks.split.notes()]):
-        print(note)
-    of_images, of_masks = (
-        names_in(opened, images, config.image_suffix),
-        names_in(opened_masks, masks, config.mask_suffix),
-    )
+    settings = f"{prefix}images", f"{prefix}masks"
+    images, masks = (f"{setting} = {', '.join(getattr(config, setting))}" for setting in settings)
+    opened, of_images = open_named(config, settings[0], split, config.exclude, config.image_suffix, model)
+    opened_masks, of_masks = open_named(config, settings[1], split, "none", config.mask_suffix)
+    pixels = model.reading(opened.split.pixels, config.weights, images)
     found = [name for name in of_images if name in of_masks]
     if not found:
         firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
         raise UserError(
-            f"{prefix}images = {', '.join(images)} and {prefix}masks = {', '.join(masks)} have no name in common: the"
-            f" first are {' and '.join(firsts)}. An image and its mask have the same path below their folders, except"
-            " for the suffix; for endings of names set image_suffix and mask_suffix."
+            f"{images} and {masks} have no name in common: the first are {' and '.join(firsts)}. An image and its mask"
+            " have the same path below their folders, except for the suffix; for endings of names set image_suffix and"
+            " mask_suffix."
         )
     alone = [len(each.split) - len(found) for each in (opened, opened_masks)]
     if any(alone):
-        print(f"left out: {alone[0]:,} of {', '.join(images)} and {alone[1]:,} of {', '.join(masks)} without a partner")
+        print(f"left out: {alone[0]:,} of {images} and {alone[1]:,} of {masks} without a partner")
     rows, mask_rows = (np.array([names[name] for name in found], np.int64) for names in (of_images, of_masks))
     groups: list[str] = []
     if config.group_pattern:
@@ -155,21 +121,26 @@ def _paired(
     )
 
 
-def names_in(opened: AdhocSplit, places: Sequence[str], ending: str = "") -> dict[str, int]:
-    """Name -> row of the images whose names have this ending: the path below their place, without suffix and ending.
+def open_named(
+    config: SegmentConfig, setting: str, split: str, exclude: str, ending: str = "", model: Pixels | None = None
+) -> tuple[AdhocSplit, dict[str, int]]:
+    """Open the places of a setting. Returns them, and name -> row of those whose names have this ending: the path below
+    their place, without suffix and ending.
 
-    Raises UserError for names that are not unique.
+    model: what the weights read; None for masks. Prints what is left out. Raises UserError for names that are not
+    unique.
     """
-    keys = opened.split.keys(np.arange(len(opened.split)))
-    if not opened.fingerprint:
-        keys = [_below(key, places) for key in keys]
+    places = getattr(config, setting)
+    opened = open_adhoc_split(places, split, exclude, [], setting, model or RGB8)
+    for note in opened.split.notes() + (model.filled_notes(opened.split.pixels, setting) if model else []):
+        print(note)
     found: dict[str, int] = {}
-    for row, key in enumerate(keys):
-        path = PurePosixPath(key)
-        name = str(path.with_suffix("")) if path.suffix.lower() in EXTENSIONS else key
+    for row, key in enumerate(opened.split.keys(np.arange(len(opened.split)))):
+        path = PurePosixPath(key if opened.fingerprint else _below(key, places))
+        name = str(path.with_suffix("") if path.suffix.lower() in EXTENSIONS else path)
         if name.endswith(ending) and found.setdefault(name.removesuffix(ending), row) != row:
-            raise UserError(f"{', '.join(places)}: several files are named {name!r}. Rename or remove one.")
-    return found
+            raise UserError(f"{setting} = {', '.join(places)}: several files are named {name!r}. Rename or remove one.")
+    return opened, found
 
 
 def _below(key: str, places: Sequence[str]) -> str:
@@ -177,41 +148,28 @@ def _below(key: str, places: Sequence[str]) -> str:
     _, is_in_tar, member = key.partition(".tar/")
     if is_in_tar:
         return member
-    folders = [folder for folder in map(Path, places) if Path(key).is_relative_to(folder)]
-    return str(Path(key).relative_to(max(folders, key=lambda folder: len(folder.parts)))) if folders else Path(key).name
+    below = [str(Path(key).relative_to(folder)) for folder in places if Path(key).is_relative_to(folder)]
+    return min(below, key=len, default=Path(key).name)
 
 
-class PairReader:
-    """Reads pairs. Thread-safe. Use it as a context manager."""
+def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Returns the thread-safe function number of a pair -> (image (H, W, C) of the type of a batch, numbers of classes
+    int16 (H, W)).
 
-    def __init__(self, pairs: MaskedPairs, classes: MaskClasses) -> None:
-        self.pairs, self.classes = pairs, classes
-        self._images, self._masks = ShardReader(pairs.images), ShardReader(pairs.masks)
+    It raises DecodeError for a pair that cannot be used, and as `ShardReader.read`.
+    """
+    images, masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
-    def __enter__(self) -> "PairReader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._images.close()
-        self._masks.close()
-
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray] | str:
-        """(image (H, W, C) of the type of a batch, numbers of classes int16 (H, W)) of a pair, or why it cannot be
-        used. Raises StorageError as `ShardReader.read`.
-        """
-        return reason_or(self._read)(number)
-
-    def _read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        row, mask_row = int(self.pairs.rows[number]), int(self.pairs.mask_rows[number])
-        image, orientation = read_image(self._images, row, self.pairs.pixels, self.pairs.model)
-        mask = decode_mask(self._masks.read(mask_row))
-        height, width = image.shape[:2]
-        stored = (width, height) if orientation >= 5 else (height, width)
-        if mask.shape == stored != (height, width):  # It was drawn on the image as stored.
+    def read(number: int) -> tuple[np.ndarray, np.ndarray]:
+        image, orientation = read_image(images, int(pairs.rows[number]), pairs.pixels, pairs.model)
+        mask, size = decode_mask(masks.read(int(pairs.mask_rows[number]))), image.shape[:2]
+        if orientation >= 5 and mask.shape == size[::-1] != size:  # It was drawn on the image as stored.
             mask = upright(mask, orientation)
-        if mask.shape != (height, width):
-            raise DecodeError(f"{width} x {height} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
-        return image, self.classes.numbers(mask)
+        if mask.shape != size:
+            raise DecodeError(f"{size[1]} x {size[0]} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
+        return image, classes.numbers(mask)
+
+    return read
 
 
 def read_image(reader: ShardReader, row: int, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
@@ -227,17 +185,30 @@ def read_image(reader: ShardReader, row: int, pixels: Pixels, model: Pixels) -> 
     return image, exif_orientation(data)
 
 
-def in_order(work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int) -> Iterator[Result]:
-    """Yield work(item) of each, in their order; `threads` threads work on the next `ahead` items meanwhile."""
+def in_order(
+    work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int = 0
+) -> Iterator[tuple[int, Result | str]]:
+    """Yield (item, work(item)), or (item, why its image or mask cannot be read), in the order of the items.
+
+    `threads` threads work on the next `ahead` items, by default twice as many, meanwhile. Raises StorageError.
+    """
+
+    def result_or_reason(item: int) -> Result | str:
+        try:
+            return work(item)
+        except (DecodeError, OSError) as error:
+            return str(error)
+
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[Result]] = deque()
+        waiting: deque[tuple[int, Future[Result | str]]] = deque()
         try:
             for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) > ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                waiting.append((item, pool.submit(result_or_reason, item)))
+                if len(waiting) > (ahead or 2 * threads):
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for item, future in waiting:
+                yield item, future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -248,28 +219,26 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
     Masks that cannot be read are counted again by who trains and scores. Raises UserError as `find_classes`, for more
     damaged masks than the budget allows, and for a selection in which no pixel has a class.
     """
-    values = [set[int]() for _ in of]
-    with tqdm(total=sum(map(len, of)), desc="masks", unit=" masks", disable=None) as bar:
-        for pairs, of_pairs in zip(of, values, strict=True):
-            problems: dict[int, str] = {}
-            reader, rows = ShardReader(pairs.masks), pairs.mask_rows.tolist()
+    values: list[set[int]] = []
+    for pairs in of:
+        problems, of_pairs, rows = dict[int, str](), set[int](), pairs.mask_rows.tolist()
+        reader = ShardReader(pairs.masks)
 
-            def values_of(row: int, reader: ShardReader = reader) -> set[int]:
-                return set(np.unique(decode_mask(reader.read(row))).tolist())
+        def values_of(row: int, reader: ShardReader = reader) -> list[int]:
+            return np.unique(decode_mask(reader.read(row))).tolist()
 
-            all_found = in_order(reason_or(values_of), rows, config.threads, 2 * config.threads)
-            for row, found in zip(rows, all_found, strict=True):
-                if isinstance(found, str):
-                    problems[row] = found
-                else:
-                    of_pairs |= found
-                bar.update()
-                # Photographs have more values than masks: `find_classes` says so.
-                if len(of_pairs) > 2**16 or len(problems) > budget.allowed(len(pairs)):
-                    break
-            reader.close()
-            if excess := budget.excess(problems, pairs.masks, len(pairs)):
-                raise UserError(f"masks: {excess}")
+        all_found = in_order(values_of, rows, config.threads)
+        for row, found in tqdm(all_found, "masks", len(rows), unit=" masks", disable=None):
+            if isinstance(found, str):
+                problems[row] = found
+            else:
+                of_pairs |= set(found)
+            # Photographs have more values than masks: `find_classes` says so.
+            if len(of_pairs) > 2**16 or len(problems) > budget.allowed(len(pairs)):
+                break
+        if excess := budget.excess(problems, pairs.masks, len(pairs)):
+            raise UserError(f"masks: {excess}")
+        values.append(of_pairs)
     classes = find_classes(set().union(*values), config.ignore)
     for pairs, of_pairs in zip(of, values, strict=True):
         if of_pairs.isdisjoint(classes.values.tolist()):
@@ -278,15 +247,3 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
                 " value that ignore names."
             )
     return classes
-
-
-def reason_or(work: Callable[[int], Result]) -> Callable[[int], Result | str]:
-    """`work`, which returns why an image or mask cannot be read instead of raising. Raises StorageError."""
-
-    def found(item: int) -> Result | str:
-        try:
-            return work(item)
-        except (DecodeError, OSError) as error:
-            return str(error)
-
-    return found

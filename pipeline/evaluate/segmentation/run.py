@@ -8,62 +8,65 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import save
+from torch import nn
 from tqdm import tqdm
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.files import remove_unfinished
+from pipeline.base.gallery import DPI, Tile, folded, gallery
 from pipeline.base.metric import metric_of
+from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.storage.atomic import write_files
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.values import to_rgb
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.score_report import facts_of_scores
-from pipeline.evaluate.segmentation.apply import open_others, write_masks
-from pipeline.evaluate.segmentation.crops import batches
-from pipeline.evaluate.segmentation.linear import LinearHead, train
+from pipeline.evaluate.score_report import send_scores
+from pipeline.evaluate.segmentation.linear import batches, linear_head, train
 from pipeline.evaluate.segmentation.masks import MaskClasses
-from pipeline.evaluate.segmentation.pairs import MaskedPairs, PairReader, open_pairs, scan
-from pipeline.evaluate.segmentation.score import SegmentationScore, count_all, score
+from pipeline.evaluate.segmentation.pairs import (
+    MaskedPairs,
+    in_order,
+    open_named,
+    open_pairs,
+    pair_reader,
+    read_image,
+    scan,
+)
+from pipeline.evaluate.segmentation.score import SegmentationScore, count, score, segment
 from pipeline.model import VisionTransformer
-from pipeline.model.files import find_file, open_safetensors
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
-from pipeline.monitor.tracking import send_report
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, dataset_name
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
 _RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "sheet.png", "predicted_masks"
-# Settings that change the layer, besides the weights, the pairs and their classes.
-_OF_TRAINING = (
-    "image_size",
-    "resize_filter",
-    "precision",
-    "short_side",
-    "steps",
-    "train_batch",
-    "lr",
-    "seed",
-)
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
 # Steps after which the loss is read from the device.
 _STEPS_BETWEEN_LOOKS = 20
+# The longest side of a picture of a sheet, and the number of classes that it names.
+_SIDE, _MAX_NAMED = 360, 24
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
     """Train and score the layer, print its mIoU, and write the masks of other images; returns the content of
     segmentation.json.
 
-    Its keys include miou and interval, in [0, 1]. A layer that this command has trained before is not trained again.
-    Raises UserError for a user's mistake before anything is written.
+    Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights)
+    origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)))
     _check_model(config, loaded)
     learnt, scored = open_pairs(config, loaded.pixels)
@@ -71,7 +74,9 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
-    classes = scan(config, _budget(config), learnt, scored)
+    remedy = "Check the images and masks, or raise max_bad_share."
+    budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
+    classes = scan(config, budget, learnt, scored)
     runs = _warn(loaded, learnt, scored)
     print(
         f"{counted(len(classes.values), 'class')}; {counted(len(learnt), 'image')} to learn from,"
@@ -79,20 +84,20 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         flush=True,
     )
 
-    identity = _identity(config, origin.sha256, learnt, classes)
-    head = LinearHead(loaded.model.config.width, len(classes.values), config.seed).to(loaded.device)
-    if (not_learnt := _trained_before(folder / _HEAD, head, identity)) is None:
-        not_learnt = _train(config, loaded, head, learnt, classes)
-    with (
-        PairReader(scored, classes) as reader,
-        tqdm(total=len(scored), desc="score", unit=" images", disable=None) as bar,
-    ):
-        counts, problems = count_all(reader, loaded, head, config, bar.update)
-    _refuse(problems, scored, config)
-    print_unreadable(problems, scored.named, "not scored")
-    known = np.array([number for number in range(len(scored)) if number not in problems])
-    groups = np.array(scored.groups)
-    found = score(counts[known], groups[known] if len(groups) else groups)
+    head = linear_head(loaded.model.config.width, len(classes.values), config.seed).to(loaded.device)
+    not_learnt = _train(config, loaded, head, learnt, classes, budget)
+    head.eval()
+    counts, problems = np.zeros((len(scored), 3, len(classes.values)), np.int64), dict[int, str]()
+    read = in_order(pair_reader(scored, classes), range(len(scored)), config.threads)
+    for number, pair in tqdm(read, "score", len(scored), unit=" images", disable=None):
+        if isinstance(pair, str):
+            problems[number] = pair
+        else:
+            counts[number] = count(pair[1], segment(pair[0], loaded, head, config), len(classes.values))
+    _refuse(problems, scored, budget)
+    print_unreadable(problems, lambda rows: [scored.names[row] for row in rows], "not scored")
+    known = scored.only(np.delete(np.arange(len(scored)), list(problems)))
+    found = score(np.delete(counts, list(problems), 0), np.array(known.groups))
     results: dict[str, Any] = {
         "weights": config.weights,
         "run": loaded.extra.get("run"),
@@ -110,25 +115,21 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         "short_side": config.short_side or min(loaded.image_size),
         **{name: getattr(config, name) for name in ("steps", "train_batch", "lr", "seed", "precision")},
         "device": str(loaded.device),
-        "unreadable": {scored.names[number]: why for number, why in sorted(problems.items())},
+        "unreadable": {scored.names[number]: why for number, why in problems.items()},
         "unreadable_learnt": {learnt.names[number]: why for number, why in sorted(not_learnt.items())},
     }
-    about = {"identity": identity, "classes": classes.names, "unreadable": dict(sorted(not_learnt.items()))}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}
     contents: dict[str, bytes | str | None] = {
-        # One text: safetensors mixes the order of several.
-        _HEAD: save(tensors, {"segmentation": json.dumps(about)}),
+        _HEAD: save(tensors, {"classes": json.dumps(classes.names)}),
         _RESULTS: json.dumps(json_record.without_nan(results), indent=1, ensure_ascii=False) + "\n",
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_files(folder, contents, mark=_RESULTS)
     print(f"mIoU {_in_words(found)}; {folder / _RESULTS}")
-    files = [folder / name for name in contents]
     if others is not None:
-        files.append(folder / _SHEET)
-        budget = replace(_budget(config), least=LookConfig.least_bad)
-        write_masks(config, others, loaded, head, classes, files[-1], budget)
-    if config.mlflow:
+        contents[_SHEET] = None
+        write_masks(config, *others, folder, loaded, head, classes, replace(budget, least=LookConfig.least_bad))
+    if origin is not None:
         about_scored = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         facts = DatasetFacts(
             data,
@@ -140,7 +141,25 @@ def run(config: SegmentConfig) -> dict[str, Any]:
             "evaluation",
             {TRAINED_BY: runs} if runs else {},
         )
-        _send(config, facts, loaded, origin, results, _in_words(found), files)
+        names = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
+        # "steps" are those of the weights' run.
+        parameters = {name: results[name] for name in names} | {
+            "length": f"{config.steps} steps of {config.train_batch}"
+        }
+        metric, name = f"{split}_miou", dataset_name(facts)
+        about = RunFacts(
+            f"segments {name}",
+            "evaluation",
+            parameters,
+            description=(
+                f"**Segmentation** of {name} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU"
+                f" {_in_words(found)}."
+            ),
+            score=metric,
+            scored_on=f"mIoU {name}",
+            metrics={metric: metric_of(metric)},
+        )
+        send_scores(config, loaded, origin, facts, about, {metric: found.miou}, folder, contents)
     return results
 
 
@@ -190,50 +209,26 @@ def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
     return runs
 
 
-def _identity(config: SegmentConfig, weights: str, learnt: MaskedPairs, classes: MaskClasses) -> str:
-    """What a layer belongs to. weights: SHA-256 of theirs. classes: also those that only the masks scored on have."""
-    settings = {name: getattr(config, name) for name in _OF_TRAINING}
-    about = [settings, weights, learnt.content(), learnt.pixels.to_dict(), classes.values.tolist()]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
-
-
-def _trained_before(file: Path, head: LinearHead, identity: str) -> dict[int, str] | None:
-    """Load the layer that an earlier command has trained with these settings. Returns its unreadable pairs; None if
-    there is none.
-    """
-    if not file.is_file():
-        return None
-    tensors, metadata = open_safetensors(file)
-    about = json.loads(metadata["segmentation"])
-    if about["identity"] != identity:
-        print(f"{file} is of other settings: it is trained again")
-        return None
-    head.load_state_dict(tensors)
-    print(f"trained already: {file}")
-    return {int(number): why for number, why in about["unreadable"].items()}
-
-
 def _train(
-    config: SegmentConfig, loaded: LoadedModel, head: LinearHead, pairs: MaskedPairs, classes: MaskClasses
+    config: SegmentConfig,
+    loaded: LoadedModel,
+    head: nn.Module,
+    pairs: MaskedPairs,
+    classes: MaskClasses,
+    budget: BadBudget,
 ) -> dict[int, str]:
     """Train with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
-    problems, allowed = dict[int, str](), _budget(config).allowed(len(pairs))
-    with (
-        PairReader(pairs, classes) as reader,
-        tqdm(total=config.steps, desc="layer", unit=" steps", disable=None) as bar,
-    ):
-        crops = batches(reader, config, loaded.view, min(loaded.image_size), problems)
-        for step, mean in enumerate(train(head, loaded, crops, config), start=1):
-            bar.update()
-            if len(problems) > allowed:
-                _refuse(problems.copy(), pairs, config)  # Threads go on to fill it.
-            if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
-                continue
-            if not np.isfinite(loss := float(mean)):
-                raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    _refuse(problems, pairs, config)
-    print_unreadable(problems, pairs.named, "not learnt from")
+    problems = dict[int, str]()
+    crops = batches(pairs, classes, config, loaded.view, min(loaded.image_size), problems)
+    bar = tqdm(train(head, loaded, crops, config), "layer", config.steps, unit=" steps", disable=None)
+    for step, mean in enumerate(bar, start=1):
+        _refuse(problems, pairs, budget)
+        if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
+            continue
+        if not np.isfinite(loss := float(mean)):
+            raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    print_unreadable(problems, lambda rows: [pairs.names[row] for row in rows], "not learnt from")
     return problems
 
 
@@ -243,46 +238,79 @@ def _in_words(found: SegmentationScore) -> str:
     return f"{found.miou:.2%}{interval}"
 
 
-def _budget(config: SegmentConfig) -> BadBudget:
-    return BadBudget(
-        config.max_bad_share, "max_bad_share", "Check the images and masks, or raise max_bad_share.", config.least_bad
-    )
-
-
-def _refuse(problems: dict[int, str], pairs: MaskedPairs, config: SegmentConfig) -> None:
+def _refuse(problems: dict[int, str], pairs: MaskedPairs, budget: BadBudget) -> None:
     """Raise UserError for too many unreadable pairs, and if none can be read."""
     by_row = {int(pairs.rows[number]): why for number, why in problems.items()}
-    if excess := _budget(config).excess(by_row, pairs.images, len(pairs)):
+    if excess := budget.excess(by_row, pairs.images, len(pairs)):
         raise UserError(excess)
     if len(problems) == len(pairs):
         raise UserError(f"none of the {counted(len(pairs), 'pair')} can be read; {pairs.names[0]}: {problems[0]}.")
 
 
-def _send(
+def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> tuple[Split, Pixels, dict[str, int]]:
+    """The images of `config.apply`, whose masks are to be written into `folder`; how the model reads them; and name of
+    each predicted mask, a path below `folder` without suffix -> row.
+
+    model: what the weights read. Raises UserError for names that are not unique or lead out of the folder, images that
+    the model cannot read, and if masks that are read are in the folder.
+    """
+    opened, names = open_named(config, "apply", config.apply_split, config.exclude, model=model)
+    target, apply = folder.resolve(), f"apply = {', '.join(config.apply)}"
+    for name in names:
+        if not (target / name).resolve().is_relative_to(target):
+            raise UserError(f"{apply}: {name!r} would be written outside of {folder}.")
+    for place in (*config.images, *config.masks, *config.val_images, *config.val_masks, *config.apply):
+        if "://" not in place and Path(place).resolve().is_relative_to(target):
+            raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")
+    return opened.split, model.reading(opened.split.pixels, config.weights, apply), names
+
+
+def write_masks(
     config: SegmentConfig,
-    data: DatasetFacts,
+    images: Split,
+    pixels: Pixels,
+    names: dict[str, int],
+    folder: Path,
     loaded: LoadedModel,
-    origin: WeightsOrigin,
-    results: dict[str, Any],
-    found: str,
-    files: list[Path],
+    head: nn.Module,
+    classes: MaskClasses,
+    budget: BadBudget,
 ) -> None:
-    """Send the score to MLflow. data: what was scored on. found: the score in words."""
-    metric = f"{data.split}_miou"
-    names = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
-    # "steps" are those of the weights' run.
-    parameters = {name: results[name] for name in names} | {"length": f"{config.steps} steps of {config.train_batch}"}
-    facts = RunFacts(
-        f"segments {dataset_name(data)}",
-        "evaluation",
-        parameters,
-        description=(
-            f"**Segmentation** of {dataset_name(data)} by a linear layer on the frozen patch tokens of"
-            f" `{config.weights}`: mIoU {found}."
-        ),
-        score=metric,
-        scored_on=f"mIoU {dataset_name(data)}",
-        metrics={metric: metric_of(metric)},
-    )
-    facts = facts_of_scores(config.weights, loaded, origin, data, facts)
-    send_report(config.mlflow, files[0].parent, facts, {metric: results["miou"]}, files, config.experiment)
+    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from, and a sheet of the
+    first.
+
+    images, pixels, names: of `open_others`. Raises UserError for more images that cannot be read than the budget
+    allows, and if none can be.
+    """
+    files = {row: folder / _MASKS / f"{name}.png" for name, row in names.items()}
+    for parent in {file.parent for file in files.values()}:
+        remove_unfinished(parent, {file.name for file in files.values()})
+    reader, problems = ShardReader(images), dict[int, str]()
+    tiles: tuple[list[Tile], list[Tile]] = [], []
+    colours, seen = classes.colours(), np.zeros(len(classes.values), np.int64)
+
+    def read(row: int) -> np.ndarray:
+        return read_image(reader, row, pixels, loaded.pixels)[0]
+
+    for row, image in tqdm(in_order(read, files, config.threads), "masks", len(files), unit=" images", disable=None):
+        if isinstance(image, str):
+            problems[row] = image
+            continue
+        numbers, file = segment(image, loaded, head, config), files[row]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as out:
+            out.write(classes.encoded(numbers))
+        if len(tiles[0]) < config.num_drawn:
+            step = -(-max(numbers.shape) // _SIDE)
+            tiles[0].append(Tile(to_rgb(image[::step, ::step], loaded.pixels).copy(), [file.stem]))
+            tiles[1].append(Tile(colours[numbers[::step, ::step]]))
+            seen += np.bincount(numbers.ravel(), minlength=len(seen))
+    print_unreadable(problems, images.keys, "no mask")
+    if excess := budget.excess(problems, images, len(files)) or "no image of apply can be read" * (not tiles[0]):
+        raise UserError(excess)
+    named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
+    legend = [(classes.names[number], colours[number] / 255) for number in named]
+    note = "Images, and below each the mask that a linear layer on frozen patch tokens predicts."
+    figure = gallery(folded(tiles), f"Masks by {config.weights}", note, legend=legend)
+    write_files(folder, {_SHEET: png(figure, DPI, loaded.pixels.describe_shown())}, mark=_SHEET)
+    print(f"{counted(len(files) - len(problems), 'mask')}: {folder / _MASKS}; look at {folder / _SHEET}")

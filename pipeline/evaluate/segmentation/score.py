@@ -3,21 +3,18 @@
 Shapes: H, W height and width, C channels, S side of a window, n images, K classes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
-from pipeline.evaluate.segmentation.crops import scaled
-from pipeline.evaluate.segmentation.linear import LinearHead, between_centres, logits_of
-from pipeline.evaluate.segmentation.pairs import PairReader, in_order
+from pipeline.evaluate.segmentation.linear import between_centres, logits_of, scaled
 from pipeline.settings.commands.segment import SegmentConfig
 
 # Windows begin at multiples of this share of their side: 341 of 512 pixels in DINOv3
@@ -31,7 +28,7 @@ _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
 
 @torch.no_grad()
-def segment(image: np.ndarray, loaded: LoadedModel, head: LinearHead, config: SegmentConfig) -> np.ndarray:
+def segment(image: np.ndarray, loaded: LoadedModel, head: nn.Module, config: SegmentConfig) -> np.ndarray:
     """(H, W, C) of the type of a batch -> int16 (H, W), the class of each pixel.
 
     The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that
@@ -42,18 +39,16 @@ def segment(image: np.ndarray, loaded: LoadedModel, head: LinearHead, config: Se
     height, width = scaled(*size, config.short_side or side)
     image = resize(image, (width, height), resize_method(image, (height, width), loaded.view))
     places = [(top, left) for top in _starts(height, side) for left in _starts(width, side)]
-    total: Tensor | None = None
-    covered = torch.zeros(height, width, device=loaded.device)
+    total, covered = torch.zeros(()), torch.zeros(height, width, device=loaded.device)
     for first in range(0, len(places), config.batch):
         part = places[first : first + config.batch]
         windows = torch.from_numpy(np.stack([image[top : top + side, left : left + side] for top, left in part]))
         logits = logits_of(loaded, head, windows)
-        if total is None:
+        if not first:
             total = logits.new_zeros(logits.shape[1], height, width)
         for (top, left), of_window in zip(part, logits, strict=True):
             total[:, top : top + side, left : left + side] += of_window
             covered[top : top + side, left : left + side] += 1
-    assert total is not None
     return _largest(total / covered, size).to(torch.int16).cpu().numpy()
 
 
@@ -64,7 +59,7 @@ def _starts(length: int, side: int) -> list[int]:
     return [min(i * stride, length - side) for i in range(number)]
 
 
-def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
+def _largest(logits: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few rows of pixels at a
     time.
     """
@@ -74,25 +69,6 @@ def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
     )
     step = max(1, _MAX_LOGITS // (len(logits) * size[1]))
     return torch.cat([(part @ logits @ columns.T).argmax(0) for part in rows.split(step)])
-
-
-def count_all(
-    reader: PairReader, loaded: LoadedModel, head: LinearHead, config: SegmentConfig, done: Callable[[], object]
-) -> tuple[np.ndarray, dict[int, str]]:
-    """(int64 (n, 3, K) of `count`, zeros for pairs that cannot be read; number of such a pair -> why). done: called
-    after each pair.
-    """
-    num_pairs, num_classes = len(reader.pairs), len(reader.classes.values)
-    counts, problems = np.zeros((num_pairs, 3, num_classes), np.int64), dict[int, str]()
-    head.eval()
-    for number, found in enumerate(in_order(reader.read, range(num_pairs), config.threads, 2 * config.threads)):
-        if isinstance(found, str):
-            problems[number] = found
-        else:
-            image, true = found
-            counts[number] = count(true, segment(image, loaded, head, config), num_classes)
-        done()
-    return counts, problems
 
 
 def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:

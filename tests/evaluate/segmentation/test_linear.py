@@ -14,9 +14,9 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import random_numbers
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.evaluate.loaded_model import load_model
-from pipeline.evaluate.segmentation import crops, linear
+from pipeline.evaluate.segmentation import linear
 from pipeline.evaluate.segmentation.masks import NO_CLASS
-from pipeline.evaluate.segmentation.pairs import PairReader, open_pairs, scan
+from pipeline.evaluate.segmentation.pairs import open_pairs, scan
 from pipeline.settings.run import AugmentConfig
 
 VIEW = AugmentConfig()
@@ -52,11 +52,11 @@ def test_pixels_of_a_crop_have_their_classes(
     """
     rng = np.random.default_rng(0)
     classes = np.kron(rng.integers(0, 3, (size[0] // SIDE, size[1] // SIDE)), np.ones((SIDE, SIDE))).astype(np.int16)
-    monkeypatch.setattr(crops, "SCALES", (scale, scale))
+    monkeypatch.setattr(linear, "SCALES", (scale, scale))
     outside, seen = np.full(3, 127, np.uint8), set()
     for number in range(20):
-        draw = random_numbers.draws(0, crops._CROP, 0, number)
-        pixels, found = crops.random_crop(COLOURS[classes], classes, outside, 0, VIEW, 24, draw)
+        draw = random_numbers.draws(0, linear._CROP, 0, number)
+        pixels, found = linear.random_crop(COLOURS[classes], classes, outside, 0, VIEW, 24, draw)
         assert pixels.shape == (24, 24, 3)
         inside = found != NO_CLASS
         assert (pixels[~inside] == 127).all()
@@ -75,9 +75,8 @@ def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None
     classes = scan(settings(), BadBudget(0.001), train)
 
     def drawn(*more: str) -> list[tuple[bytes, bytes]]:
-        with PairReader(train, classes) as reader:
-            found = crops.batches(reader, settings("i", "m", *more), VIEW, 16, {})
-            return [(images.numpy().tobytes(), of_pixels.numpy().tobytes()) for images, of_pixels in found]
+        found = linear.batches(train, classes, settings("i", "m", *more), VIEW, 16, {})
+        return [(images.numpy().tobytes(), of_pixels.numpy().tobytes()) for images, of_pixels in found]
 
     whole = drawn("steps=6", "threads=3")
     assert len(set(whole)) == 6

@@ -14,9 +14,9 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.decode import upright
+from pipeline.data.loading.decode import DecodeError, upright
 from pipeline.evaluate.segmentation.masks import NO_CLASS
-from pipeline.evaluate.segmentation.pairs import PairReader, open_pairs, scan
+from pipeline.evaluate.segmentation.pairs import open_pairs, pair_reader, scan
 
 BUDGET = BadBudget(0.001)
 
@@ -76,7 +76,7 @@ def test_what_has_no_partner_is_counted(write_pairs: Write, capsys: pytest.Captu
         (masks / f"part.1/{i}.png").unlink()
     train, val = opened(images, masks, "val_share=0.3")
     assert len(train) + len(val) == 17
-    assert f"left out: 2 of {images} and 1 of {masks} without a partner\n" in capsys.readouterr().out
+    assert f"left out: 2 of images = {images} and 1 of masks = {masks} without a partner\n" in capsys.readouterr().out
 
 
 def test_endings_of_names(write_pairs: Write) -> None:
@@ -121,10 +121,11 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
     train, _ = open_pairs(config, RGB8)
     classes = scan(config, BadBudget(0.5), train)
     assert classes.names == ["0", "1", "2"]
-    with PairReader(train, classes) as reader:
-        whole = [reader.read(train.names.index(f"part.{i % 2}/{i}")) for i in range(2, 6)]
-        assert reader.read(train.names.index("part.0/0")) == "32 x 24 pixels, its mask 5 x 24"
-        assert str(reader.read(train.names.index("part.1/1"))).startswith("UnidentifiedImageError: cannot identify")
+    read = pair_reader(train, classes)
+    whole = [read(train.names.index(f"part.{i % 2}/{i}")) for i in range(2, 6)]
+    for name, why in (("part.0/0", "32 x 24 pixels, its mask 5 x 24"), ("part.1/1", "UnidentifiedImageError")):
+        with pytest.raises(DecodeError, match=why):
+            read(train.names.index(name))
     for pixels, numbers in whole:
         known = numbers != NO_CLASS
         assert np.array_equal(pixels[known], COLOURS[numbers[known]])
@@ -146,8 +147,8 @@ def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int
     Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
     config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
     train, _ = open_pairs(config, RGB8)
-    with PairReader(train, scan(config, BUDGET, train)) as reader:
-        found = {name: reader.read(number) for number, name in enumerate(train.names)}
+    read = pair_reader(train, scan(config, BUDGET, train))
+    found = {name: read(number) for number, name in enumerate(train.names)}
     told_by_size = size[0] != size[1] and orientation >= 5
     for name in ["part.0/0"] * told_by_size + ["part.1/1"]:
         pixels, numbers = found[name]
@@ -184,5 +185,5 @@ def test_a_very_long_image_is_left_out(write_pairs: Write) -> None:
     config = settings(*write_pairs(3, size=(8, 136)), "val_share=0.5")
     train, _ = open_pairs(config, RGB8)
     classes = scan(config, BUDGET, train)
-    with PairReader(train, classes) as reader:
-        assert reader.read(0) == "136 x 8 pixels: one side is more than 16 times the other"
+    with pytest.raises(DecodeError, match="136 x 8 pixels: one side is more than 16 times"):
+        pair_reader(train, classes)(0)

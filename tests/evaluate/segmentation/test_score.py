@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 
 from pipeline.evaluate.loaded_model import LoadedModel, load_model
 from pipeline.evaluate.segmentation import score
-from pipeline.evaluate.segmentation.linear import LinearHead, patch_tokens
+from pipeline.evaluate.segmentation.linear import linear_head, patch_tokens
 
 
 def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
@@ -71,7 +71,7 @@ def loaded(weights: Path) -> LoadedModel:
 
 
 def test_windows_cover_the_image_and_are_averaged(loaded: LoadedModel) -> None:
-    head = LinearHead(32, NUM_CLASSES, seed=0).eval()
+    head = linear_head(32, NUM_CLASSES, seed=0).eval()
     image = np.random.default_rng(0).integers(0, 256, (2 * SIDE, 5 * SIDE, 3), dtype=np.uint8)
     side = 2 * SIDE
 
