@@ -203,6 +203,10 @@ class RunFacts:
         """The declaration of a metric of this run."""
         return metric_of(name, self.metrics)
 
+    def dataset(self, context: str) -> DatasetFacts | None:
+        """The first data of a context, "training" or "evaluation"."""
+        return next((facts for facts in self.datasets if facts.context == context), None)
+
     def all_tags(self) -> dict[str, str]:
         """The tags of the run when it starts; empty values are left out."""
         origin = self.origin.tags() if self.origin else {}
@@ -230,7 +234,7 @@ class RunFacts:
     def score_in_words(self, name: str, value: float) -> str:
         """A score as the list of runs shows it: "53.67 % flowers:val" (top-1 has no name), "flowers_20nn 53.67 %"."""
         metric = self.metric(name)
-        held_out = next((facts for facts in self.datasets if facts.context == "evaluation"), None)
+        held_out = self.dataset("evaluation")
         # A probe of another data set has that one's name in its own.
         is_of_held_out = held_out and (metric.group != "probe" or name.startswith(f"{held_out.split}_"))
         evaluated = dataset_name(held_out) if held_out and is_of_held_out else ""

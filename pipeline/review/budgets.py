@@ -9,10 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from pipeline.base.metric import SPREAD
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten
 from pipeline.review.record import RunRecord, Score, Series, title_of
-from pipeline.review.statistics import MAX_NAMED, Records, by_loss, in_seeds, listed, seed_groups
+from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
 
 # More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
@@ -28,10 +29,6 @@ class Axis:
     name: str
     per_step: Callable[[RunRecord], float]
 
-    def amounts(self, record: RunRecord, steps: np.ndarray) -> np.ndarray:
-        """float64, as steps: the amount after each step."""
-        return steps * self.per_step(record)
-
 
 STEPS = Axis("step", lambda record: 1.0)
 IMAGES = Axis("images seen", lambda record: float(record.images_per_step))
@@ -45,18 +42,17 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
 
     (0, {}) when a run has no evaluation, or its amounts are unknown.
     """
-    evaluations = {name: record.metrics[record.scored] for name, record in records.items() if record.scored}
-    if not records or len(evaluations) < len(records):
+    if not all(record.scored for record in records.values()):
         return 0.0, {}
-    amounts = {name: axis.amounts(record, evaluations[name].steps) for name, record in records.items()}
-    budget = float(min(of_run[-1] for of_run in amounts.values()))
+    amounts = {name: r.series[r.scored].steps * axis.per_step(r) for name, r in records.items()}
+    budget = float(min((of_run[-1] for of_run in amounts.values()), default=0))
     if not budget:
         return 0.0, {}
     found: dict[str, Score | None] = {}
     for name, record in records.items():
         # Rounding must not exclude the evaluation that defines the budget.
         within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
-        found[name] = record.score_at(int(within[-1])) if len(within) else None
+        found[name] = record.score_at(int(within[-1]), record.scored) if len(within) else None
     return budget, found
 
 
@@ -74,37 +70,44 @@ def curves(records: Records) -> list[PngImage]:
     """
     losses, seeds = by_loss(records), seed_groups(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
-    found: dict[str, dict[str, dict[str, tuple[Series, bool]]]] = {}
+    found: dict[tuple[str, str], dict[str, tuple[Series, bool]]] = {}
     for run, record in records.items():
         for file, title, series, percent in lines_of(record, loss_of.get(run, "")):
-            if series is not None and len(series):
-                found.setdefault(file, {}).setdefault(title, {})[run] = series, percent
-    pictures = []
-    for file, by_title in found.items():
-        drawn = 0
-        for title, lines in by_title.items():
-            runs = {run: records[run] for run in records if run in lines}
-            percent = all(is_share for _, is_share in lines.values())
-            if content := draw_curves(runs, title, {run: series for run, (series, _) in lines.items()}, seeds, percent):
-                drawn += 1
-                name = f"{file}.png" if drawn == 1 else f"{file}_{drawn}.png"
-                about = f"{title} of {listed(list(runs), MAX_NAMED)} against steps, images seen and training FLOPs"
-                pictures.append(PngImage(name, about, content))
-    return pictures
+            found.setdefault((file, title), {})[run] = series, percent
+    pictures: dict[str, list[PngImage]] = {}
+    for (file, title), lines in found.items():
+        runs = {run: records[run] for run in records if run in lines}
+        percent = all(is_share for _, is_share in lines.values())
+        if content := draw_curves(runs, title, {run: series for run, (series, _) in lines.items()}, seeds, percent):
+            of_file = pictures.setdefault(file, [])
+            name = f"{file}_{len(of_file) + 1}.png" if of_file else f"{file}.png"
+            about = f"{title} of {listed(list(runs))} against steps, images seen and training FLOPs"
+            of_file.append(PngImage(name, about, content))
+    return [picture for of_file in pictures.values() for picture in of_file]
 
 
-def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series | None, bool]]:
-    """(file, title, values, whether they are shares) of each metric of a run. loss: added to the title of one."""
-    train = record.dataset("training")
+def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series, bool]]:
+    """(file, title, values, whether they are shares) of each metric of a run that figures show: accuracy, losses, what
+    else was measured on the held-out split, by the objective and by probes. loss: added to the title of one.
+    """
+    train, split = record.dataset("training"), f"{record.split}_"
     trained = train.split if train else str(record.settings.get("data.train_split", "train"))
     on = f"on {'training' if record.split == trained else 'held-out'} images"
-    yield "accuracy", f"Top-1 accuracy {on}", record.of_split("top1"), True
-    yield "held_out_loss", f"Loss {on}{loss}", record.of_split("loss"), False
-    yield "training_loss", f"Training loss{loss}", record.metrics.get("loss"), False
-    for own, name in record.further.items():
-        file = "metric_" + re.sub(r"[^\w.-]", "_", own)  # A probe's name contains that of a data folder.
+    shown = {
+        f"{split}top1": ("accuracy", f"Top-1 accuracy {on}"),
+        f"{split}loss": ("held_out_loss", f"Loss {on}{loss}"),
+        "loss": ("training_loss", f"Training loss{loss}"),
+    }
+    logged = [name for name, metric in record.metrics.items() if metric.group == "train" or name in SPREAD]
+    for name in (*record.held_out, *record.probes, *logged):
+        own = name.removeprefix(split) if name in record.held_out else name
         title = title_of(own) if own == name else f"{title_of(own)} {on}"
-        yield file, title, record.metrics[name], record.metric(name).is_share
+        # A probe's name contains that of a data folder.
+        shown.setdefault(name, ("metric_" + re.sub(r"[^\w.-]", "_", own), title))
+    shown.pop(f"{split}top5", None)
+    for name, (file, title) in shown.items():
+        if name in record.series:
+            yield file, title, record.series[name], record.metric(name).is_share
 
 
 def draw_curves(
@@ -126,24 +129,22 @@ def draw_curves(
     axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
     legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
-    for number, axis in enumerate(axes_used, 1):
-        axes = figure.add_subplot(1, len(axes_used), number)
+    for axis, axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
         for place, group in enumerate(groups):
             style = _STYLES[place // len(COLOURS) % len(_STYLES)]
             look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
-                if axis.per_step(records[name]):
-                    amounts = axis.amounts(records[name], chosen[name].steps)
+                if per_step := axis.per_step(records[name]):
                     label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
-                    draw_line(axes, amounts, chosen[name].values * (100 if percent else 1), look, label)
+                    values = chosen[name].values * (100 if percent else 1)
+                    draw_line(axes, chosen[name].steps * per_step, values, look, label)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
-        if number == 1:
-            axes.set_ylabel("%" if percent else "")
-            lines = axes.get_legend_handles_labels()
+    figure.axes[0].set_ylabel("%" if percent else "")
     figure.suptitle(title)
     if legend_rows:
+        lines = figure.axes[0].get_legend_handles_labels()
         add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
     return png(figure)
 

@@ -22,7 +22,7 @@ from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_u
 from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
-    MAX_NAMED,
+    Contender,
     Pair,
     Records,
     by_evaluation,
@@ -32,7 +32,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import as_parquet, differences, row, settings_of_kinds
+from pipeline.review.table import as_parquet, differences, row, settings_that_differ
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -41,8 +41,6 @@ _MAX_COLUMNS = 6
 _MAX_PAIRS = 30
 # Length of the folder's name; file systems allow 255 bytes.
 _MAX_CHARACTERS = 60
-# Said of a report where there was one: the folder is by default named after runs, and others may have the same names.
-REPLACED = " (the earlier one there is replaced)"
 # Budgets of two runs whose ratio is nearer to 1 count as the same.
 _SAME_BUDGET = 0.01
 # Columns of `row` that the page shows, by section.
@@ -92,12 +90,18 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
         "pairs.csv": table_csv(pairs) if pairs else None,
         **page(records, groups, curves(records)),
     }
-    is_replaced = (folder / "report.html").exists()
-    write_files(folder, files, mark="report.html")
-    for line in summary(records, groups):
-        print(line)
-    print(f"comparison: {folder / 'report.html'}{REPLACED * is_replaced}")
+    write_report(folder, files, ["comparison", *summary(records, groups)])
     return records
+
+
+def write_report(folder: Path, files: Mapping[str, bytes | str | None], told: Sequence[str]) -> Path:
+    """Write a report, and print what it is (told: kind, lines) and where; returns its HTML file."""
+    file = folder / "report.html"
+    # The folder is by default named after runs, and others may have the same names.
+    replaced = " (the earlier one there is replaced)" * file.exists()
+    write_files(folder, files, mark=file.name)
+    print(*told[1:], f"{told[0]}: {file}{replaced}", sep="\n")
+    return file
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
@@ -126,61 +130,47 @@ class Group:
     """Runs that were scored by the same measure on the same images, and the test of each pair."""
 
     records: Records
+    contenders: list[Contender]
     pairs: list[Pair]
 
     @property
     def of_seeds(self) -> str:
         """The mean of runs that differ in nothing but their seed, in words; "" for others."""
-        found = contenders(self.records)
-        if len(self.records) == 1 or [len(of.names) for of in found] != [len(self.records)]:
+        if len(self.records) == 1 or [len(of.names) for of in self.contenders] != [len(self.records)]:
             return ""
-        interval = of_seeds(found[0].values, found[0].num_samples)
+        (found,) = self.contenders
+        interval = of_seeds(found.values, found.num_samples)
+        low, high = 100 * interval.low, 100 * interval.high
         return (
-            f"{listed(found[0].names, MAX_NAMED)} differ in their seed only, so there is no difference of settings to"
-            f" test: mean {100 * found[0].mean:.2f} %, 95 % interval over seeds {100 * interval.low:.2f} to"
-            f" {100 * interval.high:.2f}."
+            f"{listed(found.names)} differ in their seed only, so there is no difference of settings to test: mean"
+            f" {100 * found.mean:.2f} %, 95 % interval over seeds {low:.2f} to {high:.2f}."
         )
 
     @property
     def title(self) -> str:
-        return scored_on(next(iter(self.records.values())))
+        return scored_on(next(iter(self.records.values())))[1]
 
     def ranking(self) -> Table:
         """The runs by their last score, and their scores at equal budgets."""
         scored = {name: record.last_score for name, record in self.records.items()}
-        header, rows = (
-            ["run", "last score", "step"],
-            {name: [name, str(score), shown(score and score.step)] for name, score in scored.items()},
-        )
+        header = ["run", "last score", "step"]
+        rows = {name: [name, str(score), shown(score and score.step)] for name, score in scored.items()}
         for axis in (IMAGES, FLOPS):
             budget, found = at_equal_budget(self.records, axis)
-            if found:
-                header.append(f"score within {in_units(budget, axis)}")
-                for name, score in found.items():
-                    rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
+            header += [f"score within {in_units(budget, axis)}"] * bool(found)
+            for name, score in found.items():
+                rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
         return Table(header, [rows[name] for name in sorted(rows, key=lambda name: best_first(scored[name]))])
 
     def noise(self) -> Table:
         """The test of each pair, or of many those with the best run."""
-        pairs = self.pairs
-        if len(pairs) > _MAX_PAIRS:
-            pairs = [pair for pair in pairs if pair.first is pairs[0].first]
+        pairs = self.pairs if len(self.pairs) <= _MAX_PAIRS else self.pairs_of_best
         header = ("better", "than", "by, points", "95 % interval", "p", "p, corrected", "verdict", "test")
-        rows = [
-            (
-                pair.first.title,
-                pair.second.title,
-                f"{100 * d.value:+.2f}",
-                f"{100 * d.low:+.2f} to {100 * d.high:+.2f}",
-                _p(d.p),
-                _p(pair.corrected),
-                in_words(d, pair.corrected) + _budget(pair),
-                d.method,
-            )
-            for pair in pairs
-            for d in [pair.difference]
-        ]
-        return Table(header, rows)
+        return Table(header, [_told(pair) for pair in pairs])
+
+    @property
+    def pairs_of_best(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.first is self.pairs[0].first]
 
     @property
     def untested(self) -> list[str]:
@@ -191,7 +181,7 @@ class Group:
 def groups_of(records: Records) -> list[Group]:
     """The groups of runs whose scores can be compared."""
     groups = [{name: records[name] for name in names} for names in by_evaluation(records).values()]
-    return [Group(group, pairs_of(contenders(group))) for group in groups]
+    return [Group(group, found := contenders(group), pairs_of(found)) for group in groups]
 
 
 def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
@@ -200,13 +190,9 @@ def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
         score = record.last_score
         yield f"{shorten(name, 40):<40} {record.status:<9} {f'{score.name} {score}' if score else 'no score'}"
     yield from filter(None, (group.of_seeds for group in groups))
-    for pair in (pair for group in groups for pair in group.pairs if pair.first is group.pairs[0].first):
-        d = pair.difference
-        yield (
-            f"{pair.first.title} over {pair.second.title}{_budget(pair)}: {100 * d.value:+.2f} points"
-            f" ({100 * d.low:+.2f} to {100 * d.high:+.2f}), corrected p {_p(pair.corrected)}:"
-            f" {in_words(d, pair.corrected)}"
-        )
+    for pair in (pair for group in groups for pair in group.pairs_of_best):
+        better, than, by, interval, _, corrected, verdict, _ = _told(pair)
+        yield f"{better} over {than}: {by} points ({interval}), corrected p {corrected}: {verdict}"
 
 
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
@@ -216,22 +202,15 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     def chosen(columns: Sequence[str]) -> dict[str, dict[str, str]]:
         return {run: {column.replace("_", " "): shown(of[column]) for column in columns} for run, of in rows.items()}
 
-    scores = {
-        name: {
-            "last score": str(r.last_score or "–"),
-            "best score": str(r.best_score or "–"),
-            "ended": when(r.period[1]),
-        }
-        for name, r in records.items()
-    }
-    of_runs, of_others = settings_of_kinds(records).values()
     sections = {
-        "Runs": {name: of_run | scores[name] for name, of_run in chosen(_RUN).items()},
-        "Settings": of_runs,
-        "Settings of evaluations and other reports": of_others,
+        "Runs": chosen(_RUN),
+        "Settings": settings_that_differ(records),
         "Data": chosen(_DATA),
         "Code": chosen(_CODE),
     }
+    for name, r in records.items():
+        scores = {"last score": str(r.last_score or "–"), "best score": str(r.best_score or "–")}
+        sections["Runs"][name] |= scores | {"ended": when(r.period[1])}
     return render(
         _TEMPLATE,
         f"Comparison of {listed(list(records), 4)}",
@@ -239,7 +218,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
         level=LEVEL,
-        sections={title: _differing(values) for title, values in sections.items() if len(values) > 1},
+        sections={title: _differing(values) for title, values in sections.items()},
     )
 
 
@@ -270,18 +249,24 @@ def when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)) if seconds else "–"
 
 
+def _told(pair: Pair) -> tuple[str, ...]:
+    """A pair as tables show it."""
+    d = pair.difference
+    points = [f"{100 * value:+.2f}" for value in (d.value, d.low, d.high)]
+    p, corrected = ("<0.0001" if value < 0.0001 else f"{value:.4f}" for value in (d.p, pair.corrected))
+    verdict = in_words(d, pair.corrected) + _budget(pair)
+    interval = f"{points[1]} to {points[2]}"
+    return pair.first.title, pair.second.title, points[0], interval, p, corrected, verdict, d.method
+
+
 def _budget(pair: Pair) -> str:
     """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if equal."""
-    told = []
-    for name, amount in (("images", lambda record: record.images_seen), ("FLOPs", lambda record: record.exaflops)):
-        first, second = (amount(of.records[0]) for of in (pair.first, pair.second))
-        if first and second and abs(first / second - 1) > _SAME_BUDGET:
-            told.append(f"{first / second:.3g} times the {name}")
+    told, (first, second) = [], (of.record.axes(of.record.last_step) for of in (pair.first, pair.second))
+    for axis, name in (("images_seen", "images"), ("exaflops", "FLOPs")):
+        ratio = first[axis] / second[axis] if first.get(axis) and second.get(axis) else 1.0
+        if abs(ratio - 1) > _SAME_BUDGET:
+            told.append(f"{ratio:.3g} times the {name}")
     return f", with {' and '.join(told)}" if told else ""
-
-
-def _p(value: float) -> str:
-    return "<0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def _pair_row(pair: Pair) -> dict[str, Any]:

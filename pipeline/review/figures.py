@@ -43,28 +43,26 @@ def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | Non
     panels: list[tuple[str, Series, bool, list[Series]]] = []
     for file, title, series, percent in lines_of(record):
         beside = others if file == "accuracy" else as_wide if file == "metric_rankme" else alike
-        found = (of_other for other in beside for name, _, of_other, _ in lines_of(other) if name == file)
-        if series is not None and len(series):
-            panels.append((title, series, percent, [grey for grey in found if grey is not None and len(grey)]))
+        grey = [of_other for other in beside for name, _, of_other, _ in lines_of(other) if name == file]
+        panels.append((f"{title}, %" if percent else title, series, percent, grey))
     for name, title in (("lr", "learning rate"), ("images_per_second", "images/s")):
-        if series := record.metrics.get(name):
-            panels.append((title, series, False, []))
-    shares = {part: series for metric, part in _PARTS.items() if (series := record.metrics.get(metric))}
+        if name in record.series:
+            panels.append((title, record.series[name], False, []))
+    shares = {part: record.series[metric] for metric, part in _PARTS.items() if metric in record.series}
     num_panels = len(panels) + bool(shares)
     if not num_panels:
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, series, percent, others_lines) in enumerate(panels, 1):
+    for number, (title, series, percent, greys) in enumerate(panels, 1):
         axes, scale = figure.add_subplot(rows, 2, number), 100.0 if percent else 1.0
-        for place, grey in enumerate(others_lines):
-            label = None if place else f"other runs ({len(others_lines)})"
+        for place, grey in enumerate(greys):
+            label = None if place else f"other runs ({len(greys)})"
             axes.plot(grey.steps, scale * running_mean(grey.values), color="0.8", linewidth=1, label=label)
-        draw_line(
-            axes, series.steps, scale * series.values, {"color": COLOURS[0]}, "this run" if others_lines else None
-        )
-        _leave_out_spikes(axes, scale * series.values)
-        _finish(axes, f"{title}, %" if percent else title)
+        values = scale * series.values
+        draw_line(axes, series.steps, values, {"color": COLOURS[0]}, "this run" if greys else None)
+        _leave_out_spikes(axes, values)
+        _finish(axes, title)
     if shares:
         axes = figure.add_subplot(rows, 2, num_panels)
         _draw_shares(axes, shares)

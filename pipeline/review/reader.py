@@ -53,58 +53,44 @@ def from_folder(folder: Path) -> RunRecord:
     results: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         results = json_record.readable(json_record.read(folder / _RESULTS, dict[str, Any]))
-    saved = _saved(folder, results)
+    saved = PageFolder(folder).saved()
+    if saved is None and not results:
+        raise UserError(f"{folder / RUN_FILE} is missing: {folder} is not the folder of a started run.")
+    if saved is None:  # A grid or a sweep that was not tracked.
+        kind = next((kind for name, kind in _KIND_BY_RESULT.items() if name in results), "")
+        saved = RunFile("", RunFacts(str(results.get("name") or folder.resolve().name), kind))
     facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})
     if not word and saved.end:
         word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS[saved.end.status]
-    settings = dict(facts.parameters)
-    metrics, num_damaged = _metrics_of(folder)
+    records, num_damaged = [], 0
+    with contextlib.suppress(FileNotFoundError):
+        records, num_damaged = read_metrics(folder / METRICS_FILE)
+    points: dict[str, list[tuple[int, float, int]]] = {}
+    for record in records:
+        for name, value in record.metrics.items():
+            points.setdefault(name, []).append((record.step, value, record.time))
+    settings, evaluated = dict(facts.parameters), facts.dataset("evaluation")
+    splits = [evaluated.split] if evaluated else [name[:-5] for name in points if name.endswith("_top1")]
     if has_all_settings := (folder / SETTINGS_FILE).exists():
-        found = schema.flatten(schema.to_dict(read_settings(folder)))
+        config = read_settings(folder)
+        splits = config.data.evaluated
         built = {name: value for name, value in facts.parameters.items() if name.startswith("model.")}
+        found = schema.flatten(schema.to_dict(config))
         settings = {name: value for name, value in found.items() if not built or not name.startswith("model.")} | built
     return RunRecord(
-        name=facts.name,
-        kind=tags.get("kind", facts.kind),
+        **{**vars(facts), "tags": tags},
         folder=folder,
         run_id=run_id_of(folder),
         status=word or "finished",
         outcome=tags.get("outcome", outcome or word or "finished"),
         settings=settings,
         has_all_settings=has_all_settings,
-        parameters=facts.parameters,
-        metrics=metrics,
-        tags=tags,
-        datasets=facts.datasets,
-        origin=facts.origin,
-        steps=facts.steps,
-        images_per_step=facts.images_per_step,
-        flops_per_image=facts.flops_per_image,
+        split=next(iter(splits), ""),
+        series={name: Series.of(found) for name, found in points.items()},
         starts=saved.starts,
         results=results,
         num_damaged=num_damaged,
-        declared=facts.metrics,
     )
-
-
-def _saved(folder: Path, results: dict[str, Any]) -> RunFile:
-    """Content of run.json; of a grid or a sweep that was not tracked, what its results tell."""
-    if (folder / RUN_FILE).exists() or not results:
-        return PageFolder(folder).read_facts()
-    kind = next((kind for name, kind in _KIND_BY_RESULT.items() if name in results), "")
-    return RunFile("", RunFacts(str(results.get("name") or folder.resolve().name), kind))
-
-
-def _metrics_of(folder: Path) -> tuple[dict[str, Series], int]:
-    """Returns (metrics, number of damaged lines)."""
-    if not (folder / METRICS_FILE).exists():
-        return {}, 0
-    records, num_damaged = read_metrics(folder / METRICS_FILE)
-    points: dict[str, list[tuple[int, float, int]]] = {}
-    for record in records:
-        for name, value in record.metrics.items():
-            points.setdefault(name, []).append((record.step, value, record.time))
-    return {name: Series.of(found) for name, found in points.items()}, num_damaged
 
 
 def read(address: str) -> RunRecord:

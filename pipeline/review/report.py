@@ -12,18 +12,19 @@ from pipeline.base.page import Block, Paragraph, PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
-from pipeline.data.storage.atomic import write_files
 from pipeline.experiment import grid
 from pipeline.experiment.vtab_report import about_intervals, caveats, origin, score_table
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
+from pipeline.monitor.page_folder import FIGURES
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
-from pipeline.review.compare import REPLACED, shown, when
+from pipeline.review.budgets import finite
+from pipeline.review.compare import shown, when, write_report
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
-from pipeline.review.record import RunRecord, Series, best_of, title_of
-from pipeline.review.table import median_speed, row, settings_of, weights_of
+from pipeline.review.record import RunRecord, best_of, title_of
+from pipeline.review.table import PLACES, median_speed, row, weights_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
@@ -56,27 +57,20 @@ def run(config: RunReportConfig) -> Path:
     hold(folder)
     score = record.last_score
     title = f"{record.name}: {f'{score.name} {score}' if score else record.outcome}"
-    is_replaced = (folder / "report.html").exists()
-    write_files(folder, page(title, record), mark="report.html")
-    print(title)
-    print(f"report: {folder / 'report.html'}{REPLACED * is_replaced}")
-    return folder / "report.html"
+    return write_report(folder, page(title, record), ["report", title])
 
 
 def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
     """The files of the report."""
-    # An evaluation has one point, at step 0.
-    curves = draw_run(record) if record.last_step else None
-    pictures = (
-        [PngImage("curves.png", "Losses, held-out accuracy, learning rate and speed over the steps", curves)]
-        if curves
-        else []
-    )
-    pictures += [
+    pictures = [
         PngImage(f"figure_{file.name}", file.stem.replace("_", " "), file.read_bytes())
-        for file in record.figures()
-        if file.name != "curves.png"  # Drawn above.
+        for file in sorted((record.folder / FIGURES).glob("*.png"))
+        if file.name != "curves.png"  # Drawn here.
     ]
+    # An evaluation has one point, at step 0.
+    if record.last_step and (curves := draw_run(record)):
+        about = "Losses, held-out accuracy, learning rate and speed over the steps"
+        pictures.insert(0, PngImage("curves.png", about, curves))
     return render(
         _TEMPLATE,
         title,
@@ -108,16 +102,18 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
 
 def problems(record: RunRecord) -> Iterator[str]:
     """Warnings about the scores."""
+    series = record.series
     for name, what in _COUNTS.items():
-        if (series := record.metrics.get(name)) and (count := series.values.max()) > 0:
+        if name in series and (count := series[name].values.max()) > 0:
             yield f"{count:,.0f} {what}"
     for name in ("collapse", "probe_collapse"):
-        if series := record.metrics.get(name):
-            yield f"{title_of(name)} at {counted(len(series), 'step')}, first at step {series.steps[0]:,}"
-    unreadable, losses = record.of_split("num_unreadable"), record.metrics.get("loss")
+        if name in series:
+            steps = series[name].steps
+            yield f"{title_of(name)} at {counted(len(steps), 'step')}, first at step {steps[0]:,}"
+    unreadable = series.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:
         yield f"{unreadable.values[-1]:,.0f} held-out images could not be read, and count as wrong"
-    if losses and (broken := int(np.count_nonzero(~np.isfinite(losses.values)))):
+    if "loss" in series and (broken := int(np.count_nonzero(~np.isfinite(series["loss"].values)))):
         yield f"{counted(broken, 'log line')} with a loss that is not finite"
     if record.num_damaged:
         yield f"{counted(record.num_damaged, 'damaged line')} of metrics.jsonl ignored"
@@ -163,41 +159,40 @@ def measured(record: RunRecord) -> Table | None:
     if not steps:
         return None
     train = record.dataset("training")
-    speed, mfu = median_speed(record), _median(record.metrics.get("mfu"))
+    speed, mfu, wait = median_speed(record), _median(record, "mfu"), _median(record, "data_wait")
+    planned, so_far = (record.axes(step)["exaflops"] for step in (steps, done))
     # Those of data.path, of which a batch of a mixture holds a share, as the run planned them.
     in_all = float(record.parameters.get("epochs", 0)) or (steps * batch / train.num_samples if train else 0.0)
-    memory, seconds = record.metrics.get("peak_memory_gib"), record.training_seconds
+    memory = record.series.get("peak_memory_gib")
     rows = [
         ("steps", f"{steps:,}", f"{done:,}"),
         ("images", f"{steps * batch:,}", f"{done * batch:,}"),
         ("epochs", f"{in_all:,.1f}", f"{in_all * done / steps:,.1f}"),
-        ("training exaFLOPs", f"{record.flops_until(steps) / 1e18:.4g}", f"{record.exaflops:.4g}"),
+        ("training exaFLOPs", f"{planned:.4g}", f"{so_far:.4g}"),
         ("images/s, median", "–", shown(speed or None)),
         ("MFU, median", "–", f"{mfu:.3g}"),
-        ("time of training steps", "–", duration(seconds)),
+        ("time of training steps", "–", duration(record.training_seconds)),
         ("ranks", shown(record.ranks), f"{record.ranks} ({record.tags.get('device', '')})"),
         ("peak memory of a rank", "–", f"{np.nanmax(memory.values):.2f} GiB" if memory else "–"),
-        ("share of time that waits for data, median", "–", f"{_median(record.metrics.get('data_wait')):.1%}"),
+        ("share of time that waits for data, median", "–", f"{wait:.1%}"),
     ]
     return Table(("", "planned", "measured"), rows)
 
 
-def _median(series: Series | None) -> float:
-    finite = series.values[np.isfinite(series.values)] if series else np.empty(0)
-    return float(np.median(finite)) if len(finite) else 0.0
+def _median(record: RunRecord, name: str) -> float:
+    values = record.series[name].values if name in record.series else np.zeros(1)
+    return float(np.nanmedian(finite(values)))
 
 
 def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
     """Rows of metrics with a direction: those of the held-out split, most telling first, then probes by name."""
-    probed = sorted(
-        name for name in record.metrics if record.metric(name).group == "probe" and record.metric(name).better
-    )
-    for name in (*record.held_out, *probed):
-        series, cells = record.metrics[name], []
-        for number in (len(series) - 1, best_of(series, record.metric(name))):
-            score = record.score_at(number, name)
-            cells += [str(score), f"{series.steps[number]:,}"]
-        yield (f"probe {name}" if name in probed else score.name, *cells, shown(score.num_samples or None))
+    probed = [name for name in record.series if record.metric(name).group == "probe" and record.metric(name).better]
+    for name in (*record.held_out, *sorted(probed)):
+        best = best_of(record.series[name], record.metric(name))
+        scores = [record.score_at(number, name) for number in (-1, best)]
+        title = f"probe {name}" if name in probed else scores[0].name
+        cells = [cell for score in scores for cell in (str(score), shown(score.step))]
+        yield title, *cells, shown(scores[1].num_samples or None)
 
 
 def results(record: RunRecord) -> list[Block]:
@@ -213,8 +208,8 @@ def settings(record: RunRecord) -> Table:
     defaults = {} if record.kind == "evaluation" else changes.defaults(RunConfig)
     rows = [
         (name, str(value), "–" if defaults.get(name) in ("", None) else str(defaults[name]))
-        for name, value in settings_of(record).items()
-        if str(value) != str(defaults.get(name))
+        for name, value in record.settings.items()
+        if name not in PLACES and str(value) != str(defaults.get(name))
     ]
     return Table(("setting", "value", "default"), rows)
 

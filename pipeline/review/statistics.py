@@ -20,11 +20,10 @@ from pipeline.evaluate.differences import (
     of_seeds,
 )
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import RunRecord
+from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
 
-MAX_NAMED = 12
 # Settings of a probe that its scores depend on, beside those in their names.
 _KNN, _FEW_SHOT = ("train_split", "temperature", "neighbour_images"), ("train_split", "shots_seeds", "l2")
 
@@ -36,10 +35,12 @@ V = TypeVar("V", bound=Hashable)
 
 @dataclass(frozen=True)
 class Contender:
-    """One run, or several that differ in their seed only. values: their scores, shares. effective: see `Score`."""
+    """One run, or several that differ in their seed only. record: the first one. values: their scores, shares.
+    effective: see `Score`.
+    """
 
     names: tuple[str, ...]
-    records: tuple[RunRecord, ...]
+    record: RunRecord
     values: tuple[float, ...]
     num_samples: int
     effective: float
@@ -68,31 +69,27 @@ def contenders(records: Records) -> list[Contender]:
 
     A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
     """
-    scored = {
-        name: record
+    scores = {
+        name: score
         for name, record in records.items()
-        if (last := record.last_score) is not None and last.is_accuracy and math.isfinite(last.value)
+        if (score := record.last_score) and score.is_accuracy and math.isfinite(score.value)
     }
     found = []
-    for names in seed_groups(scored):
-        group = tuple(scored[name] for name in names)
-        scores = [record.last_score for record in group]
-        values = tuple(score.value for score in scores if score)
-        if len(group) == 1 and group[0].seed_scores:
-            values = tuple(group[0].seed_scores)
+    for names in seed_groups({name: records[name] for name in scores}):
+        record, score = records[names[0]], scores[names[0]]
+        values = tuple(scores[name].value for name in names)
+        if len(names) == 1 and record.seed_scores:
+            values = tuple(record.seed_scores)
         # A mean over tasks is not a proportion of images.
-        is_proportion = group[0].kind != "vtab"
-        num_samples = scores[0].num_samples if scores[0] and is_proportion else 0
-        effective = scores[0].effective if scores[0] and num_samples else 0
-        found.append(Contender(names, group, values, num_samples, effective or num_samples))
+        num_samples = 0 if record.kind == "vtab" else score.num_samples
+        found.append(Contender(names, record, values, num_samples, num_samples and score.effective))
     return sorted(found, key=lambda contender: -contender.mean)
 
 
 def seed_groups(records: Records) -> list[tuple[str, ...]]:
     """The names of runs that differ in nothing but their seed, scored at the same step, together; other runs alone."""
-    same = _by_value(records, lambda record: _but_the_seed(record) or id(record))
     groups = list[tuple[str, ...]]()
-    for names in same.values():
+    for names in _by_value(records, lambda record: _but_the_seed(record) or id(record)).values():
         is_repeated = len({records[name].settings.get("seed") for name in names}) < len(names)
         # Runs with the same seed are not independent samples.
         groups += [(name,) for name in names] if is_repeated else [tuple(names)]
@@ -107,7 +104,7 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
         ours, theirs = predictions[first.names], predictions[second.names]
         if len(first.values) + len(second.values) > 2:
             difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
-        elif ours is not None and theirs is not None and np.array_equal(ours[0], theirs[0]):
+        elif ours and theirs and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
             difference = of_same_groups(*right, groups) if len(groups) else of_same_images(*right)
@@ -140,14 +137,15 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     """Returns (rows with their labels, whether each was right, groups if there are some) of a single run's last
     evaluation, or None.
 
-    Predictions that do not give the last score are of another evaluation, and are not used.
+    Predictions that do not give the last score are of another evaluation, and are not used. Raises UserError for a
+    damaged file.
     """
-    record, score = contender.records[0], contender.records[0].last_score
-    found = record.predictions
-    if len(contender.records) > 1 or score is None or found is None or not len(found.rows):
+    file = contender.record.folder / PREDICTIONS
+    if len(contender.values) > 1 or not file.exists():
         return None
+    found = parse_predictions(file.read_bytes(), str(file))
     right = found.predicted == found.true
-    is_of_score = len(right) == score.num_samples and abs(float(right.mean()) - score.value) < 0.5 / len(right)
+    is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
 
 
@@ -156,63 +154,48 @@ def by_evaluation(records: Records) -> dict[Hashable, list[str]]:
     """The names of the runs that were scored by the same measure on the same images; runs without a score are left
     out.
     """
-    return _by_value(records, _measure)
+    return _by_value(records, lambda record: scored_on(record)[0])
 
 
-def _measure(record: RunRecord) -> tuple[str, str, int, str]:
-    """(data, split, number of images, measure unless it is the accuracy of the run's head), in which comparable scores
-    agree; () without a score.
+def scored_on(record: RunRecord) -> tuple[Hashable, str]:
+    """Returns (data, split, number of images, measure unless it is the accuracy of the run's head), in which comparable
+    scores agree, and the same in words; () without a score.
     """
-    score, results = record.last_score, record.results
+    score, results, facts, count = record.last_score, record.results, record.dataset("evaluation"), 0
     if score is None:
-        return ()  # type: ignore[return-value]
+        return (), ""
+    measure = ""
+    if record.scored in record.probes:
+        measure = f"{score.name}{_fit(record)}"
+    elif not score.is_accuracy:
+        measure = f"{score.name} {record.settings.get('train.loss')}"
+    data, split = record.scored_split
+    name = Path(data).name
     if record.kind == "vtab":
+        name = data = "VTAB-1k"
         protocol = results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
-        return "VTAB-1k", "", 0, f"{score.name}, protocol {protocol}"
-    is_probe, loss = record.scored in record.probes, record.settings.get("train.loss")
-    measure = f"{score.name}{_fit(record)}" if is_probe else "" if score.is_accuracy else f"{score.name} {loss}"
-    if any(probed := record.scored_split):
-        return *probed, 0, measure
-    facts = record.dataset("evaluation")
-    data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))
-    return data, record.split or str(results.get("split", "")), score.num_samples, measure
-
-
-def scored_on(record: RunRecord) -> str:
-    """Describes `_measure` in words."""
-    data, split, count, measure = _measure(record)
-    facts = None if any(record.scored_split) else record.dataset("evaluation")
-    named = f"{facts.name}, fingerprint {data}" if facts else Path(data).name
-    parts = [
-        named,
-        f"split {split}" if split else "",
-        counted(count, "image") if count else "",
-        f"by {measure}" if measure else "",
-    ]
-    return ", ".join(filter(None, parts))
+        measure = f"{score.name}, protocol {protocol}"
+    elif not data:
+        data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))
+        name = f"{facts.name}, fingerprint {data}" if facts else Path(data).name
+        split, count = record.split or str(results.get("split", "")), score.num_samples
+    words = {"split ": split, "": count and counted(count, "image"), "by ": measure}
+    return (data, split, count, measure), ", ".join([name, *(f"{key}{told}" for key, told in words.items() if told)])
 
 
 def _fit(record: RunRecord) -> str:
     """How the probe that is a run's score is fitted, as far as it differs from the defaults: ",
-    probe.neighbour_images=10000"; "" of other scores.
+    probe.neighbour_images=10000".
     """
-    if record.scored not in record.probes:
-        return ""
-    defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
-    names = {f"{section}{name}": f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)}
-    values = {name: str(record.settings[name]) for name in names if name in record.settings}
+    is_knn, section = record.scored.endswith("nn"), "" if record.kind == "evaluation" else "probe."
+    told, defaults = [], changes.defaults(RunConfig)
+    for name in _KNN if is_knn else _FEW_SHOT:
+        default = str(defaults[f"probe.{name}"])
+        if (value := str(record.settings.get(f"{section}{name}", default))) != default:
+            told.append(f", probe.{name}={value}")
     # The same images with groups and without have one fingerprint, but other shots.
-    of_groups = not record.scored.endswith("nn") and f"{record.scored}_effective_images" in record.metrics
-    told = (f", {name}={value}" for name, value in values.items() if value != str(defaults[names[name]]))
+    of_groups = not is_knn and f"{record.scored}_effective_images" in record.series
     return "".join([*told, *[", shots of different groups"] * of_groups])
-
-
-def _draw_their_own(records: Records) -> bool:
-    """Whether runs scored on split dev hold out different images of the same data: data.dev_share draws them by the
-    seed.
-    """
-    of_dev = [record.settings for record in records.values() if record.split == "dev" and not any(record.scored_split)]
-    return len({(str(settings.get("seed")), str(settings.get("data.limit"))) for settings in of_dev}) > 1
 
 
 def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -223,15 +206,14 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             " in one ranking."
         )
     for number, group in enumerate(groups, 1):
-        images = (
-            "on other images for each seed"
-            if _draw_their_own({name: records[name] for name in group})
-            else "on the same images"
-        )
-        yield f"Set {number}, {images} ({scored_on(records[group[0]])}): {listed(group, MAX_NAMED)}."
+        # data.dev_share draws different images of the same data by the seed.
+        of_dev = [records[name] for name in group if records[name].split == "dev" and not records[name].scored_split[0]]
+        drawn = {(str(one.settings.get("seed")), str(one.settings.get("data.limit"))) for one in of_dev}
+        images = "on other images for each seed" if len(drawn) > 1 else "on the same images"
+        yield f"Set {number}, {images} ({scored_on(records[group[0]])[1]}): {listed(group)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
-        yield f"Without a score: {listed(absent, MAX_NAMED)}."
+        yield f"Without a score: {listed(absent)}."
     for name, record in records.items():
         held_out = record.dataset("evaluation")
         if held_out and TRAINED_BY in held_out.notes:
@@ -241,12 +223,12 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
         if record.num_damaged:
             yield f"{name}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored."
     if len(losses := by_loss(records)) > 1:
-        named = "; ".join(f"{loss}: {listed(names, MAX_NAMED)}" for loss, names in losses.items())
+        named = "; ".join(f"{loss}: {listed(names)}" for loss, names in losses.items())
         yield f"The losses measure different things and cannot be compared ({named})."
-    seen = sorted({record.images_seen for record in records.values() if record.images_seen})
+    seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
         yield (
-            f"The runs saw different numbers of images, {seen[0]:,} to {seen[-1]:,}: last scores compare whole runs,"
+            f"The runs saw different numbers of images, {min(seen):,} to {max(seen):,}: last scores compare whole runs,"
             " those at equal images and FLOPs what the same amount of training gave."
         )
 
@@ -276,7 +258,7 @@ def in_seeds(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def listed(names: Sequence[str], most: int = 12) -> str:
     """Names in one phrase; of many, the first and the number of the others."""
     if len(names) <= most:
         return ", ".join(names)

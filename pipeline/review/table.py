@@ -21,6 +21,15 @@ from pipeline.review.record import RunRecord
 _MIN_SPEEDS = 5
 # Settings that are names and places, not differences.
 PLACES = ("name", "out", "track.uri", "launch.env")
+# Columns that are tags of the run.
+_TAGS = {
+    "device": "device",
+    "git_branch": "mlflow.source.git.branch",
+    "command": "mlflow.source.name",
+    "torch": "torch",
+    "user": "mlflow.user",
+    "teacher": TEACHER_TAG,
+}
 
 
 def row(name: str, record: RunRecord) -> dict[str, Any]:
@@ -29,17 +38,16 @@ def row(name: str, record: RunRecord) -> dict[str, Any]:
     train, held_out = record.dataset("training"), record.dataset("evaluation")
     weights, _ = weights_of(record)
     chosen = next((one for one in weights if "best" in one.roles), weights[-1] if weights else None)
+    mixed = (f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes)
     known: dict[str, Any] = {
         "run": name,
         "folder": str(record.folder),
         "mlflow_run_id": record.run_id,
         "kind": record.kind,
-        "model": record.model,
+        "model": record.model_name,
         "data": record.data_name,
         "fingerprint": train and train.digest,
-        "mixed_with": ", ".join(
-            f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes
-        ),
+        "mixed_with": ", ".join(mixed),
         "excluded": record.parameters.get("excluded"),
         "evaluation_split": record.split,
         "evaluation_fingerprint": held_out and held_out.digest,
@@ -49,26 +57,22 @@ def row(name: str, record: RunRecord) -> dict[str, Any]:
         "steps": record.last_step,
         "planned_steps": record.steps,
         "images_seen": record.images_seen,
-        "exaflops": record.exaflops,
+        "exaflops": record.axes(record.last_step).get("exaflops"),
         "images_per_second": median_speed(record),
         "training_seconds": record.training_seconds,
         "ranks": record.ranks,
         "device_seconds": record.training_seconds * record.ranks,
-        "device": record.tags.get("device"),
         "revision": record.revision,
-        "git_branch": record.tags.get("mlflow.source.git.branch"),
-        "command": record.tags.get("mlflow.source.name"),
-        "torch": record.tags.get("torch"),
-        "user": record.tags.get("mlflow.user"),
+        **{column: record.tags.get(tag) for column, tag in _TAGS.items()},
         "ended": record.period[1],
         "parent": origin and origin.title,
         "parent_sha256": origin and origin.sha256,
-        "teacher": record.tags.get(TEACHER_TAG),
         "weights_sha256": chosen and chosen.sha256,
         "score": last and last.name,
         "score_images": last and last.num_samples,
         "score_groups": last and last.effective < last.num_samples and last.effective,
     }
+    known = {column: value or None for column, value in known.items()} | {"seed": known["seed"]}
     for which, score in (("last", last), ("best", best)):
         interval = score and score.interval
         known |= {
@@ -77,45 +81,37 @@ def row(name: str, record: RunRecord) -> dict[str, Any]:
             f"{which}_high": interval and interval.high,
             f"{which}_step": score and score.step,
         }
-    measured = {"seed", "last_score", "best_score", "last_low", "best_low", "last_step", "best_step"}  # These may be 0.
-    return {column: value if column in measured else value or None for column, value in known.items()}
+    return known
 
 
 def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
     """A Parquet file of the rows, with each setting that differs (as text) and the last value of each metric."""
-    differ = {key for alike in settings_of_kinds(records).values() for key, *_ in differences(alike)}
-    metrics = {metric for record in records.values() for metric in record.metrics}
+    settings = settings_that_differ(records)
+    differ = sorted({key for of_run in settings.values() for key in of_run})
+    metrics = sorted({metric for record in records.values() for metric in record.series})
     rows = []
     for name, record in records.items():
-        settings = {key: str(value) for key, value in settings_of(record).items() if key in differ}
-        of_run = {
-            **row(name, record),
-            **{f"setting.{key}": settings.get(key) for key in sorted(differ)},
-            **{
-                f"metric.{key}": record.metrics[key].values[-1] if key in record.metrics else None
-                for key in sorted(metrics)
-            },
-        }
+        last = {metric: float(series.values[-1]) for metric, series in record.series.items()}
         rows.append(
-            {column: float(value) if isinstance(value, np.floating) else value for column, value in of_run.items()}
+            row(name, record)
+            | {f"setting.{key}": settings[name].get(key) for key in differ}
+            | {f"metric.{metric}": last.get(metric) for metric in metrics}
         )
     pq.write_table(pa.Table.from_pylist(rows), file := io.BytesIO())
     return file.getvalue()
 
 
-def settings_of(record: RunRecord) -> dict[str, Any]:
-    """The settings of a run other than names and places."""
-    return {name: value for name, value in record.settings.items() if name not in PLACES}
-
-
-def settings_of_kinds(records: Mapping[str, RunRecord]) -> dict[bool, dict[str, dict[str, Any]]]:
-    """The settings of runs (True), and of evaluations and other reports (False), which have none of the settings of
-    training.
+def settings_that_differ(records: Mapping[str, RunRecord]) -> dict[str, dict[str, str]]:
+    """Run -> its settings that differ among runs, or among evaluations and other reports, which have none of those of
+    training. Names and places are left out.
     """
-    found: dict[bool, dict[str, dict[str, Any]]] = {True: {}, False: {}}
+    kinds: dict[bool, dict[str, dict[str, Any]]] = {}
     for name, record in records.items():
-        found[record.has_all_settings][name] = settings_of(record)
-    return found
+        kinds.setdefault(record.has_all_settings, {})[name] = record.settings
+    differ = {key for alike in kinds.values() for key, *_ in differences(alike)} - set(PLACES)
+    return {
+        run: {key: str(of[key]) for key in of if key in differ} for alike in kinds.values() for run, of in alike.items()
+    }
 
 
 def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -127,7 +123,7 @@ def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]
 
 def median_speed(record: RunRecord) -> float:
     """Median training speed in images/s; 0 for fewer than five log lines."""
-    speeds = record.metrics.get("images_per_second")
+    speeds = record.series.get("images_per_second")
     return float(np.median(speeds.values)) if speeds and len(speeds) >= _MIN_SPEEDS else 0.0
 
 

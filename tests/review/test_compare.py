@@ -25,7 +25,7 @@ from pipeline.settings.commands.reports import CompareConfig
 
 
 def differences(*folders: Path) -> list[tuple[str, ...]]:
-    return table.differences({folder.name: table.settings_of(from_folder(folder)) for folder in folders})
+    return table.differences(table.settings_that_differ({folder.name: from_folder(folder) for folder in folders}))
 
 
 def test_a_model_that_came_with_weights_is_no_difference(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_damaged_lines_are_counted_and_repeats_count_as_the_last(tmp_path: Path)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "time": 1, "metrics": {"loss": "nan"}}\n7\n{"step": "x", "metrics": {}}\n{"st')
     record = from_folder(folder)
-    losses = record.metrics["loss"]
+    losses = record.series["loss"]
     assert (list(losses.steps), list(losses.values[:4])) == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4])
     assert losses.values[4] != losses.values[4]
     assert record.num_damaged == 3
@@ -146,11 +146,9 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_ranked_last(tmp_path: Path) -> None:
     record = from_folder(write_run(tmp_path / "run", evaluations={10: 0.3, 20: 0.4}))
-    loss = record.metrics["test_loss"]
+    loss = record.series["test_loss"]
     records = {
-        name: dataclasses.replace(
-            record, metrics={"test_loss": dataclasses.replace(loss, values=np.array([2.0, last]))}
-        )
+        name: dataclasses.replace(record, series={"test_loss": dataclasses.replace(loss, values=np.array([2.0, last]))})
         for name, last in (("worse", 0.9), ("diverged", np.nan), ("better", 0.8))
     }
     page = str(compare.page(records, compare.groups_of(records), [])["report.md"])
@@ -299,4 +297,4 @@ def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(reader, "holder", end)
     found = from_folder(run)
-    assert (found.status, max(found.metrics["loss"].steps)) == ("finished", 20)
+    assert (found.status, max(found.series["loss"].steps)) == ("finished", 20)

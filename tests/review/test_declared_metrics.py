@@ -43,7 +43,7 @@ def runs(folder: Path) -> list[RunRecord]:
 @pytest.mark.slow
 def test_a_report_shows_them(runs: list[RunRecord]) -> None:
     for record in runs[:1]:
-        assert record.declared == DECLARED
+        assert record.metrics == DECLARED
         assert (record.last_score and str(record.last_score), record.best_score and record.best_score.step) == (
             "0.75",
             10,
@@ -54,7 +54,7 @@ def test_a_report_shows_them(runs: list[RunRecord]) -> None:
         ]
         # A panel for each in the figure of the curves.
         curves = report.page("a", record)["curves.png"]
-        without = report.draw_run(dataclasses.replace(record, declared={}))
+        without = report.draw_run(dataclasses.replace(record, metrics={}))
         assert without is not None
         assert int.from_bytes(curves[20:24]) > int.from_bytes(without[20:24])  # The height of a PNG.
 
@@ -96,16 +96,16 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert groups == [["a", "b"], ["few"]]  # Fewer neighbours to choose from is another measure.
     # Shots of images in groups are other ones; of kNN nothing changes.
     shot, effective = "pets_5shot", {"pets_5shot_effective_images", "pets_20nn_effective_images"}
-    grouped = dataclasses.replace(few, metrics=record.metrics | dict.fromkeys(effective, record.metrics[shot]))
+    grouped = dataclasses.replace(few, series=record.series | dict.fromkeys(effective, record.series[shot]))
     assert len(list(by_evaluation({"few": few, "grouped": grouped}))) == 1
     alone, grouped = (
-        dataclasses.replace(one, metrics={name: series for name, series in one.metrics.items() if "20nn" not in name})
+        dataclasses.replace(one, series={name: series for name, series in one.series.items() if "20nn" not in name})
         for one in (few, grouped)
     )
     assert (alone.scored, len(list(by_evaluation({"few": alone, "grouped": grouped})))) == (shot, 2)
     # Of launch/evaluate.py classify=false, which has no settings of a run: its own split.
     val, test = (
-        dataclasses.replace(record, kind="evaluation", settings={}, datasets=(dataclasses.replace(TEST, split=split),))
+        dataclasses.replace(record, kind="evaluation", settings={}, split=split, datasets=(TEST,))
         for split in ("val", "test")
     )
     hot = dataclasses.replace(test, settings={"temperature": "1.0"})

@@ -118,4 +118,4 @@ def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
     """As the run itself counted them."""
     folder = write_run(tmp_path / "a", steps=10)
     change(folder, facts=replace(PageFolder(folder).read_facts().facts, flops_per_image=7e9))
-    assert from_folder(folder).exaflops == pytest.approx(10 * 16 * 7e9 / 1e18)
+    assert from_folder(folder).axes(10)["exaflops"] == pytest.approx(10 * 16 * 7e9 / 1e18)

@@ -195,7 +195,7 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
         predictions(folder, of, groups=groups)
         effective = Series.of([(20, 55.5, 0)])
         record = from_folder(folder)
-        records[name] = replace(record, metrics=record.metrics | {"test_top1_effective_images": effective})
+        records[name] = replace(record, series=record.series | {"test_top1_effective_images": effective})
     (pair,) = statistics.pairs_of(statistics.contenders(records))
     assert pair.difference == differences.of_same_groups(right["a"], right["b"], groups)
     score = records["a"].last_score
@@ -203,7 +203,7 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
     assert (score.num_samples, score.interval) == (400, intervals.of_samples(score.value, 55.5))
     for name in records:
         (tmp_path / name / "page" / "predictions.npz").unlink()
-    without = {name: replace(from_folder(tmp_path / name), metrics=record.metrics) for name, record in records.items()}
+    without = {name: replace(from_folder(tmp_path / name), series=record.series) for name, record in records.items()}
     (pair,) = statistics.pairs_of(statistics.contenders(without))
     assert pair.difference == differences.of_proportions(right["a"].mean(), 55.5, right["b"].mean(), 55.5)
 

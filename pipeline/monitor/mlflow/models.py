@@ -47,7 +47,7 @@ class LoggedModels:
     ) -> None:
         self.client, self.experiment_id = client, experiment_id
         self.facts, self.config, self.refusals = facts, config, refusals
-        self.evaluated = next((data for data in facts.datasets if data.context == "evaluation"), None)
+        self.evaluated = facts.dataset("evaluation")
 
     def show(self, found: list[ModelFacts], scores: Scores, sent: Sent, update: Update, ended: bool) -> None:
         """Create the logged models of new checkpoints, bring known ones up to date, and delete those of removed
