@@ -84,6 +84,13 @@ class RunConfig(Settings):
         return first if self.optimizer.name == "muon" else (*first, 3)
 
     @property
+    def commit_minutes(self) -> float:
+        """How long the watchdog lets training wait for a checkpoint. In a bucket, its requests may be retried
+        meanwhile.
+        """
+        return self.checkpoint.wait_minutes + self.data.retry_minutes * ("://" in self.checkpoint.folder)
+
+    @property
     def labels(self) -> Labels:
         """What the run does with labels: learn them, learn those that there are, only score classes with them, or
         neither.

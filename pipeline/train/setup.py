@@ -5,7 +5,7 @@ import json
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
@@ -30,7 +29,6 @@ from pipeline.checkpoint.store import (
     Checkpoints,
     State,
     checkpoint_folder,
-    commit_minutes,
     read_state,
     verify,
 )
@@ -42,7 +40,6 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import batches_before
-from pipeline.data.loading.views import Views
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
@@ -73,12 +70,18 @@ from pipeline.settings.changes import Change, Fact
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import OnChange
-from pipeline.train.bookkeeping import Progress, RunContext, RunCounts, StartingPoint, TrainingRun
+from pipeline.train.bookkeeping import (
+    Progress,
+    RunCounts,
+    StartingPoint,
+    TrainingRun,
+    environment,
+    plan_lines,
+    run_facts,
+)
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.evaluators import evaluators_of
-from pipeline.train.feed import Feed
-from pipeline.train.loop import training_step
-from pipeline.train.shown_facts import environment, plan_lines, run_facts
+from pipeline.train.loop import Feed, training_step
 from pipeline.train.start import Prepared
 from pipeline.train.zero.engine import Engine, limit_collectives, start_ranks
 
@@ -94,6 +97,8 @@ _FACTS = {
     "fused_optimizer": Fact(False, on_change="nothing"),
 }
 
+# In the errors of a lack of memory: of CUDA's allocator, the CPU, NCCL and cuBLAS.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 # In torch's error for an operation, whose name it begins with, under engine.deterministic.
 _NO_SUCH_KERNEL = " does not have a deterministic implementation"
 # In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the
@@ -103,7 +108,7 @@ _NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation
 
 def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
-    start = _find_start_on_all_ranks(_connect_on_all_ranks(stop, prepared))
+    start = _find_start_on_all_ranks(stop, prepared)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
         engine, feed = _build_training_on_all_ranks(start, undone)
@@ -113,9 +118,11 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     return run
 
 
-# ---------------------------------------------------------------------- plan, run folder's lock, ranks
-def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
-    """Lock the run folder, start the ranks, and compare their settings and data."""
+# ---------------------------------------------------------------------- run folder's lock, ranks, and where to start
+def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
+    """Lock the run folder, start the ranks, compare their settings and data, and find the checkpoint, the weights or
+    the new model that the run begins with.
+    """
     config, data, plan, ranks = prepared.config, prepared.data, prepared.plan, from_environment()
     use_exact_arithmetic(ranks.device, config.engine.deterministic)
     identity = identity_of(config, plan, data)
@@ -134,12 +141,51 @@ def _connect_on_all_ranks(stop: Stop, prepared: Prepared) -> RunContext:
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
-    return RunContext(**vars(prepared), ranks=ranks, stop=stop, console=console, identity=identity)
+
+    gpu_memory = device_memory(ranks.device)
+    least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
+    of = "its GPU" if gpu_memory else "its share of the host"
+    if config.model.name:  # Checked before the model is built, which takes long if it is too large.
+        new = objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
+        ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
+    checkpoints = Checkpoints(checkpoint_folder(config))
+    resumed, damaged = find_checkpoint_on_all_ranks(checkpoints, identity, plan.steps, ranks, console)
+    origin, begun = None, config
+    if resumed is None:
+        ranks.on_main(partial(refuse_checkpoints_elsewhere, config))
+        if config.init.weights:
+            # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment
+            # later.
+            origin = ranks.on_main(partial(_find_weights, config, console))
+            begun = replace(config, init=replace(config.init, weights=origin.path))
+    model, before = ranks.on_all(partial(initial_model, begun, data.dataset, resumed, console))
+    trained_on = list(dict.fromkeys([*before, *data.trained_on(config.name)]))
+    marked = data.not_held_out(trained_on)
+    if (probe := prepared.run_probe) and (runs := probe.trained_by(trained_on)):
+        marked["probe.split"] = runs
+    for name, runs in marked.items():
+        console.say(not_held_out(name, runs))
+    if not config.model.name:
+        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
+    return StartingPoint(
+        **vars(prepared),
+        ranks=ranks,
+        stop=stop,
+        console=console,
+        identity=identity,
+        trained_on=trained_on,
+        checkpoints=checkpoints,
+        resumed=resumed,
+        damaged=damaged,
+        state=State(step=0) if resumed is None else read_state(resumed),
+        origin=origin,
+        model=model,
+    )
 
 
 def _longest_wait_minutes(config: RunConfig) -> float:
     """Longest wait of a rank outside a collective call that the others are in."""
-    return max(config.data.retry_minutes, commit_minutes(config))
+    return max(config.data.retry_minutes, config.commit_minutes)
 
 
 def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
@@ -166,46 +212,6 @@ def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
     other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
     if other:
         raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
-
-
-# ---------------------------------------------------------------------- where to start: checkpoint, weights or afresh
-def _find_start_on_all_ranks(context: RunContext) -> StartingPoint:
-    config, plan, ranks, console = context.config, context.plan, context.ranks, context.console
-    dataset, pixels = context.data.dataset, context.data.split.pixels
-    gpu_memory = device_memory(ranks.device)
-    least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.
-    of = "its GPU" if gpu_memory else "its share of the host"
-    if config.model.name:  # Checked before the model is built, which takes long if it is too large.
-        new = objectives.new_backbone(config, dataset.num_classes, pixels)
-        ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
-    checkpoints = Checkpoints(checkpoint_folder(config))
-    resumed, damaged = find_checkpoint_on_all_ranks(checkpoints, context.identity, plan.steps, ranks, console)
-    if resumed is None:
-        ranks.on_main(partial(refuse_checkpoints_elsewhere, config))
-    origin = None
-    if resumed is None and config.init.weights:
-        # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment later.
-        origin = ranks.on_main(partial(_find_weights, config, console))
-        config = replace(config, init=replace(config.init, weights=origin.path))
-    model, before = ranks.on_all(partial(initial_model, config, dataset, resumed, console))
-    trained_on = list(dict.fromkeys([*before, *context.data.trained_on(config.name)]))
-    marked = context.data.not_held_out(trained_on)
-    if (probe := context.run_probe) and (runs := probe.trained_by(trained_on)):
-        marked["probe.split"] = runs
-    for name, runs in marked.items():
-        console.say(not_held_out(name, runs))
-    if not config.model.name:
-        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
-    state = State(step=0) if resumed is None else read_state(resumed)
-    return StartingPoint(
-        **vars(context) | {"trained_on": trained_on},
-        checkpoints=checkpoints,
-        resumed=resumed,
-        damaged=damaged,
-        state=state,
-        origin=origin,
-        model=model,
-    )
 
 
 def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
@@ -347,22 +353,17 @@ def initial_model(
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
         if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
-            _compare_classes(config, names or (), dataset.classes, console)
+            compared = config.data.path, dataset.classes, str(config.init.weights), names or ()
+            if moved := moved_class(*compared):
+                raise UserError(
+                    f"{moved}: with init.new_head=false it would be learnt in place of another one. Use"
+                    " init.new_head=true, or a data set with the classes in the order of the weights (class_list of"
+                    " launch/shard.py)."
+                )
+            if note := classes_note(*compared):
+                console.say(note)
         return model, before
     return models.build(objectives.new_backbone(config, dataset.num_classes, dataset.pixels), config.seed), before
-
-
-def _compare_classes(config: RunConfig, of_weights: Sequence[str], of_data: Sequence[str], console: Console) -> None:
-    """Raise UserError if a head that is kept predicts a class of the data by the number of another one; say if it knows
-    none by name.
-    """
-    if moved := moved_class(config.data.path, of_data, str(config.init.weights), of_weights):
-        raise UserError(
-            f"{moved}: with init.new_head=false it would be learnt in place of another one. Use init.new_head=true, or"
-            " a data set with the classes in the order of the weights (class_list of launch/shard.py)."
-        )
-    if note := classes_note(config.data.path, of_data, str(config.init.weights), of_weights):
-        console.say(note)
 
 
 # ---------------------------------------------------------------------- what trains
@@ -412,35 +413,45 @@ def dry_run_on_all_ranks(engine: Engine, prepared: Prepared) -> None:
 
     Call it before a checkpoint is loaded. Out of memory on any rank ends all ranks, with settings that need less.
     """
-    config, data, plan = prepared.config, prepared.data, prepared.plan
-    views = engine.objective.views(config)
-    pixels = engine.objective.pixels
-    batch = _blank(plan.micro_batch, views, data.split.max_labels, pixels)
-    micro_batches = [batch] * min(2, plan.accumulation)  # The second has gradients and activations in memory.
+    config, data, plan, objective = prepared.config, prepared.data, prepared.plan, engine.objective
+    views, pixels = objective.views(config), objective.pixels
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, pixels.num_channels, dtype=getattr(torch, pixels.batch_type))
+
+    def blank(count: int, num_labels: int) -> Batch:
+        return Batch(
+            tuple(zeros(group.count, count, *ImageSize.parse(group.size)) for group in views),
+            torch.zeros(count, num_labels, dtype=torch.int64),
+            torch.ones(count, dtype=torch.bool),
+            np.zeros(count, dtype=np.int64),
+            np.zeros(count, dtype=np.int64),
+        )
+
+    # The second has gradients and activations in memory.
+    micro_batches = [blank(plan.micro_batch, data.split.max_labels)] * min(2, plan.accumulation)
     mixing = draw_mixing(config.augment, config.model.image_size, config.seed, step=0)
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
+
+    trials: list[tuple[str, int, Callable[[int], object]]] = []  # (of what, most images that a rank may get, trial)
     if objectives.metrics(config)["scores"]:
-        most = max(len(split) for _, split in data.evaluated.values())
-        with _trial("evaluation", config, -(-most // plan.world_size)) as count:
-            if engine.objective.predicts_classes:
-                engine.forward(_images(count, config, pixels))
-            else:
-                engine.measure(_blank(count, views, 0, pixels))
+        most = -(-max(len(split) for _, split in data.evaluated.values()) // plan.world_size)
+        if objective.predicts_classes:
+            trials.append(("evaluation", most, lambda count: engine.forward(zeros(count, *config.model.image_size))))
+        else:
+            trials.append(("evaluation", most, lambda count: engine.measure(blank(count, 0))))
     if probe := prepared.run_probe:
         read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
         most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
-        with _trial("probe", config, most) as count:
-            engine.features(_images(count, config, pixels))
-
-
-@contextmanager
-def _trial(what: str, config: RunConfig, most: int) -> Iterator[int]:
-    """Context of a batch of an evaluator; yields its number of images. most: that a rank may get."""
-    count = min(config.evaluate.batch, most)
-    smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-    with room(f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller):
-        yield count
+        trials.append(("probe", most, lambda count: engine.features(zeros(count, *config.model.image_size))))
+    for what, most, trial in trials:
+        count = min(config.evaluate.batch, most)
+        smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
+        with room(
+            f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", partial(str, smaller)
+        ):
+            trial(count)
 
 
 @contextmanager
@@ -464,40 +475,11 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
                 f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use"
                 " engine.compile=false."
             ) from None
-        if not _is_of_memory(error):
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
         where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
         raise OneRankError(f"{where}: {reason} {way_out()}") from None
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory. Only CUDA's allocator has an exception type; CPU, NCCL and cuBLAS have
-    texts.
-    """
-    text = str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in text for words in ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-    )
-
-
-def _images(count: int, config: RunConfig, pixels: Pixels) -> Tensor:
-    return _zeros(count, *config.model.image_size, pixels=pixels)
-
-
-def _zeros(*shape: int, pixels: Pixels) -> Tensor:
-    return torch.zeros(*shape, pixels.num_channels, dtype=getattr(torch, pixels.batch_type))
-
-
-def _blank(count: int, views: tuple[Views, ...], num_labels: int, pixels: Pixels) -> Batch:
-    """A batch of images of zeros and class 0."""
-    return Batch(
-        tuple(_zeros(group.count, count, *ImageSize.parse(group.size), pixels=pixels) for group in views),
-        torch.zeros(count, num_labels, dtype=torch.int64),
-        torch.ones(count, dtype=torch.bool),
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-    )
 
 
 # ---------------------------------------------------------------------- what measures
@@ -528,10 +510,19 @@ def _begin_run_on_all_ranks(
     # of a last start that had finished, beside settings by which there is more to train.
     start.stop.committed(state.step)
     if tracker:
-        _write_facts(start, engine)
+        page = PageFolder(folder)
+        write_settings(config, folder)
+        write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
+        page.write_text("environment.txt", environment(ranks.device))
+        page.write_text("plan.txt", plan_lines(config, start.plan, start.model))
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, start.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
+    if config.train.stop_after_minutes:
+        start.stop.expect_checkpoint(checkpoint_bytes(model, config))
+    retry, wait = 60 * config.data.retry_minutes, 60 * config.commit_minutes
+    saver = Saver(str(start.checkpoints.folder), ranks, retry, state.step, console.say, wait)
+    undone.callback(saver.close)
     return TrainingRun(
         **vars(start),
         engine=engine,
@@ -547,56 +538,27 @@ def _begin_run_on_all_ranks(
         watchdog=watchdog,
         tracker=tracker,
         drawing=DrawingProcess(folder, start.draw) if draws and start.draw else None,
-        saver=_begin_saving(start, undone),
+        saver=saver,
     )
 
 
 def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     """Begin to record. Rank 0 only."""
-    config, plan, ranks, folder = start.config, start.plan, start.ranks, start.folder
-    saved = PageFolder(folder).saved()
+    saved = PageFolder(start.folder).saved()
     # A resumed run shows the weights that its first start found.
     origin = start.origin if start.resumed is None else saved.facts.origin if saved else None
-    if start.origin is not None:  # With the path of the weights in place of their address.
-        config = replace(config, init=replace(config.init, weights=start.origin.path))
-    facts = run_facts(config, plan, start.model, start.data, ranks.device, origin, start.run_probe, start.trained_on)
+    facts = run_facts(start, origin)
     changed = changes_since(start.state, start.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    began = Start(time.time(), start.state.step, tuple(sorted(set(hosts))), start.stop.folder.before, told)
     # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.facts.parents)
     return Tracker(
-        config.track,
-        Path(config.out),
-        folder,
+        start.config.track,
+        Path(start.config.out),
+        start.folder,
         facts,
         start.state.step,
         find_models=partial(logged_models, start.checkpoints),
-        began=began,
+        began=Start(time.time(), start.state.step, tuple(sorted(set(hosts))), start.stop.folder.before, told),
     )
-
-
-def _write_facts(start: StartingPoint, engine: Engine) -> None:
-    """Write what the run folder shows beside the metrics. Rank 0 only."""
-    folder, page = start.folder, PageFolder(start.folder)
-    write_settings(start.config, folder)
-    write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-    page.write_text("environment.txt", environment(start.ranks.device))
-    page.write_text("plan.txt", plan_lines(start.config, start.plan, start.model))
-
-
-def _begin_saving(start: StartingPoint, undone: contextlib.ExitStack) -> Saver:
-    config = start.config
-    if config.train.stop_after_minutes:
-        start.stop.expect_checkpoint(checkpoint_bytes(start.model.config, config))
-    saver = Saver(
-        str(start.checkpoints.folder),
-        start.ranks,
-        60 * config.data.retry_minutes,
-        start.state.step,
-        start.console.say,
-        60 * commit_minutes(config),
-    )
-    undone.callback(saver.close)
-    return saver
