@@ -30,7 +30,7 @@ from pipeline.model.convert.resnets import bit_entries
 from pipeline.model.convert.tables import NAMES
 from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
-from pipeline.settings.run_sections import AugmentConfig
+from pipeline.settings.run import AugmentConfig
 
 D, GRID = 16, 4
 TIMM_CONFIG = {

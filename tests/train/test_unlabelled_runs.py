@@ -29,8 +29,7 @@ from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig, RunConfig
 from pipeline.train.bookkeeping import run_facts
 from pipeline.train.start import prepare
 

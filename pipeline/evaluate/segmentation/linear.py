@@ -16,7 +16,7 @@ from pipeline.evaluate.segmentation.masks import NO_CLASS
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
-from pipeline.settings.run_sections import ScheduleConfig
+from pipeline.settings.run import ScheduleConfig
 
 # As in DINOv3: weight decay of AdamW, and share of warm-up steps.
 _WEIGHT_DECAY, _WARMUP = 1e-3, 0.0375
