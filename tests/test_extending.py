@@ -146,7 +146,7 @@ def test_worked_example(name: str, failures: dict[str, str], failures_without: d
 def test_an_augmentation_is_a_setting_and_its_code_and_older_sweeps_are_continued(failures: dict[str, str]) -> None:
     """In two files. A sweep that began before the setting existed goes on with its default."""
     changed = re.findall(r"^\+\+\+ b/(.*)", EXAMPLES["invert"][0], re.MULTILINE)
-    assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run_sections.py"]
+    assert sorted(changed) == ["pipeline/data/loading/distort.py", "pipeline/settings/run.py"]
     assert "published protocol" not in failures, failures["published protocol"]
 
 

@@ -18,7 +18,7 @@ from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
-from pipeline.settings.effect import refuse_without_effect
+from pipeline.settings.schema import refuse_without_effect
 
 __all__ = ["Listing", "Reader", "list_source"]
 

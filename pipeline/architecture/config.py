@@ -1,7 +1,7 @@
 """The configurations of the models: `ViTConfig` and `ResNetConfig`.
 
 A field is saved with weights and checkpoints, and read as its default from files that were made without it. What a run
-may set has the same name in `ModelConfig` (settings/run_sections.py), with its documentation and its range. What uses
+may set has the same name in `ModelConfig` (settings/run.py), with its documentation and its range. What uses
 the field is in `pipeline/model/`.
 """
 

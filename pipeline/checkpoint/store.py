@@ -319,12 +319,6 @@ def checkpoint_folder(config: "RunConfig") -> AnyPath:
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
-def commit_minutes(config: "RunConfig") -> float:
-    """How long the watchdog lets training wait for a checkpoint. In a bucket, its requests may be retried meanwhile."""
-    in_bucket = "://" in config.checkpoint.folder
-    return config.checkpoint.wait_minutes + (config.data.retry_minutes if in_bucket else 0)
-
-
 def write_status(path: AnyPath, rank: int, token: str, status: WriterStatus) -> None:
     """Publish the progress of this rank's writer to rank 0's writer and to a run that starts meanwhile."""
     write_atomically(path / _status_name(rank, token), json.dumps(asdict(status)), durable=False)

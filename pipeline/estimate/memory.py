@@ -28,8 +28,7 @@ from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import OptimizerConfig, RunConfig
-from pipeline.settings.run_execution import TrainPrecision
+from pipeline.settings.run import OptimizerConfig, RunConfig, TrainPrecision
 
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
 REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket

@@ -20,7 +20,7 @@ from pipeline.model import Config, Model, build
 from pipeline.objectives import classification, on_meta
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.parameters import optimizers
-from pipeline.settings import effect
+from pipeline.settings import schema
 from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
@@ -126,8 +126,8 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 def without_effect(config: RunConfig) -> list[str]:
     """A line for each reason for which settings of a run, or of its objective, have no effect."""
     objective = kind(config.train.loss)
-    of_objective = effect.without_effect(objective.settings(config), "objective.")
-    return effect.without_effect(config) + config.without_effect() + of_objective
+    of_objective = schema.without_effect(objective.settings(config), "objective.")
+    return schema.without_effect(config) + config.without_effect() + of_objective
 
 
 def teacher_digest(config: RunConfig) -> str:

@@ -27,8 +27,7 @@ from pipeline.process.committed import checkpoints_of, read_checksums
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, differences, fact_of, facts_of
 from pipeline.settings.commands.operate import SamplesConfig
-from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig, RunConfig
 
 _STATE = "state.json"
 _TILE = 96

@@ -3,6 +3,8 @@
 import math
 import os
 import re
+import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
@@ -16,15 +18,14 @@ from pipeline.base.errors import UserError
 # Upper limits of settings, far above sensible values: a larger number is a mistake and would overflow somewhere.
 MAX_SIDE = 16_384
 MAX_SEED = 2**63 - 1
-MAX_BATCH = 2**24
-MAX_THREADS = 4096
-MAX_TASKS = 1_000_000
 MINUTES_PER_YEAR = 366 * 24 * 60
 Seed = Annotated[int, Interval(ge=0, le=MAX_SEED)]
 Side = Annotated[int, Interval(ge=0, le=MAX_SIDE)]  # of an image, in pixels
-Batch = Annotated[int, Interval(ge=1, le=MAX_BATCH)]
-Threads = Annotated[int, Interval(ge=1, le=MAX_THREADS)]
+Batch = Annotated[int, Interval(ge=1, le=2**24)]
+Threads = Annotated[int, Interval(ge=1, le=4096)]
+Tasks = Annotated[int, Interval(ge=0, le=1_000_000)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+PositiveShare = Annotated[float, Interval(gt=0, le=1)]
 ShareBelow1 = Annotated[float, Interval(ge=0, lt=1)]
 # A path, in which ~ is the home folder, or an address.
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -157,3 +158,32 @@ class Limit(Length):
         """Number of samples out of `num_samples`, rounded to the nearest."""
         exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
         return math.floor(exact + Fraction(1, 2))
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """A text that must be one of these names."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _split(words: str) -> str:
+    shlex.split(words)
+    return words
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression: {error}") from None
+    return pattern
+
+
+RegularExpression = Annotated[str, AfterValidator(_compiles)]
+# Words as in a shell, with quotes.
+ShellWords = Annotated[str, AfterValidator(_split)]

@@ -23,7 +23,7 @@ from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.train.bookkeeping import TrainingRun
+from pipeline.train.setup import TrainingRun
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pipeline.settings.run import RunConfig
 if TYPE_CHECKING:
     from pipeline.data.mixture.run_data import RunData
     from pipeline.evaluate.probes.probe import RunProbe
-    from pipeline.train.bookkeeping import TrainingRun
+    from pipeline.train.setup import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,7 @@ def _train(stop: Stop, prepared: Prepared) -> None:
 
     A run that is asked to stop commits a checkpoint and ends the process with exit code 75.
     """
-    from pipeline.train.setup import set_up  # Late: imports DeepSpeed.
-    from pipeline.train.shown_facts import caveats  # Late: imports torch.
+    from pipeline.train.setup import set_up  # Late: imports torch.
 
     run = set_up(stop, prepared)
     stop.show_end = run.show_end
@@ -72,7 +71,7 @@ def _train(stop: Stop, prepared: Prepared) -> None:
     try:
         reason = _train_until_stopped(run)
         if not reason:
-            stop.caveat = caveats(run)
+            stop.caveat = run.caveats()
     finally:
         run.close(is_finished=reason == "")
     progress, console = run.progress, run.console

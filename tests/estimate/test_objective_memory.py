@@ -25,7 +25,8 @@ from pipeline.model import Config, build, training_flops_per_image
 from pipeline.objectives import on_meta
 from pipeline.objectives.lejepa import Lejepa
 from pipeline.objectives.parts import across_ranks
-from pipeline.settings import run_sections, schema
+from pipeline.settings import run as run_settings
+from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
@@ -36,7 +37,7 @@ EXTENDING = Path(__file__).resolve().parents[2] / "docs/extending.md"
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The worked example of docs/extending.md is a value of train.loss."""
-    kept = dict(run_sections.OBJECTIVES)
+    kept = dict(run_settings.OBJECTIVES)
     added = re.search(r"^\+\+\+ b/pipeline/objectives/simclr.py\n@@.*?@@\n((?:\+.*\n)+)", EXTENDING.read_text(), re.M)
     assert added is not None
     simclr = types.ModuleType("simclr")
@@ -44,8 +45,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     exec("".join(f"{line[1:]}\n" for line in added[1].splitlines()), simclr.__dict__)
     plant("simclr", simclr.Simclr)
     yield
-    run_sections.OBJECTIVES.clear()
-    run_sections.OBJECTIVES.update(kept)
+    run_settings.OBJECTIVES.clear()
+    run_settings.OBJECTIVES.update(kept)
 
 
 def run_of(loss: str, *more: str) -> tuple[RunConfig, Config]:

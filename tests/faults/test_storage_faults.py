@@ -24,8 +24,7 @@ from pipeline.data.storage import object_store
 from pipeline.data.storage.cache import ShardCache, Storage
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.settings.command import mistakes_in_one_line
-from pipeline.settings.run import AugmentConfig
-from pipeline.settings.run_sections import DataConfig, MixedSet
+from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet
 
 Server = tuple[S3, str]
 Open = Callable[..., Dataset]

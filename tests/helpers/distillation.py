@@ -22,7 +22,8 @@ from pipeline.objectives.classification import Classification
 from pipeline.objectives.dino import Dino, DinoSettings
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.parts.ibot import BlockMasks
-from pipeline.settings import run_sections, schema
+from pipeline.settings import run as run_settings
+from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 NAME, FROZEN_STEPS, MOMENTUM = "distillation", 2, 0.8
@@ -74,7 +75,7 @@ class Distillation(Dino):
 
 def plant(name: str, cls: type[Objective]) -> None:
     """Make an objective a value of train.loss in this process."""
-    run_sections.OBJECTIVES[name] = ObjectiveFacts(f"{name}:{cls.__name__}")
+    run_settings.OBJECTIVES[name] = ObjectiveFacts(f"{name}:{cls.__name__}")
     sys.modules[f"pipeline.objectives.{name}"] = sys.modules[cls.__module__]
 
 

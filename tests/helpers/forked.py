@@ -32,7 +32,7 @@ import warm_writers
 warm_writers.begin()  # Before torch is there, of which writers need nothing.
 from pipeline.process.launcher import quiet_torch
 quiet_torch()  # As the start of a run does, before it imports torch.
-import pipeline.train.setup
+import pipeline.train.setup, pipeline.train.zero.engine
 import torch.utils.cpp_extension, torch._dynamo, deepspeed.module_inject.auto_ep_layer  # What every start imports,
 import pipeline.data.mixture.run_data, PIL.Image
 PIL.Image.preinit()  # and what every first image does.

@@ -18,6 +18,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.train import loop, setup
 from pipeline.train.evaluators import SplitEvaluator
 from pipeline.train.start import run_training
+from pipeline.train.zero import engine  # noqa: F401
 
 # isort: split
 # After pipeline.train, which imports DeepSpeed without what takes seconds.

@@ -28,7 +28,7 @@ from pipeline.model.convert import preprocessing as images_of
 from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.convert.timm_format import timm_architecture
 from pipeline.model.files import write_safetensors
-from pipeline.settings.run_sections import AugmentConfig
+from pipeline.settings.run import AugmentConfig
 
 D, GRID = 16, 4
 TIMM_CONFIG = {

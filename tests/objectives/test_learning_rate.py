@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline.objectives.parameters.optimizers import learning_rate, peak_rate
-from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
+from pipeline.settings.run import OptimizerConfig, ScheduleConfig
 
 PEAK, TOTAL, WARMUP = 1e-3, 312_012, 10_000
 

@@ -12,8 +12,8 @@ from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
 from pipeline.settings.commands import data, operate, study, transfer, weights
-from pipeline.settings.effect import without_effect
 from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import without_effect
 
 ROOT = Path(__file__).parents[2]
 RUNS = [

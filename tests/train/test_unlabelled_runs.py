@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from forked import Forge
 from ranks import metrics, settings
 from safetensors.numpy import load_file
@@ -30,9 +29,8 @@ from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.run import RunConfig
-from pipeline.settings.run_sections import DataConfig
-from pipeline.train.shown_facts import run_facts
+from pipeline.settings.run import DataConfig, RunConfig
+from pipeline.train.setup import run_facts
 from pipeline.train.start import prepare
 
 MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")
@@ -114,7 +112,8 @@ def test_the_score_of_a_run_without_labels_is_that_of_its_neighbours(
     probe = ("probe.every=2 steps", f"probe.data={dataset}", "probe.shots=[1,5]", "probe.neighbours=5")
     run = prepare(load(photos, *pixels, *probe, *split))
     model = models.build(objectives.new_backbone(run.config, 0))
-    facts = run_facts(run.config, run.plan, model, run.data, torch.device("cpu"), None)
+    of_ranks = {"ranks": SimpleNamespace(device="cpu"), "model": model, "trained_on": ()}
+    facts = run_facts(SimpleNamespace(**vars(run), **of_ranks), None)
     assert facts.score == "tiny_5nn"
 
 

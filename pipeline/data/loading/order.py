@@ -28,7 +28,7 @@ from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.balance import ClassBalance, EpochContents, balance_of
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig
 
 
 def order_of_split(split: Split, config: DataConfig, seed: int, global_batch: int) -> "SampleOrder":

@@ -17,7 +17,7 @@ from pipeline.data.loading.order import Order, order_of_split
 from pipeline.data.mixture.phases import Phase
 from pipeline.data.mixture.shares import Shares, shares_of
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig
 
 _SEED_OF_SET = Purpose.named("order of one set of a mixture")
 

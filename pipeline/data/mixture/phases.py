@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.settings.run_sections import DataConfig, MixedSet
+from pipeline.settings.run import DataConfig, MixedSet
 
 # What a later entry of a set may leave out, but not change.
 _DETAILS = ("exclude", "limit", "class_map", "eval_split")

@@ -23,7 +23,7 @@ from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.run_sections import DataConfig, MixedSet
+from pipeline.settings.run import DataConfig, MixedSet
 
 # The default of data.eval_split.
 _USUAL_SPLIT = "val"

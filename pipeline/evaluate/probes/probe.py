@@ -28,8 +28,7 @@ from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks, StopRequest
-from pipeline.settings.run import RunConfig
-from pipeline.settings.run_execution import ProbeConfig
+from pipeline.settings.run import ProbeConfig, RunConfig
 
 # Test samples per chunk: their scores for 21,843 classes take 180 MB.
 _CHUNK = 1024

@@ -23,8 +23,7 @@ from pipeline.evaluate.segmentation.pairs import MaskedPairs, in_order, pair_rea
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
-from pipeline.settings.run import AugmentConfig
-from pipeline.settings.run_sections import ScheduleConfig
+from pipeline.settings.run import AugmentConfig, ScheduleConfig
 
 _ORDER, _CROP = Purpose.named("segmentation order"), Purpose.named("segmentation crop")
 # As in DINOv3: weight decay of AdamW, share of warm-up steps, and the short side of an image over short_side.

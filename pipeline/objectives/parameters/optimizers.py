@@ -14,8 +14,7 @@ from pipeline.model.resnet import StdConv
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
 from pipeline.objectives.parameters.freeze import depths
 from pipeline.objectives.parameters.muon import Muon
-from pipeline.settings.run_execution import EngineConfig
-from pipeline.settings.run_sections import OptimizerConfig, ScheduleConfig
+from pipeline.settings.run import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
 def is_fused(config: EngineConfig, device: torch.device) -> bool:

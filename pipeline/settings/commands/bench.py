@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from pipeline.settings.quantities import MAX_BATCH, PathText, Threads
+from pipeline.settings.quantities import PathText, PositiveShare, Threads
 from pipeline.settings.schema import Settings, setting
 
 
@@ -22,19 +22,15 @@ class GpuBenchConfig(Settings):
     device: Literal["cuda", "cpu"] = setting(
         "cuda", "cpu runs the same code in seconds on a tiny model, as a test of it."
     )
-    seconds: float = setting(
-        540.0, "Time for everything; what is left out for lack of time is listed.", above=0, max=86400
-    )
-    candidate_seconds: float = setting(2.0, "Time in which each configuration's steps are timed.", above=0, max=600)
+    seconds: PositiveFloat = setting(540.0, "Time for everything; what is left out for lack of time is listed.")
+    candidate_seconds: PositiveFloat = setting(2.0, "Time in which each configuration's steps are timed.")
     only: list[Literal["product", "step", "shards", "objectives", "fit"]] = setting(
         [], "Parts to measure, by the first word of their names; empty measures all."
     )
-    batch: int = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.", min=0, max=MAX_BATCH)
-    tolerance: float = setting(
+    batch: NonNegativeInt = setting(0, "Images per step; 0 is the power of two with at most 32,768 tokens.")
+    tolerance: PositiveShare = setting(
         0.005,
         "Largest relative difference to the loss of the plain step, in each of the first steps, of an exact"
         " configuration.",
-        above=0,
-        max=1,
     )
     decoders: Threads = setting(14, "Decoding threads of the run from shards.")

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.settings.quantities import MAX_TASKS, PathText, Seed, Share, ShareBelow1, Side
+from pipeline.settings.quantities import PathText, RegularExpression, Seed, Share, ShareBelow1, Side, Tasks
 from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern
+from pipeline.settings.shared import MlflowConfig, group_pattern
 
 _URL = "Folder or URL (s3://, gs://)"
 Inspect = Literal["decode", "header"]
@@ -42,9 +42,7 @@ ValueRange = Annotated[list[str], AfterValidator(_range)]
 class JobConfig(Settings):
     """A job of Ray tasks on data."""
 
-    num_tasks: int = setting(
-        0, "Tasks (shards) at the same time; 0 is one per CPU of the cluster.", min=0, max=MAX_TASKS
-    )
+    num_tasks: Tasks = setting(0, "Tasks (shards) at the same time; 0 is one per CPU of the cluster.")
 
 
 class ValuesConfig(JobConfig):
@@ -327,7 +325,7 @@ class StatsConfig(ValuesConfig, MlflowConfig):
         output="folder or URL",
         holds="statistics",
     )
-    sheet: int = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.", min=0, max=1000)
+    sheet: NonNegativeInt = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.")
     values: ValueRange = setting(
         list, f"Measure the range of the values again, and record it in the data set: {_VALUES}"
     )

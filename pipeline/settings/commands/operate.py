@@ -21,7 +21,7 @@ class PlanConfig(RunConfig):
     samples: Annotated[int, BeforeValidator(_number)] = setting(
         0, "Training samples per epoch; 0 takes them from the data set.", min=0
     )
-    classes: int = setting(0, "Number of classes; 0 takes it from the data set.", min=0, max=10_000_000)
+    classes: NonNegativeInt = setting(0, "Number of classes; 0 takes it from the data set.")
     variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
     measured: NonNegativeFloat = setting(
         0.0,
@@ -47,7 +47,7 @@ class SamplesConfig(Settings):
     """A query of a run's sample order: the samples of a step, or the steps of a sample."""
 
     run: PathText = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started")
-    step: int = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.", min=0, max=1e15)
+    step: NonNegativeInt = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.")
     ranks: PositiveInt = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.")
     rank: NonNegativeInt = setting(0, "With step: rank whose samples are listed, from 0.", needs="step")
     sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
@@ -90,9 +90,7 @@ class SuperviseConfig(Settings):
     restarts: NonNegativeInt = setting(
         10, "Number of consecutive restarts without a new checkpoint after which the supervisor gives up."
     )
-    pause_seconds: float = setting(
+    pause_seconds: NonNegativeFloat = setting(
         10.0,
         "Pause before a restart; doubled after each start without a new checkpoint, up to 10 minutes.",
-        min=0,
-        max=1_000_000,
     )

@@ -6,10 +6,10 @@ from pydantic import PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.commands.study import ExperimentConfig
+from pipeline.settings.commands.study import ExperimentConfig, mlflow_of_runs, refuse_overrides
 from pipeline.settings.quantities import PathText
-from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import Seeds, mlflow_of_runs, refuse_overrides, result_name
+from pipeline.settings.run import result_name
+from pipeline.settings.schema import REQUIRED, Distinct, Seeds, Settings, setting
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")

@@ -6,13 +6,13 @@ says what else differs.
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
-from pipeline.settings.quantities import Batch, PathText, Seed, Share, Side
+from pipeline.settings.quantities import Batch, PathText, RegularExpression, Seed, Share, Side
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import MlflowConfig, RegularExpression, group_pattern
+from pipeline.settings.shared import MlflowConfig, group_pattern
 
 
 class SegmentConfig(WeightsConfig, MlflowConfig):
@@ -46,9 +46,9 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
         "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is"
         " image_size.",
     )
-    steps: int = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).", min=1, max=10_000_000)
+    steps: PositiveInt = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).")
     train_batch: Batch = setting(16, "Crops of a step.")
-    lr: float = setting(1e-3, "Peak rate of AdamW.", above=0, max=10)
+    lr: PositiveFloat = setting(1e-3, "Peak rate of AdamW.")
     seed: Seed = setting(0, "Seed of the order, the crops and the layer.")
     batch: Batch = setting(8, "Windows per forward pass of the score.")
     apply: list[PathText] = setting(
@@ -56,8 +56,8 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
         "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the"
         " results.",
     )
-    num_drawn: int = setting(
-        16, "The first images of apply that sheet.png shows with their masks.", min=1, max=200, needs="apply"
+    num_drawn: PositiveInt = setting(
+        16, "The first images of apply that sheet.png shows with their masks.", needs="apply"
     )
     apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
     out: PathText = setting(

@@ -1,14 +1,24 @@
 """The settings of a study: which pre-training runs are compared, how they are scored, and where they run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from pipeline.base.errors import UserError
-from pipeline.settings.quantities import MAX_TASKS, Limit, PathText, PositiveLength, ShareBelow1, Threads
-from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import Seeds, ShellWords, mlflow_of_runs, refuse_overrides, result_name
+from pipeline.settings.quantities import (
+    Limit,
+    PathText,
+    PositiveLength,
+    ShareBelow1,
+    ShellWords,
+    Tasks,
+    Threads,
+    one_of,
+)
+from pipeline.settings.run import result_name
+from pipeline.settings.schema import REQUIRED, Distinct, Seeds, Settings, setting
 
 # Each question is a file.
 QUESTIONS = sorted(
@@ -43,6 +53,23 @@ _NOT_COMPARABLE = (
 )
 
 
+def mlflow_of_runs(what: str) -> Any:
+    """Where a command sends what it makes of many runs, and the runs."""
+    return setting(
+        "",
+        f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
+        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
+    )
+
+
+def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str, ...], reason: str) -> None:
+    """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the
+    sentence.
+    """
+    if given := [override for override in overrides if override.startswith(prefixes)]:
+        raise UserError(f"{subject} {', '.join(given)}, which {reason}")
+
+
 class ExperimentConfig(Settings):
     """How the runs of an experiment are done."""
 
@@ -55,15 +82,13 @@ class ExperimentConfig(Settings):
         "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks"
         " as `gpus`.",
     )
-    gpus: int = setting(
-        0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU.", min=0, max=1024
+    gpus: NonNegativeInt = setting(
+        0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU."
     )
     threads: Threads = setting(2, "CPUs of a run with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
-    num_tasks: int = setting(
+    num_tasks: Tasks = setting(
         0,
         "on=ray: number of tasks that run at the same time; 0 is as many as fit.",
-        min=0,
-        max=MAX_TASKS,
         needs="on=ray",
     )
     tflops: NonNegativeFloat = setting(
@@ -86,12 +111,6 @@ class ExperimentConfig(Settings):
         """Check what depends on several settings. Raises UserError."""
         if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
             raise UserError("cell, report, slurm and plan each do something else: set one of them.")
-
-
-def _question(name: str) -> str:
-    if name not in QUESTIONS:
-        raise ValueError(f"must be one of {', '.join(QUESTIONS)}")
-    return name
 
 
 class StudyModel(Settings):
@@ -120,7 +139,7 @@ class StudyConfig(ExperimentConfig):
 
     name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "experiment")
     out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Annotated[str, AfterValidator(_question)] = setting(
+    question: Annotated[str, one_of(QUESTIONS)] = setting(
         REQUIRED,
         "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute"
         " budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8,"

@@ -10,18 +10,17 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import (
     MAX_SIDE,
-    MAX_TASKS,
     Batch,
     PathText,
     PositiveLength,
+    PositiveShare,
     ShareBelow1,
     Side,
+    Tasks,
     Threads,
 )
-from pipeline.settings.run import check_augment
-from pipeline.settings.run_sections import AugmentConfig, Precision, ScheduleConfig
-from pipeline.settings.schema import REQUIRED, Settings, setting
-from pipeline.settings.shared import Seeds
+from pipeline.settings.run import AugmentConfig, Precision, ScheduleConfig, check_augment
+from pipeline.settings.schema import REQUIRED, Seeds, Settings, setting
 
 
 class ProtocolConfig(Settings):
@@ -148,8 +147,8 @@ class VtabConfig(Settings):
     threads: Threads = setting(
         2, "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."
     )
-    gpu_share: float = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.", above=0, max=1)
-    num_tasks: int = setting(0, "Number of cells that run at the same time; 0 is as many as fit.", min=0, max=MAX_TASKS)
+    gpu_share: PositiveShare = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.")
+    num_tasks: Tasks = setting(0, "Number of cells that run at the same time; 0 is as many as fit.")
     mlflow: str = setting(
         "",
         "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where"

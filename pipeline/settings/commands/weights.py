@@ -6,8 +6,7 @@ from pydantic import PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
-from pipeline.settings.run_execution import ProbeConfig
-from pipeline.settings.run_sections import Precision
+from pipeline.settings.run import Precision, ProbeConfig
 from pipeline.settings.schema import REQUIRED, Settings, setting
 from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed

@@ -21,7 +21,7 @@ from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig
 
 
 def exact_places(sizes: np.ndarray, power: float) -> np.ndarray:

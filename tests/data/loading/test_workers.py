@@ -22,8 +22,7 @@ from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.mixture.run_data import _refuse_remote
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import AugmentConfig, DataConfig
 
 GROUPS = (Views(2, 24, AugmentConfig(color_jitter=0.4)), Views(3, ImageSize(8, 12), AugmentConfig(blur=0.5)))
 

@@ -11,7 +11,7 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.mixture.order import MixtureOrder, samples_a_round, seed_of_set
 from pipeline.data.mixture.phases import Phase
 from pipeline.data.mixture.shares import MAX_PERIOD, Shares, whole_numbers
-from pipeline.settings.run_sections import DataConfig
+from pipeline.settings.run import DataConfig
 
 _WEIGHTS = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 

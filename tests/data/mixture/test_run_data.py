@@ -29,9 +29,7 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
-from pipeline.settings.run_execution import RunProbeConfig
-from pipeline.settings.run_sections import AugmentConfig, DataConfig, MixedSet
+from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet, RunConfig, RunProbeConfig
 
 
 @pytest.fixture(scope="module")

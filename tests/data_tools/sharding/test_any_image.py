@@ -39,8 +39,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig, VerifyConfig
-from pipeline.settings.effect import refuse_without_effect
-from pipeline.settings.schema import build
+from pipeline.settings.schema import build, refuse_without_effect
 
 Arrays = dict[str, np.ndarray]
 

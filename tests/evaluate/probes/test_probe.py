@@ -20,7 +20,7 @@ from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.settings.run_execution import ProbeConfig
+from pipeline.settings.run import ProbeConfig
 
 PROBE = (
     "probe.every=2 steps",
