@@ -84,19 +84,6 @@ def readable_names(classes: list[str], synset_names: str, of_source: dict[str, s
     return [names.get(name, name) for name in classes]
 
 
-def renamed(old: list[str] | None, new: list[str] | None) -> str:
-    """Describes how two lists of class names differ; '' if equal. None: no names were given."""
-    if old is None or new is None or len(old) != len(new):
-        counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
-        return "" if old == new else "{} names, not {}".format(*counts)
-    differing = (
-        f"class {number} is {was!r}, not {now!r}"
-        for number, (was, now) in enumerate(zip(old, new, strict=True))
-        if was != now
-    )
-    return next(differing, "")
-
-
 def _merge(listing: Listing, path: str) -> Listing:
     pairs: dict[str, str] = {}
     for line in read_lines(path, "class_map"):
