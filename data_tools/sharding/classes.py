@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
+from data_tools.sources.labels import names_of_synsets, read_lines, read_names
 from data_tools.sources.listing import label_lists, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable

@@ -151,8 +151,8 @@ def hash_samples(job: HashJob) -> bytes:
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
     if _UNREADABLE not in hashes:
-        with replacing(path) as file:
-            file.write(data)
+        with replacing(path) as saved:
+            saved.write(data)
     return data
 
 

@@ -390,8 +390,10 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
 
 def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> list[str]:
     """The changed settings, such as "seed = 0, not 1"."""
+    if not existing:
+        return []
     others = []
-    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing["settings"]} if existing else ():
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing["settings"]}:
         old, new = existing["settings"].get(name, getattr(_DEFAULTS, name, None)), getattr(config, name, None)
         if old != new:
             values = (quoted(value) if value == "" else value for value in (old, new))

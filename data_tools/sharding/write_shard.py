@@ -250,7 +250,8 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
         if job.is_joined:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:
-            (original,) = files
+            original = files[0]
+            assert original is not None
             data = job.convert(original) if job.convert else original
             is_filled = data is not original and _is_spoilt_jpeg(original)
             image = encoded(data, source.page, job.pixels, config)
@@ -272,8 +273,8 @@ def _checked(data: bytes, job: ShardingJob) -> ShardImage:
     header = inspect(data, decodes and not config.resize_short, job.pixels)
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(header.width, header.height):
-        small, *size = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-        return ShardImage(small, "jpg", *size, unread)
+        small, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        return ShardImage(small, "jpg", width, height, unread)
     if not decodes:
         check_end(data, header.ext)
     elif config.resize_short:

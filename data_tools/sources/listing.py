@@ -197,8 +197,7 @@ def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
 def sorted_by_key(table: pa.Table) -> pa.Table:
     """The table sorted by split and key, in one chunk."""
     # Also by name, so that errors about a repeated key are the same on every machine.
-    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
-    return table.take(order).combine_chunks()
+    return table.sort_by([(name, "ascending") for name in ("split", "key", "name")]).combine_chunks()
 
 
 def repeated(table: pa.Table) -> np.ndarray:
@@ -215,12 +214,7 @@ def label_pairs(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
     """The sorted, distinct labels of each of num_rows samples, from pairs (row, label) in any order."""
-    if not (rows[1:] > rows[:-1]).all():
-        order = np.lexsort((labels, rows))
-        rows, labels = rows[order], labels[order]
-        is_new = np.ones(len(rows), bool)
-        is_new[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
-        rows, labels = rows[is_new], labels[is_new]
+    rows, labels = np.divmod(np.unique(rows.astype(np.int64) * 2**32 + labels), 2**32)
     offsets = np.searchsorted(rows, np.arange(num_rows + 1))
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(labels.astype(np.int32)))
 

@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
+from data_tools.sources.labels import ClassNumbers, read_lines, read_names
 from data_tools.sources.layouts.archive import damage_named, resolved_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
