@@ -71,7 +71,7 @@ class ProgressMeter:
             elif not self._made_images:
                 self._making_since = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{self._rates(time.monotonic())[1] / 1e6:.1f} MB/s", refresh=False)
+            self._bar.set_postfix_str(f"{self._state()['bytes_per_second'] / 1e6:.1f} MB/s", refresh=False)
             self._bar.update(images)
         elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
             self._shown = time.monotonic()
@@ -84,13 +84,12 @@ class ProgressMeter:
         self._write()
 
     def _line(self) -> str:
-        images_per_second, bytes_per_second = self._rates(time.monotonic())
-        line = (
-            f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {images_per_second:,.0f} images/s,"
-            f" {bytes_per_second / 1e6:.1f} MB/s"
+        state = self._state()
+        left = "" if state["seconds_left"] is None else f", {duration(state['seconds_left'])} left"
+        return (
+            f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {state['images_per_second']:,.0f}"
+            f" images/s, {state['bytes_per_second'] / 1e6:.1f} MB/s{left}"
         )
-        left = self._left(images_per_second)
-        return line if left is None else f"{line}, {duration(left)} left"
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_FILES):
@@ -105,7 +104,9 @@ class ProgressMeter:
     def _state(self) -> dict[str, Any]:
         with self._counting:
             now = time.monotonic()
-            images_per_second, bytes_per_second = self._rates(now)
+            seconds = max(now - self._making_since, 1e-3)
+            images_per_second = self._made_images / seconds
+            left = self.total - self.images if self.total else 0
             return {
                 "phase": self._done,
                 "images": self.images,
@@ -115,19 +116,10 @@ class ProgressMeter:
                 "bytes": self.bytes,
                 "retries": self.retries,
                 "images_per_second": images_per_second,
-                "bytes_per_second": bytes_per_second,
+                "bytes_per_second": self._made_bytes / seconds,
                 "seconds": now - self._start,
-                "seconds_left": self._left(images_per_second),
+                "seconds_left": left / images_per_second if images_per_second and self.total else None,
             }
-
-    def _rates(self, now: float) -> tuple[float, float]:
-        """Images and bytes per second."""
-        seconds = max(now - self._making_since, 1e-3)
-        return self._made_images / seconds, self._made_bytes / seconds
-
-    def _left(self, images_per_second: float) -> float | None:
-        """Remaining seconds; None before the first shard is written."""
-        return (self.total - self.images) / images_per_second if images_per_second and self.total else None
 
 
 @contextlib.contextmanager

@@ -56,17 +56,13 @@ def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]
     """
     columns = ["offset", "size", "labels", "shard", "width", "height", "key"]
     table = open_parquet(dataset.path / SAMPLES_FILE).read(columns=columns)
-    labels = table["labels"].combine_chunks()
-    starts = labels.offsets.to_numpy()
-    rows, place = np.arange(len(table)), np.zeros(1, np.int64)
-    first = np.zeros(len(table), np.int64)
+    rows, first = np.arange(len(table)), np.zeros(len(table), np.int64)
     if len(classes):
-        place = np.full(dataset.num_classes, -1)
-        place[classes] = np.arange(len(classes))
+        labels = table["labels"].combine_chunks()
+        starts = labels.offsets.to_numpy()
         rows = np.flatnonzero(np.diff(starts))
         first = labels.values.to_numpy()[starts[rows]]  # For a sample with several labels, the first counts.
-        rows, first = rows[place[first] >= 0], first[place[first] >= 0]
-    order = np.lexsort([random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, rows), place[first]])
-    groups = place[first][order]
-    order = order[np.arange(len(order)) - np.searchsorted(groups, groups) < per_class]
+    order = np.argsort(random_numbers.bits(_SEED, Purpose.SHEET_SAMPLES, rows), kind="stable")
+    of_classes = (np.flatnonzero(first[order] == number)[:per_class] for number in (classes if len(classes) else [0]))
+    order = order[np.concatenate(list(of_classes))]
     return table.take(pa.array(rows[order])).append_column("class", pa.array(first[order])).to_pylist()

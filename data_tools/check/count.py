@@ -61,10 +61,13 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     for split in dataset.splits:
         columns = ["labels", "width", "height", "size", "ext"]
         rows = tables[split] = pa.concat_tables(dataset.table(split, verify=False).read(columns))
+        width, height, size = (rows[name].to_numpy() for name in ("width", "height", "size"))
         counts[split] = SplitCounts(
             _class_counts(rows, dataset.num_classes),
             np.bincount(pc.list_value_length(rows["labels"]).to_numpy()),
-            *(rows[name].to_numpy() for name in ("width", "height", "size")),
+            width,
+            height,
+            size,
             Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
         )
     mixes, first = [], Counter[str]()

@@ -54,6 +54,15 @@ def run(config: StatsConfig) -> dict[str, Any]:
         try_output("out", out)
         hold(out)
     counts, mixes = count(dataset)
+    shards, copies = dataset.shards(), exact_copies(dataset, "all")
+    splits = {}
+    for split, of_split in counts.items():
+        of_shards = [(shard, mix) for shard, mix in zip(shards, mixes, strict=True) if shard.split == split]
+        splits[split] = {
+            **_summary(of_split, dataset),
+            "exact_copies": asdict(copies[split]),
+            "shards": _shard_summary(of_shards),
+        }
     stats: dict[str, Any] = {
         "name": dataset.path.name,
         "data": str(dataset.path),
@@ -61,15 +70,9 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "num_classes": dataset.num_classes,
         "pixels": dataset.pixels.to_dict(),
         "left_out": dataset.left_out,
-        "splits": {split: _summary(of_split, dataset) for split, of_split in counts.items()},
+        "splits": splits,
+        "seconds": time.monotonic() - begin,
     }
-    shards = dataset.shards()
-    copies_found = exact_copies(dataset, "all")
-    for split, copies in copies_found.items():
-        stats["splits"][split]["exact_copies"] = asdict(copies)
-    for split, of_split in stats["splits"].items():
-        of_split["shards"] = _shard_summary([(s, m) for s, m in zip(shards, mixes, strict=True) if s.split == split])
-    stats["seconds"] = time.monotonic() - begin
     class_counts = np.sum([of_split.classes for of_split in counts.values()], axis=0)
     sheet = draw_sheet(dataset, config.sheet, class_counts) if config.sheet else None
     of_splits = [of_split.classes.tolist() for of_split in counts.values()]
@@ -82,7 +85,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
     }
     write_files(out, contents, mark=STATS)
     _print_report(stats, out)
-    for note in (*describe_left_out(dataset.left_out), *copy_notes(dataset, copies_found)):
+    for note in (*describe_left_out(dataset.left_out), *copy_notes(dataset, copies)):
         print(note)
     if config.mlflow:
         assert isinstance(out, Path), "refused above"

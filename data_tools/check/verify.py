@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +61,26 @@ def run(config: VerifyConfig) -> dict[str, Any]:
 
 
 def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
-    tables = _read_tables(dataset)
-    findings = [findings_table(tables.findings)]
+    shards = dataset.shards(verify=False)
+    details, samples, damaged_indexes = _check_manifest(dataset, shards)
+    findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
     num_bytes, decoded, unread = 0, 0, Counter[str]()
-    jobs = _jobs(dataset, tables, config.decode_share)
-    total, num_shards = sum(shard.samples for shard in tables.shards), len(tables.shards)
-    with tasks_on_cluster(check_shard, jobs, config.num_tasks, total, num_shards, out, "verified") as (tasks, progress):
+    jobs = _jobs(dataset, shards, samples, config.decode_share)
+    shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
+    with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, checked in tasks:
             findings.append(checked.findings)
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
             unread.update(checked.left_out)
-            progress.add(tables.shards[number].samples, checked.bytes)
+            progress.add(shards[number].samples, checked.bytes)
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
     report = {
         "data": str(dataset.path),
         "fingerprint": dataset.fingerprint,
         "is_whole": not len(found),
-        "shards": len(tables.shards),
-        "samples": total,
+        "shards": len(shards),
+        "samples": shown[0],
         "bytes": num_bytes,
         "decoded": decoded,
         "left_out": dict(unread),
@@ -92,72 +92,51 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     remove_leftovers(out, pattern=f".{DETAILS}.*.tmp")
     _write_details(found, out / DETAILS)
     # Without rows the unfit samples are unknown: an older list is kept.
-    listed = _write_list(dataset, found) if tables.samples else None
+    listed = _write_list(dataset, found) if samples else None
     write_files(out, {REPORT: json.dumps(report, indent=1, ensure_ascii=False) + "\n"})
-    for folder in tables.damaged_indexes:  # After a kill before this, the next check finds them again.
+    for folder in damaged_indexes:  # After a kill before this, the next check finds them again.
         shutil.rmtree(folder, ignore_errors=True)
     _print_report(dataset, report, out, listed)
     return report
 
 
-@dataclass(frozen=True)
-class _Tables:
-    """The readable parts of the manifest. samples: None if it is not the file that was written.
-
-    damaged_indexes: folders, to be removed when the report names them.
+def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], pq.ParquetFile | None, list[Path]]:
+    """Returns what is wrong with the manifest, its samples (None if they are not the file that was written), and the
+    folders of damaged memory-mapped indexes, which training makes again when they are removed.
     """
-
-    shards: list[Shard]
-    samples: pq.ParquetFile | None
-    findings: list[tuple]
-    damaged_indexes: list[Path]
-
-
-def _read_tables(dataset: Dataset) -> _Tables:
-    """Raises UserError when the list of shards cannot be read."""
-    findings: list[tuple] = []
-
-    def add_finding(detail: str) -> None:
-        findings.append(("manifest", "", "", -1, "", detail, False))
-
-    shards = dataset.shards(verify=False)
-    changed = []
+    details = []
     for name, sha256 in dataset.info["files"].items():
         path = dataset.path / name
         if not path.exists() or manifest.file_sha256(path) != sha256:
-            add_finding(f"{name} is missing, or not the file that {INFO} was written with")
-            changed.append(name)
+            details.append(f"{name} is missing, or not the file that {INFO} was written with")
+    is_whole = not any(detail.startswith(SAMPLES_FILE) for detail in details)
     found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
     if found != dataset.fingerprint:
-        add_finding(f"shards and classes have fingerprint {found}, not that of {INFO}")
-    samples = None if SAMPLES_FILE in changed else open_parquet(dataset.path / SAMPLES_FILE)
-    damaged_indexes = [] if samples is None else _check_indexes(dataset, add_finding)
-    return _Tables(shards, samples, findings, damaged_indexes)
-
-
-def _check_indexes(dataset: Dataset, add_finding: Any) -> list[Path]:
-    """Compare memory-mapped indexes with samples.parquet. Returns the damaged ones; training rebuilds them."""
+        details.append(f"shards and classes have fingerprint {found}, not that of {INFO}")
     damaged = []
-    for split in dataset.splits:
-        name = dataset.index_name(split)
+    for split in dataset.splits if is_whole else ():
         for place in dataset.index_places():
-            wrong = mapped_index.damage(place, name, dataset.table(split, verify=False).read)
-            if wrong is None:
-                continue
-            add_finding(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
-            damaged.append(place / name)
-    return damaged
+            index = place / dataset.index_name(split)
+            wrong = mapped_index.damage(place, index.name, dataset.table(split, verify=False).read)
+            if wrong is not None:
+                details.append(f"{index} is damaged ({wrong}); it was removed, and is made again when it is needed")
+                damaged.append(index)
+    return details, open_parquet(dataset.path / SAMPLES_FILE) if is_whole else None, damaged
 
 
-def _jobs(dataset: Dataset, tables: _Tables, decode_share: float) -> Iterator[VerifyJob]:
-    again = _listed(dataset)
-    batches = tables.samples.iter_batches(_BATCH, columns=ROWS.names) if tables.samples else iter(())
+def _jobs(
+    dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None, decode_share: float
+) -> Iterator[VerifyJob]:
+    # Those listed by the last run are always decoded, or a partial run would drop them from the list.
+    listed = exclusion.earlier_list(dataset, LIST)
+    again = set(zip(listed["split"].to_pylist(), listed["key"].to_pylist(), strict=True))
+    batches = samples.iter_batches(_BATCH, columns=ROWS.names) if samples else iter(())
     waiting = ROWS.empty_table()
     first_row, split = 0, None
-    for shard in tables.shards:
+    for shard in shards:
         first_row, split = (first_row if shard.split == split else 0), shard.split
         rows = decode = None
-        if tables.samples:
+        if samples:
             while len(waiting) < shard.samples:
                 batch = pa.Table.from_batches([next(batches)])
                 waiting = pa.concat_tables([waiting, batch.select(ROWS.names).cast(ROWS)])
@@ -171,14 +150,6 @@ def _jobs(dataset: Dataset, tables: _Tables, decode_share: float) -> Iterator[Ve
 def _is_chosen(key: str, share: float) -> bool:
     """Chosen by a hash of the key, independent of the one for held-out samples."""
     return int.from_bytes(hashlib.sha256(f"decode:{key}".encode()).digest()[:8], "big") < share * 2**64
-
-
-def _listed(dataset: Dataset) -> set[tuple[str, str]]:
-    """(split, key) of samples listed by the last run: always decoded, or a partial run would drop them from the
-    list.
-    """
-    table = exclusion.earlier_list(dataset, LIST)
-    return set(zip(table["split"].to_pylist(), table["key"].to_pylist(), strict=True))
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:

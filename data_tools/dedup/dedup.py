@@ -21,8 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
-from data_tools.dedup.compared import (
+from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
+from data_tools.dedup.thumbnails import (
+    BAD,
     FOLDER,
+    PLAIN,
     SEARCH,
     THUMBNAILS,
     ComparedSplit,
@@ -31,8 +34,6 @@ from data_tools.dedup.compared import (
     run_tasks,
     unfinished,
 )
-from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
-from data_tools.dedup.thumbnails import BAD, PLAIN
 from pipeline.base.errors import UserError
 from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
 from pipeline.base.locks import only_writer

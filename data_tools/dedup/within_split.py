@@ -17,9 +17,17 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup import search_shard
-from data_tools.dedup.compared import FOLDER, SEARCH, ComparedSplit, run_tasks, unfinished
 from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, digests, read_pairs, write_images
-from data_tools.dedup.thumbnails import FINE, PLAIN, read_arrays
+from data_tools.dedup.thumbnails import (
+    FINE,
+    FOLDER,
+    PLAIN,
+    SEARCH,
+    ComparedSplit,
+    read_arrays,
+    run_tasks,
+    unfinished,
+)
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.settings.commands.data import DedupConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.class_numbers import names_of_synsets, read_lines, read_names
+from data_tools.sources.labels import names_of_synsets, read_lines, read_names
 from data_tools.sources.listing import label_lists, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
@@ -82,19 +82,6 @@ def readable_names(classes: list[str], synset_names: str, of_source: dict[str, s
             f" Its lines are 'wnid name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
-
-
-def renamed(old: list[str] | None, new: list[str] | None) -> str:
-    """Describes how two lists of class names differ; '' if equal. None: no names were given."""
-    if old is None or new is None or len(old) != len(new):
-        counts = ("none" if names is None else f"{len(names):,}" for names in (old, new))
-        return "" if old == new else "{} names, not {}".format(*counts)
-    differing = (
-        f"class {number} is {was!r}, not {now!r}"
-        for number, (was, now) in enumerate(zip(old, new, strict=True))
-        if was != now
-    )
-    return next(differing, "")
 
 
 def _merge(listing: Listing, path: str) -> Listing:

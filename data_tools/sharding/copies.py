@@ -11,14 +11,13 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Listing, Reader
-from data_tools.sources.listing import label_lists, with_columns
+from data_tools.sources.listing import SourceImage, label_lists, with_columns
 from data_tools.sources.reader import raise_if_lost
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
@@ -35,13 +34,13 @@ _UNREADABLE = bytes(_HASH_BYTES)
 
 @dataclass(frozen=True)
 class HashJob:
-    """A task: hash the samples `rows` (see `Listing.rows`), and save the hashes to `path`.
+    """A task: hash these samples, and save the hashes to `path`.
 
     again: ignore hashes saved by an earlier run.
     """
 
     path: str
-    rows: dict[str, list[Any]]
+    images: list[SourceImage]
     again: bool = False
 
 
@@ -134,28 +133,26 @@ def hash_samples(job: HashJob) -> bytes:
     They are saved if all samples could be read.
     """
     path = to_path(job.path)
-    num_samples = len(job.rows["path"])
-    if not job.again and path.exists() and file_size(path) == num_samples * _HASH_BYTES:
+    if not job.again and path.exists() and file_size(path) == len(job.images) * _HASH_BYTES:
         return path.read_bytes()
     hashes = []
     with Reader() as reader:
-        columns = (job.rows[name] for name in ("path", "offset", "size", "packed", "page", "parts"))
-        for *place, page, parts in zip(*columns, strict=True):
+        for image in job.images:
             try:
-                digest = hashlib.sha256(b"" if page < 0 else str(page).encode())
-                for file in parts or [place]:
+                digest = hashlib.sha256(b"" if image.page < 0 else str(image.page).encode())
+                for file in image.files:
                     digest.update(b"lacking" if file is None else reader.read(*file))
                 hashes.append(digest.digest()[:_HASH_BYTES])
             except UserError:  # For example, the object store cannot be reached.
                 raise
             except (OSError, ValueError) as error:
-                raise_if_lost(error, place[0])
+                raise_if_lost(error, image.path)
                 # `write_shard` will report it as a bad image.
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
     if _UNREADABLE not in hashes:
-        with replacing(path) as file:
-            file.write(data)
+        with replacing(path) as saved:
+            saved.write(data)
     return data
 
 
@@ -166,10 +163,11 @@ def _hash_all(listing: Listing, rows: np.ndarray, folder: AnyPath, num_tasks: in
 
     def jobs() -> Iterator[HashJob]:
         for start in starts:
-            of_job = listing.rows(rows[start : start + _SAMPLES_PER_TASK])
+            images = listing.images(rows[start : start + _SAMPLES_PER_TASK])
             # Named by the samples: the same source, packed again, may have them in another order.
-            name = hashlib.sha256(json.dumps(of_job).encode()).hexdigest()[:16]
-            yield HashJob(str(folder / f"{name}.hashes"), of_job, again=COMPARE in of_job["mtime"])
+            name = hashlib.sha256(json.dumps(images).encode()).hexdigest()[:16]
+            again = any(image.mtime == COMPARE for image in images)
+            yield HashJob(str(folder / f"{name}.hashes"), images, again)
 
     hashes = np.zeros((len(rows), 2), np.uint64)
     sizes = listing.table["size"].to_numpy()

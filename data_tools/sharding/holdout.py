@@ -45,11 +45,9 @@ def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
     """
     if not listing.has_groups:
         return table
-    chosen = listing.table.select(["key", "group"]).take(pa.array(rows)).to_pydict()
-    group_of = dict(zip(chosen["key"], chosen["group"], strict=True))
-    return table.append_column(
-        GROUP, pa.array([group_of[key] for key in table["key"].to_pylist()], pa.string()).cast(GROUP.type)
-    )
+    chosen = listing.table.select(["key", "group"]).take(pa.array(rows)).combine_chunks()
+    places = pc.index_in(table["key"].cast(pa.large_string()), chosen["key"])
+    return table.append_column(GROUP, chosen["group"].take(places).cast(pa.string()).cast(GROUP.type))
 
 
 def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[str]:

@@ -26,7 +26,7 @@ from data_tools.sharding.kinds import pixels_of
 from data_tools.sharding.shard import SKIPPED, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
-from data_tools.sources.class_numbers import ClassNumbers
+from data_tools.sources.labels import ClassNumbers
 from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names, not_taken_over
 from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, refuse_large
@@ -224,8 +224,14 @@ def index_tar(job: IndexJob) -> Done:
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     shard = Shard(job.name, job.split, len(rows), num_bytes, sha256)
-    about = {"read": read, "left_out": dict(unread), "num_classes": numbers.highest + 1, "has_labels": has_labels}
-    done = Done(shard, skipped, **about)
+    done = Done(
+        shard,
+        skipped,
+        read=read,
+        left_out=dict(unread),
+        num_classes=numbers.highest + 1,
+        has_labels=has_labels,
+    )
     write_part(part, as_rows(rows), done)
     return done
 
@@ -299,10 +305,11 @@ def _finish(
     tables = (_labelled_rows(part, is_labelled) for part, _ in kept)
     if group_pattern:
         find = group_finder(group_pattern)
-        groups = [find(read_rows(part)["key"].to_pylist()) for part, _ in kept]
+        groups = [find(_labelled_rows(part, is_labelled)["key"].to_pylist()) for part, _ in kept]
         refuse_one_group(group_pattern, {group for of_tar in groups for group in of_tar}, sum(map(len, groups)))
         tables = (
-            table.append_column("group", pa.array(find(table["key"].to_pylist()), pa.string())) for table in tables
+            table.append_column("group", pa.array(of_tar, pa.string()))
+            for table, of_tar in zip(tables, groups, strict=True)
         )
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
     unread = Counter[str]()

@@ -9,7 +9,7 @@ import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,12 +61,12 @@ class ShardImage(NamedTuple):
     is_filled: bool = False
 
 
-@dataclass(frozen=True)
-class _ImageKind:
+class _ImageKind(NamedTuple):
     channels: int
     type: str
     pages: int
     axes: str
+    example: str
 
     @property
     def is_photograph(self) -> bool:
@@ -98,36 +98,36 @@ def pixels_of(
     is_split: each page is a sample. Prints what the images are, unless they are photographs of 8 bits. Raises UserError
     where they differ, or have several pages and no setting says what these are.
     """
-    kinds, examples, declared = Counter[_ImageKind](), dict[_ImageKind, str](), set[float | None]()
-    named: tuple[str, ...] = ()
+    kinds, declared, named = list[_ImageKind](), set[float | None](), tuple[str, ...]()
     for name, stored in images:
-        has_pages = stored.pages > 1 and stored.ext not in _ANIMATIONS and not is_split
-        num_channels = stored.channels + len(stored.lacking)
-        kind = _ImageKind(num_channels, stored.type, stored.pages if has_pages else 1, stored.axes)
-        kinds[kind] += 1
-        examples.setdefault(kind, f"{name}: {stored.describe()}")
+        num_pages = 1 if is_split or stored.ext in _ANIMATIONS else stored.pages
+        num_channels, example = stored.channels + len(stored.lacking), f"{name}: {stored.describe()}"
+        kinds.append(_ImageKind(num_channels, stored.type, num_pages, stored.axes, example))
         declared.add(stored.nodata)
         named = named or stored.channel_names
-    if not joined and not named:
-        num_photographs = sum(count for kind, count in kinds.items() if kind.is_photograph)
-        if num_photographs >= _MOST * kinds.total() and not channels:
-            _note_others([kind for kind in kinds if not kind.is_photograph], kinds, examples, "8-bit photographs")
+    if not (joined or named or channels):
+        others = [kind for kind in kinds if not kind.is_photograph]
+        if len(kinds) - len(others) >= _MOST * len(kinds):
+            _note_others(others, kinds, "8-bit photographs")
             return RGB8  # Also if none could be read.
-    num_channels = _num_channels(kinds, examples, pages) * max(len(joined), 1)
-    names = tuple(joined) or tuple(channels) or named or _default_names(num_channels)
+    num_channels = _num_channels(kinds, pages) * max(len(joined), 1)
+    names = tuple(joined) or tuple(channels) or named
+    if not names:
+        numbered = tuple(f"c{number}" for number in range(num_channels))
+        names = {1: ("gray",), 3: RGB_CHANNELS}.get(num_channels, numbered)
     if len(names) != num_channels:
         raise UserError(
             f"channels = [{','.join(names)}] has {counted(len(names), 'name')}, but images have"
-            f" {counted(num_channels, 'channel')}: {next(iter(examples.values()))}."
+            f" {counted(num_channels, 'channel')}: {kinds[0].example}."
         )
-    types = Counter(kind.type for kind in kinds.elements())
+    types = Counter(kind.type for kind in kinds)
     common, count = types.most_common(1)[0]
-    if count < _MOST * types.total():
+    if count < _MOST * len(kinds):
         common = np.result_type(*types).name  # It holds the values of all.
     if len(types) > 1:
         print(
             "note: images have values of"
-            f" {', '.join(f'{kind} ({count} of {types.total()} tried)' for kind, count in types.items())}: all are read"
+            f" {', '.join(f'{kind} ({count} of {len(kinds)} tried)' for kind, count in types.items())}: all are read"
             f" as {common}, and an image with a value that this does not hold is a bad one"
         )
     found = sorted(value for value in declared if value is not None)
@@ -142,58 +142,49 @@ def pixels_of(
     return pixels
 
 
-def _num_channels(kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], pages: str) -> int:
+def _num_channels(kinds: list[_ImageKind], pages: str) -> int:
     """Channels of a sample. Raises UserError if images differ, or pages have no meaning."""
     if several := [kind for kind in kinds if kind.pages > 1]:
         pages = pages or ("channels" if all(kind.axes == "C" for kind in several) else "")
         if not pages:
-            kind = several[0]
+            first = several[0]
             raise UserError(
-                f"images have several pages, such as {examples[kind]}. Say what they are: pages=channels (one image of"
-                f" {counted(kind.pages * kind.channels, 'channel')}), pages=samples ({kind.pages} images), pages=first"
-                " or pages=middle (one of them, the others are not used)."
+                f"images have several pages, such as {first.example}. Say what they are: pages=channels (one image of"
+                f" {counted(first.pages * first.channels, 'channel')}), pages=samples ({first.pages} images),"
+                " pages=first or pages=middle (one of them, the others are not used)."
             )
-    channels_of = {kind: kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds}
-    counts = Counter(channels_of[kind] for kind in kinds.elements())
-    num_channels, count = counts.most_common(1)[0]
-    if count < _MOST * counts.total():
+    counts = [kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds]
+    num_channels, count = Counter(counts).most_common(1)[0]
+    if count < _MOST * len(kinds):
+        examples = {kind[:-1]: kind.example for kind in reversed(kinds)}
         raise UserError(
             f"images differ in their channels: {'; '.join(sorted(examples.values())[:4])}. Put those of one kind into a"
             " folder of their own, or reduce all to 8-bit RGB: to_rgb8=true"
         )
-    others = [kind for kind in kinds if channels_of[kind] != num_channels]
-    _note_others(others, kinds, examples, counted(num_channels, "channel"))
+    others = [kind for kind, count in zip(kinds, counts, strict=True) if count != num_channels]
+    _note_others(others, kinds, counted(num_channels, "channel"))
     return num_channels
 
 
-def _note_others(
-    others: list[_ImageKind], kinds: Counter[_ImageKind], examples: dict[_ImageKind, str], most: str
-) -> None:
+def _note_others(others: list[_ImageKind], kinds: list[_ImageKind], most: str) -> None:
     """Print which images are bad ones, because most are of another kind."""
     if others:
         print(
-            f"note: of {kinds.total():,} images tried, {sum(kinds[kind] for kind in others):,} differ from most"
-            f" ({most}) and are bad images, such as {examples[others[0]]}"
+            f"note: of {len(kinds):,} images tried, {len(others):,} differ from most ({most}) and are bad images, such"
+            f" as {others[0].example}"
         )
-
-
-def _default_names(count: int) -> tuple[str, ...]:
-    return RGB_CHANNELS if count == 3 else ("gray",) if count == 1 else tuple(f"c{number}" for number in range(count))
 
 
 def _probed(listing: Listing, npz_array: str) -> Iterator[tuple[str, StoredImage]]:
     """(name, header) of some images, evenly over the listing; those that cannot be read are left to the job."""
     rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
-    found = listing.rows(rows)
     with Reader() as reader:
-        for name, *place, parts in zip(
-            *(found[column] for column in ("name", "path", "offset", "size", "packed", "parts")), strict=True
-        ):
+        for image in listing.images(rows):
             try:
-                data = reader.read(*next(filter(None, parts), place))
-                yield name, stored_image(chosen_array(data, npz_array))
+                data = reader.read(*next(filter(None, image.files)))
+                yield image.name, stored_image(chosen_array(data, npz_array))
             except (OSError, ValueError) as error:
-                raise_if_lost(error, place[0])
+                raise_if_lost(error, image.path)
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
@@ -225,27 +216,25 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
             )
         files[sample][channel] = row
     labels = listing.table["labels"].to_pylist()
-    sizes, mtimes = listing.table["size"].to_numpy(), listing.table["mtime"].to_numpy()
     skipped, parts = list(listing.skipped), dict[str, list[int | None]]()
     most_lacking = len(channels) - 1 if config.missing_channels == "mean" else 0
     for sample, rows in files.items():
+        first = keys[next(iter(rows.values()))]
         lacking = [channel for channel in channels if channel not in rows]
         if len(lacking) > most_lacking:
-            skipped.append((sample, keys[next(iter(rows.values()))], f"no file for channel {', '.join(lacking)}"))
+            skipped.append((sample, first, f"no file for channel {', '.join(lacking)}"))
         elif len({tuple(labels[row]) for row in rows.values()}) > 1:
-            raise UserError(
-                f"the files of {sample!r} have different labels: {keys[next(iter(rows.values()))]!r} and others."
-            )
+            raise UserError(f"the files of {sample!r} have different labels: {first!r} and others.")
         else:
             parts[sample] = [rows.get(channel) for channel in channels]
     if not parts:
         raise UserError(
             f"no sample has all channels {', '.join(channels)}: {skipped[-1][2]}. There are: {', '.join(found)}."
         )
+    sizes, mtimes = (listing.table[name].to_numpy() for name in ("size", "mtime"))
     rows_of = [[row for row in rows if row is not None] for rows in parts.values()]
-    table = listing.table.take(pa.array([rows[0] for rows in rows_of]))
     table = with_columns(
-        table,
+        listing.table.take(pa.array([rows[0] for rows in rows_of])),
         key=pa.array(list(parts), pa.large_string()),
         size=pa.array([int(sizes[rows].sum()) for rows in rows_of], pa.int64()),
         mtime=pa.array([int(mtimes[rows].max()) for rows in rows_of], pa.int64()),
@@ -320,16 +309,13 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     """
     if config.pages != "samples":
         return listing
-    found = listing.rows(np.arange(len(listing)))
     counts = []
     with Reader() as reader:
-        for path, *place in tqdm(
-            list(zip(*(found[column] for column in ("path", "offset", "size", "packed")), strict=True)), "pages"
-        ):
+        for image in tqdm(listing.images(np.arange(len(listing))), "pages"):
             try:
-                counts.append(stored_image(reader.read(path, *place)).pages)
+                counts.append(stored_image(reader.read(*image.files[0])).pages)
             except (OSError, ValueError) as error:
-                raise_if_lost(error, path)
+                raise_if_lost(error, image.path)
                 counts.append(1)
     rows = np.repeat(np.arange(len(listing)), counts)
     pages = np.concatenate([np.arange(count) for count in counts])

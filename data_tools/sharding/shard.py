@@ -5,20 +5,19 @@ resumed by the same command, which recognises finished shards by their part file
 """
 
 import contextlib
+import itertools
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
-from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained, renamed
+from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
 from data_tools.sharding.holdout import (
     add_groups,
@@ -76,36 +75,15 @@ _DECISIVE_IF_SET = (
     "to_rgb8",
     "nodata",
 )
+_DEFAULTS = ShardConfig(source="", out="")
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """Which samples each shard holds. order: shuffled rows of the listing, split after split; bounds[i]: shard i's
-    range.
-    """
+class PlannedShard(NamedTuple):
+    """name: of its tar. rows: of the listing, in tar order."""
 
-    order: np.ndarray
-    names: list[str]
-    splits: list[str]
-    bounds: list[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class _RecordedSource:
-    """The source recorded by `_identity`."""
-
-    path: str
-    samples: int
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _DatasetRecord:
-    """Recorded settings and source of an existing data set, finished or not."""
-
-    settings: dict[str, Any]
-    source: _RecordedSource
+    name: str
+    split: str
+    rows: np.ndarray
 
 
 def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
@@ -133,7 +111,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
-        if existing and existing.source.sha256 != identity["source"]["sha256"]:
+        if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
             if _has_shards(out):
                 _refuse_other_source(out, identity, existing, listing)
             _forget(out)
@@ -168,12 +146,19 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         listing, copies = split, None
         if config.merge_copies:
             listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
-            _print_copies(copies)
+            print(
+                f"merged {counted(len(copies.rows) - copies.of_test, 'exact copy')} into others of their split; left"
+                f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits"
+                + f" (see {COPIES})"
+                * bool(copies.rows),
+                flush=True,
+            )
             for note in odd_classes(listing, config.val_share):
                 if note not in odd:
                     print(f"without the copies: {note}")
         plan = make_plan(listing, config)
-        results = _run_jobs(listing, plan, config, out, known, pixels)
+        jobs = make_jobs(listing, plan, config, out, known, pixels)
+        results = _run_jobs(listing, jobs, plan, config, out, bool(known))
         if known:
             dataset = _check_remade(out, results, known)
         else:
@@ -201,62 +186,55 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     return dataset
 
 
-def make_plan(listing: Listing, config: ShardConfig) -> ShardPlan:
+def make_plan(listing: Listing, config: ShardConfig) -> list[PlannedShard]:
     """Shuffle each split by a hash of seed and key, and divide it into shards."""
-    split = listing.table["split"].to_numpy()
-    mix = hash_keys(listing, f"{config.seed}:")
-    orders, names, of_split, bounds = [], [], [], []
-    start = 0
-    for number, name in enumerate(listing.splits):
-        rows = np.flatnonzero(split == number)
-        orders.append(rows[np.argsort(mix[rows], kind="stable")])
-        for shard in range(math.ceil(len(rows) / config.samples_per_shard)):
-            first = start + shard * config.samples_per_shard
-            bounds.append((first, min(first + config.samples_per_shard, start + len(rows))))
-            names.append(f"{name}-{shard:06d}.tar")
-            of_split.append(name)
-        start += len(rows)
-    return ShardPlan(np.concatenate(orders), names, of_split, bounds)
+    of_split, mix = listing.table["split"].to_numpy(), hash_keys(listing, f"{config.seed}:")
+    plan = []
+    for number, split in enumerate(listing.splits):
+        rows = np.flatnonzero(of_split == number)
+        rows = rows[np.argsort(mix[rows], kind="stable")]
+        for shard, first in enumerate(range(0, len(rows), config.samples_per_shard)):
+            some = rows[first : first + config.samples_per_shard]
+            plan.append(PlannedShard(f"{split}-{shard:06d}.tar", split, some))
+    return plan
 
 
 def make_jobs(
-    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard], pixels: Pixels = RGB8
+    listing: Listing,
+    plan: list[PlannedShard],
+    config: ShardConfig,
+    out: AnyPath,
+    known: dict[str, Shard],
+    pixels: Pixels = RGB8,
 ) -> Iterator[ShardingJob]:
     """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its
     images.
     """
-    for name, split, (first, last) in zip(plan.names, plan.splits, plan.bounds, strict=True):
-        yield ShardingJob(
-            source=str(listing.source),
-            out=str(out),
-            name=name,
-            split=split,
-            rows=listing.rows(plan.order[first:last]),
-            config=config,
-            known=known.get(name),
-            convert=listing.convert,
-            has_labels=listing.is_labelled,
-            pixels=pixels,
-        )
+    for name, split, numbers in plan:
+        about = config, known.get(name), listing.convert, listing.is_labelled, pixels, bool(listing.channels)
+        yield ShardingJob(str(listing.source), str(out), name, split, listing.images(numbers), *about)
 
 
 def _run_jobs(
-    listing: Listing, plan: ShardPlan, config: ShardConfig, out: AnyPath, known: dict[str, Shard], pixels: Pixels
+    listing: Listing,
+    jobs: Iterator[ShardingJob],
+    plan: list[PlannedShard],
+    config: ShardConfig,
+    out: AnyPath,
+    is_known: bool,
 ) -> list[Done]:
     """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
-    jobs, num_shards = make_jobs(listing, plan, config, out, known, pixels), len(plan.names)
-    shown = (len(listing), num_shards, out, "sharded")
+    shown = (len(listing), len(plan), out, "sharded")
     with tasks_on_cluster(write_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
-            first, last = plan.bounds[number]
-            progress.add(last - first, done.shard.bytes, made=done.made or bool(known))
+            progress.add(len(plan[number].rows), done.shard.bytes, made=done.made or is_known)
             _check_budget(skipped, listing, config, progress.images)
-    return [results[number] for number in range(num_shards)]
+    return [results[number] for number in range(len(plan))]
 
 
 def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig, num_read: int) -> None:
@@ -278,7 +256,7 @@ def _finish(
     out: AnyPath,
     results: list[Done],
     listing: Listing,
-    plan: ShardPlan,
+    plan: list[PlannedShard],
     names: list[str] | None,
     copies: Copies | None,
     identity: dict[str, Any],
@@ -313,7 +291,7 @@ def _finish(
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
-    rows = {name: plan.order[first:last] for name, (first, last) in zip(plan.names, plan.bounds, strict=True)}
+    rows = {planned.name: planned.rows for planned in plan}
     tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels, unread)
 
@@ -365,15 +343,15 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _existing_record(out: AnyPath) -> _DatasetRecord | None:
+def _existing_record(out: AnyPath) -> dict[str, Any] | None:
     """The record of an existing data set or job. Raises UserError for foreign files and a damaged record."""
     if (out / INFO).exists():
         info = open_dataset(out).info
-        if isinstance(info.get("source"), dict) and info["source"].get("indexed"):
+        if info["source"].get("indexed"):
             raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
-        return json_record.convert(info, _DatasetRecord, str(out / INFO))
+        return info
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return json_record.parse(read_bytes(out / PARTS / PLAN), _DatasetRecord, str(out / PARTS / PLAN))
+        return json_record.parse(read_bytes(out / PARTS / PLAN), dict[str, Any], str(out / PARTS / PLAN))
     # A job killed while listing leaves progress.json, but no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
     if foreign := sorted(name for name in names if not name.startswith(".")):
@@ -396,16 +374,8 @@ def _forget(out: AnyPath) -> None:
     remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
 
 
-def _default(name: str) -> Any:
-    """Default of a setting; None for one that does not exist."""
-    field = ShardConfig.__dataclass_fields__.get(name)
-    if field is None:
-        return None
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
-    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != _default(name)]
+    is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(_DEFAULTS, name)]
     return {
         "settings": {name: getattr(config, name) for name in (*_DECISIVE, *is_set)},
         "source": {
@@ -418,33 +388,37 @@ def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     }
 
 
-def _other_settings(config: ShardConfig, existing: _DatasetRecord | None) -> list[str]:
+def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> list[str]:
     """The changed settings, such as "seed = 0, not 1"."""
     if not existing:
         return []
     others = []
-    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing.settings}:
-        old, new = existing.settings.get(name, _default(name)), getattr(config, name, None)
+    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing["settings"]}:
+        old, new = existing["settings"].get(name, getattr(_DEFAULTS, name, None)), getattr(config, name, None)
         if old != new:
             values = (quoted(value) if value == "" else value for value in (old, new))
             others.append("{} = {}, not {}".format(name, *values))
     return others
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: _DatasetRecord, listing: Listing) -> None:
-    old, new = existing.source, identity["source"]
+def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: dict[str, Any], listing: Listing) -> None:
+    old, new = existing["source"], identity["source"]
     what = difference(out / SOURCE_TABLE, listing)
     raise UserError(
-        f"{out} was made of {counted(old.samples, 'image')} ({counted(old.bytes, 'byte')}) of {old.path}; {new['path']}"
-        f" has {new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or remove the"
-        " folder."
+        f"{out} was made of {counted(old['samples'], 'image')} ({counted(old['bytes'], 'byte')}) of {old['path']};"
+        f" {new['path']} has {new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or"
+        " remove the folder."
     )
 
 
 def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
     """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    if (out / INFO).exists() and (other := renamed(open_dataset(out).info.get("class_names"), names)):
-        raise UserError(f"{out} was made with other synset_names: {other}. Give those, or choose another out=...")
+    before = open_dataset(out).info.get("class_names") or [] if (out / INFO).exists() else names or []
+    for was, now in itertools.zip_longest(before, names or []):
+        if was != now:
+            raise UserError(
+                f"{out} was made with other synset_names: {was!r}, not {now!r}. Give those, or choose another out=..."
+            )
 
 
 def _print_listing(listing: Listing, seconds: float) -> None:
@@ -457,18 +431,8 @@ def _print_listing(listing: Listing, seconds: float) -> None:
     )
 
 
-def _print_copies(copies: Copies) -> None:
-    within = len(copies.rows) - copies.of_test
-    print(
-        f"merged {counted(within, 'exact copy')} into others of their split; left out"
-        f" {counted(copies.of_test, 'train image')} that are copies of images in other"
-        f" splits{f' (see {COPIES})' if copies.rows else ''}",
-        flush=True,
-    )
-
-
 def _print_done(
-    dataset: Dataset, results: list[Done], listing: Listing, plan: ShardPlan, seconds: float, verified: bool
+    dataset: Dataset, results: list[Done], listing: Listing, plan: list[PlannedShard], seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
     num_complete = len(results) - len(made)
@@ -478,7 +442,7 @@ def _print_done(
         print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
     if changed := _changed(results):
         print(f"{changed} since the last start: their shards were written again")
-    num_images = sum(plan.bounds[number][1] - plan.bounds[number][0] for number in made)
+    num_images = sum(len(plan[number].rows) for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
     samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
     num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
@@ -54,29 +53,17 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
 
 def difference(path: AnyPath, listing: Listing) -> str:
     """Describes which samples came, went or changed in size since `save` wrote path."""
-    old, new = open_parquet(path).read(columns=["split", "key", "size"]), listing.table
-    of_split = pa.array(listing.splits).take(new["split"].combine_chunks())
-    was, now = _ids(old["split"].cast(pa.string()), old), _ids(of_split, new)
-    gone, came = (one.filter(pc.invert(pc.is_in(one, other))) for one, other in ((was, now), (now, was)))
-    found = [
-        few(f"{len(ids):,} {what}", len(ids), ids[:_NAMED].to_pylist())
-        for what, ids in (("came", came), ("went", gone))
-    ]
+    columns = ["split", "key", "size"]
+    splits = pa.array(listing.splits, pa.string()).take(listing.table["split"])
+    new = with_columns(listing.table, split=splits).select(columns)
+    old = open_parquet(path).read(columns=columns).select(columns).cast(new.schema)
+    found = []
+    for what, one, other in (("came", new, old), ("went", old, new)):
+        rows = one.join(other, columns, join_type="left anti").sort_by([(name, "ascending") for name in columns])
+        some = rows.slice(0, _NAMED).to_pylist()
+        keys = [f"{row['split']}/{row['key']} ({row['size']} bytes)" for row in some]
+        found.append(few(f"{len(rows):,} {what}", len(rows), keys))
     return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"
-
-
-def _ids(split: pa.Array | pa.ChunkedArray, table: pa.Table) -> pa.ChunkedArray:
-    """`train/cat/1 (1234 bytes)` for each sample."""
-    text = pa.large_string()
-    return pc.binary_join_element_wise(
-        split.cast(text),
-        pa.scalar("/", text),
-        table["key"].cast(text),
-        pa.scalar(" (", text),
-        table["size"].cast(text),
-        pa.scalar(" bytes)", text),
-        pa.scalar("", text),
-    )
 
 
 def few(what: str, count: int, keys: list[str]) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -20,6 +20,7 @@ from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.layouts.webdataset import complete_samples
+from data_tools.sources.listing import SourceImage
 from data_tools.sources.reader import raise_if_lost
 from data_tools.sources.split_files import PARTS
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -35,8 +36,6 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Bytes between starts of writing to disk.
 _WRITEBACK = 2**23
-# Where the bytes of a sample are: columns of `Listing.rows`.
-_PLACE = ("path", "offset", "size", "packed", "page", "parts")
 
 
 T = TypeVar("T")
@@ -44,24 +43,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardingJob:
-    """One shard to write. rows: of `Listing.rows`, in tar order. config: how images are stored and checked. convert:
+    """One shard to write. images: in tar order. config: how images are stored and checked. convert:
     see `Listing`.
     pixels: what images must be.
 
     known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is
-    followed by its labels.
+    followed by its labels. is_joined: whether an image has a file for each channel.
     """
 
     source: str
     out: str
     name: str
     split: str
-    rows: dict[str, list[Any]]
+    images: list[SourceImage]
     config: ShardConfig
     known: Shard | None
     convert: Callable[[bytes], bytes] | None = None
     has_labels: bool = True
     pixels: Pixels = RGB8
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def write_shard(job: ShardingJob) -> Done:
             raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
     part = part_path(out, job.name)
     cv2.setNumThreads(1)
-    to_compare = {key for key, mtime in _samples(job, "key", "mtime") if mtime == COMPARE}
+    to_compare = {image.key for image in job.images if image.mtime == COMPARE}
     if job.known and _is_complete(out, job.known):
         return Done(job.known, [], changed=_changed(job, to_compare))
     changed: list[str] = []
-    read = hashlib.sha256(json.dumps([job.rows["key"], job.rows["labels"]]).encode()).hexdigest()
+    read = hashlib.sha256(json.dumps([image[:2] for image in job.images]).encode()).hexdigest()
     if (
         (found := load_part(part, Done))
         and found.read == read
@@ -194,8 +194,9 @@ def _write_samples(
     rows: list[tuple[Any, ...]] = []
     skipped, filled, unread = [], [], Counter[str]()
     with Reader() as reader:
-        for key, labels, name, *place in _samples(job, "key", "labels", "name", *_PLACE):
-            image = _read_image(reader, place, job)
+        for source in job.images:
+            key, labels, name, *_ = source
+            image = _read_image(reader, source, job)
             if isinstance(image, str):
                 skipped.append((key, name, image))
                 continue
@@ -217,10 +218,6 @@ def as_rows(rows: list[tuple[Any, ...]]) -> pa.Table:
     return pa.Table.from_pylist([dict(zip(ROWS.names, row, strict=True)) for row in rows], ROWS)
 
 
-def _samples(job: ShardingJob, *columns: str) -> Iterator[tuple[Any, ...]]:
-    return zip(*(job.rows[column] for column in columns), strict=True)
-
-
 def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
     """Those of the keys whose image the existing shard has otherwise than the source: with other bytes, or only one of
     them has it.
@@ -236,28 +233,28 @@ def _changed(job: ShardingJob, keys: set[str]) -> list[str]:
     header = replace(job, config=replace(job.config, inspect="header"))
     found = []
     with Reader() as reader, Reader() as of_shard:
-        for key, *place in _samples(job, "key", *_PLACE):
-            if key in keys:
-                image = _read_image(reader, place, header if key in stored else job)
+        for source in job.images:
+            if (key := source.key) in keys:
+                image = _read_image(reader, source, header if key in stored else job)
                 before = of_shard.read(str(path), *stored[key], packed=0) if key in stored else None
                 if before != (None if isinstance(image, str) else image.data):
                     found.append(key)
     return found
 
 
-def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> ShardImage | str:
-    """Returns the image of the file at `place` (columns _PLACE), or what is wrong with it. Raises LostError."""
-    *of_file, page, parts = place
+def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardImage | str:
+    """Returns an image for the shard, or what is wrong with it. Raises LostError."""
     config, is_filled = job.config, False
     try:
-        if parts:
-            files = [None if part is None else chosen_array(reader.read(*part), config.npz_array) for part in parts]
+        files = [None if file is None else chosen_array(reader.read(*file), config.npz_array) for file in source.files]
+        if job.is_joined:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:
-            source = chosen_array(reader.read(*of_file), config.npz_array)
-            data = job.convert(source) if job.convert else source
-            is_filled = data is not source and _is_spoilt_jpeg(source)
-            image = encoded(data, page, job.pixels, config)
+            original = files[0]
+            assert original is not None
+            data = job.convert(original) if job.convert else original
+            is_filled = data is not original and _is_spoilt_jpeg(original)
+            image = encoded(data, source.page, job.pixels, config)
         if image is None:
             image = _checked(data, job)
         elif config.inspect == "decode":
@@ -266,7 +263,7 @@ def _read_image(reader: Reader, place: list[Any], job: ShardingJob) -> ShardImag
     except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:
-        raise_if_lost(error, place[0])
+        raise_if_lost(error, source.path)
         return str(error)
 
 
@@ -276,8 +273,8 @@ def _checked(data: bytes, job: ShardingJob) -> ShardImage:
     header = inspect(data, decodes and not config.resize_short, job.pixels)
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(header.width, header.height):
-        small, *size = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
-        return ShardImage(small, "jpg", *size, unread)
+        small, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        return ShardImage(small, "jpg", width, height, unread)
     if not decodes:
         check_end(data, header.ext)
     elif config.resize_short:

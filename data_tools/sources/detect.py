@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from data_tools.sources.layouts import archive, cifar, flat, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from data_tools.sources.layouts import archive, cifar, folder, imagenet1k, imagenet21k, tiny_imagenet, webdataset
 from data_tools.sources.layouts.parquet import holds_images
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
@@ -49,7 +49,7 @@ def _detect_in_members(names: list[str], splits: dict[str, str]) -> str:
     """The layout of an archive whose members have these names."""
     if any(f"/{name}".endswith(f"/{tiny_imagenet.ANNOTATIONS}") for name in names):
         return "tiny_imagenet"
-    return "flat" if flat.are_flat(names, next(iter(splits.values()))) else "archive"
+    return "flat" if folder.are_flat(names, next(iter(splits.values()))) else "archive"
 
 
 def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
@@ -87,7 +87,7 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
             return "imagenet21k"
     if first != source:
         names = {path.name for path in first.iterdir()} if first.is_dir() else set()
-    return "flat" if flat.is_flat(first, names) else "folder"
+    return "flat" if folder.is_flat(first, names) else "folder"
 
 
 def is_table(source: AnyPath) -> bool:

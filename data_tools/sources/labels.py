@@ -1,19 +1,22 @@
-"""Table columns of labels (names, numbers, or lists of either), and of groups (names or numbers)."""
+"""Class names of labels that are numbers; table columns of labels (names, numbers, or lists of either) and groups."""
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.types as types
 
-from data_tools.sources.class_numbers import ClassNumbers
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
+from pipeline.process.installed import shipped
 from pipeline.settings.commands.data import ShardConfig
 
+# Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
+_MOST_CLASSES = 2**20
 # A label in text, such as 7 or 7.0.
 WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
 # What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in
@@ -21,43 +24,189 @@ WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
 MISSING = frozenset([*pacsv.ConvertOptions().null_values, "None", "<NA>"])
 
 
-class LabelColumn:
-    """Maps the values of a column to class names. names: class names in order; if given, text values are parsed as
-    numbers.
-
-    separator: between several labels in one text; if empty, a text is one label. missing: counts the texts that were
-    read as a missing label, without empty ones. Raises UserError for a column type that cannot hold labels.
+class ClassNumbers:
+    """Maps labels (from 0) to class names. names: all class names in order; if empty, a class is named by its
+    number. highest: the largest label seen.
     """
 
-    def __init__(self, field: pa.Field, where: str, names: list[str], separator: str = "") -> None:
-        self._are_numbers, self._first = _are_numbers(field, where), where
-        self._numbers = ClassNumbers(names) if names or self._are_numbers else None
-        self._separator = separator
-        self.missing = Counter[Any]()
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self.highest = -1
 
-    def check(self, field: pa.Field, where: str) -> None:
-        """Raise UserError if the column of another file holds numbers where that of the first holds text, or the
-        reverse.
+    def name(self, label: int, where: str) -> str:
+        """Returns the class name of a label. where: place of the label, for errors. Raises UserError for one out of
+        range.
         """
-        if _are_numbers(field, where) != self._are_numbers:
+        limit = len(self._names) or _MOST_CLASSES
+        if not 0 <= label < limit:
+            raise UserError(
+                f"{where}: label {quoted(label)} is out of range: labels begin at 0, and there are at most {limit:,}"
+                " classes (label_names)."
+            )
+        self.highest = max(self.highest, label)
+        return self._names[label] if self._names else str(label)
+
+    def classes(self) -> list[str]:
+        """All class names in order; without given names, the numbers up to the largest label seen."""
+        return self._names or [str(number) for number in range(self.highest + 1)]
+
+
+def refuse_other_names(where: str, names: list[str], first: str, of_first: list[str]) -> None:
+    """Raise UserError if a part of a source has other class names than its first part: one number would be two classes.
+
+    where, first: what names the classes of the two parts, for the error.
+    """
+    if names != of_first:
+        raise UserError(
+            f"{where}: its classes are {shortened(', '.join(names)) or 'not named'}, but"
+            f" {shortened(', '.join(of_first)) or 'not named'} in {first}. If both number the same classes, name these:"
+            " label_names=FILE; else make each a data set of its own."
+        )
+
+
+def read_lines(path: str, setting: str) -> list[str]:
+    """The stripped, non-empty lines of a text file. setting: its name, for errors.
+
+    Raises UserError if it is unreadable or empty, and for an empty line between others in a file of names by number.
+    """
+    try:
+        content = shipped(Path(path)).read_bytes()
+        text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None
+    lines = [line.strip() for line in text.rstrip().splitlines()]
+    if setting == "label_names" and "" in lines:
+        raise UserError(
+            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label"
+            f" {lines.index('')}. Name it, or remove the line."
+        )
+    if not any(lines):
+        raise UserError(f"{setting} = {path} is empty.")
+    return [line for line in lines if line]
+
+
+def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:
+    """WordNet's ID -> name, from lines 'wnid name'. where: their file, for errors. Raises UserError for an ID with two
+    names.
+    """
+    names: dict[str, str] = {}
+    for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
+        if names.setdefault(wnid, name) != name:
+            raise UserError(
+                f"{where} names {quoted(wnid)} twice, {quoted(names[wnid])} and {quoted(name)}. Remove one."
+            )
+    return names
+
+
+def read_names(path: str, setting: str) -> list[str]:
+    """Class names, one per line. Raises UserError for a repeated name."""
+    names = read_lines(path, setting)
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{setting} = {path} names {name!r} {count} times.")
+    return names
+
+
+class TableColumns:
+    """The columns of labels and groups of a source's tables. label: the label column of the last one that was opened;
+    "" without labels.
+
+    The first table decides whether there are labels, and whether these are names or numbers.
+    """
+
+    def __init__(self, config: ShardConfig, collector: Collector) -> None:
+        self.label = ""
+        self._config, self._collector = config, collector
+        self._given = read_names(config.label_names, "label_names") if config.label_names else []
+        self._first, self._names_of_first = "", list[str]()
+        self._are_numbers: bool | None = None
+        self._numbers: ClassNumbers | None = None
+        self._missing = Counter[Any]()  # Texts that were read as a missing label, without empty ones.
+
+    def choose(self, there: list[str], where: str, others: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Choose the label column of a table with these columns; returns (setting, column or "") of each that is read.
+
+        There are no labels if label_column is empty, and, with a note, if there is no column of its default name.
+        others: the other columns. Raises UserError where only some tables of the source have labels, and for a column
+        that is missing or there twice.
+        """
+        config, notes, is_first = self._config, self._collector.notes, not self._first
+        self._first = self._first or where
+        label = config.label_column
+        if label not in there and label == ShardConfig.label_column and not config.label_names:
+            label = ""
+            if is_first:
+                notes.append(
+                    f"{where} has no column {config.label_column!r}: its images have no labels. If another column holds"
+                    f" labels, name it: label_column=NAME (there: {shortened(', '.join(there))})"
+                )
+        if not is_first and bool(self.label) != bool(label):
+            raise UserError(
+                f"{where} has {'labels' if label else 'no labels'}, but a table before it has"
+                f" {'none' if label else 'some'}. Shard them into two data sets, or all without labels: label_column= ."
+            )
+        self.label, self._collector.is_labelled = label, bool(label)
+        wanted = [*others, ("label_column", label), ("group_column", config.group_column)]
+        check_columns(there, wanted, where)
+        unused, note = (
+            ShardConfig.split_column,
+            (
+                f"warning: the column {ShardConfig.split_column!r} is not used: each split is a file of its own here"
+                " (splits.train=train splits.val=val)"
+            ),
+        )
+        is_used = not config.split_column or "split_column" in dict(others) or unused in dict(wanted).values()
+        if unused in there and not is_used and note not in notes:
+            notes.append(note)
+        return wanted
+
+    def check(self, schema: pa.Schema, where: str, names: list[str], are_numbers: bool | None = None) -> None:
+        """Raise UserError for columns whose types cannot hold labels or groups, or whose labels are of another type or
+        other classes than those of the first table.
+
+        names: class names by number that the table has itself. are_numbers: what the text of a CSV is; the rows of a
+        later one are checked.
+        """
+        if group := self._config.group_column:
+            check_names(schema.field(group), where, "group_column")
+        if not self.label:
+            return
+        field, names = schema.field(self.label), self._given or names
+        of_type = _are_numbers(field, where) if are_numbers is None else are_numbers
+        if self._are_numbers is None:
+            self._are_numbers, self._names_of_first = of_type, names
+            self._numbers = ClassNumbers(names) if names or of_type else None
+        if are_numbers is None and of_type != self._are_numbers:
             raise UserError(
                 f"{where}: column {field.name!r} holds text in one of this file and {self._first}, and numbers in the"
                 " other. Give all files the same type."
             )
+        refuse_other_names(f"{where}, by its metadata `huggingface`", names, self._first, self._names_of_first)
 
-    def names(self, value: Any, where: str) -> list[str]:
-        """The class names of one row; empty for a missing value. where: place of the row, for errors."""
+    def of_row(self, label: Any, group: Any, where: str) -> tuple[list[str], str]:
+        """(class names, group) of a row: no names without labels and for a missing one; "" without groups. where: for
+        errors.
+        """
+        names = self._class_names(label, where) if self.label else []
+        if not self._config.group_column:
+            return names, ""
+        group = str(group).strip()
+        if group in MISSING:
+            raise UserError(
+                f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
+            )
+        return names, group
+
+    def _class_names(self, value: Any, where: str) -> list[str]:
         if isinstance(value, list) and any(label is None for label in value):
             raise UserError(
                 f"{where}: {quoted(value)} has a missing label (null). An image without a label has [] or null."
             )
-        if isinstance(value, str) and self._separator:
-            value = value.split(self._separator)
         labels = [value] if isinstance(value, str | int) else value or []
         labels = [label.strip() if isinstance(label, str) else label for label in labels]
-        if missing := [label for label in labels if label in MISSING]:
-            self.missing.update(filter(None, missing))
-            labels = [label for label in labels if label not in MISSING]
+        self._missing.update(label for label in labels if label in MISSING and label)
+        labels = [label for label in labels if label not in MISSING]
         if self._numbers is None:
             return [str(label) for label in labels]
         if not all(isinstance(label, int) or re.fullmatch(WHOLE_NUMBER, label) for label in labels):
@@ -65,48 +214,14 @@ class LabelColumn:
         numbers = (label if isinstance(label, int) else int(label.partition(".")[0]) for label in labels)
         return [self._numbers.name(number, where) for number in numbers]
 
-    def report(self, collector: Collector) -> None:
+    def finish(self) -> None:
         """Gives the collector all class names in order, if labels are numbers, and a note about missing labels."""
-        collector.classes = self._numbers.classes() if self._numbers else []
-        if self.missing:
-            some = ", ".join(f"{text!r} ({count:,})" for text, count in self.missing.most_common())
-            collector.notes.append(
+        self._collector.classes = self._numbers.classes() if self._numbers else []
+        if self._missing:
+            some = ", ".join(f"{text!r} ({count:,})" for text, count in self._missing.most_common())
+            self._collector.notes.append(
                 f"read as missing labels: {some}. If one is a class, give it another name in the table"
             )
-
-
-def label_column(there: list[str], config: ShardConfig, where: str, collector: Collector, before: str | None) -> str:
-    """The label column of a table with these columns; "" if its images have no labels.
-
-    That is so if label_column is empty, and, with a note, if there is no column of its default name. before: what this
-    returned for the source's first table, None for that one. Raises UserError where only one of the two has labels.
-    """
-    column = config.label_column
-    if column not in there and column == ShardConfig.label_column and not config.label_names:
-        column = ""
-        if before is None:
-            collector.notes.append(
-                f"{where} has no column {config.label_column!r}: its images have no labels. If another column holds"
-                f" labels, name it: label_column=NAME (there: {shortened(', '.join(there))})"
-            )
-    if before is not None and bool(before) != bool(column):
-        raise UserError(
-            f"{where} has {'labels' if column else 'no labels'}, but a table before it has"
-            f" {'none' if column else 'some'}. Shard them into two data sets, or all without labels: label_column= ."
-        )
-    collector.is_labelled = bool(column)
-    return column
-
-
-def note_unused_splits(there: list[str], used: list[str], collector: Collector) -> None:
-    """A note if a table has a column of the default name for splits that is not used. used: its other columns."""
-    name = ShardConfig.split_column
-    note = (
-        f"warning: the column {name!r} is not used: each split is a file of its own here (splits.train=train"
-        " splits.val=val)"
-    )
-    if name in set(there) - {*used} and note not in collector.notes:
-        collector.notes.append(note)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -127,16 +242,6 @@ def check_names(field: pa.Field, where: str, setting: str) -> None:
             f"{where}: column {field.name!r} ({setting}) holds {shortened(str(field.type))}, but it has to hold text or"
             " whole numbers."
         )
-
-
-def group_name(value: Any, where: str) -> str:
-    """The group of one row. where: place of the row, for errors. Raises UserError for a row without one."""
-    name = str(value).strip()
-    if name in MISSING:
-        raise UserError(
-            f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
-        )
-    return name
 
 
 def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -> None:

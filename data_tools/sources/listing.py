@@ -1,9 +1,9 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,8 +37,8 @@ TABLE = pa.schema(
         ("mtime", pa.int64()),
     ]
 )
-# Columns of TABLE that say where the bytes of an image are in their file.
-_BYTES = ("offset", "size", "packed")
+# The file to open, and offset, size, packed: see TABLE.
+Place = tuple[str, int, int, int]
 # The operation, for `ProgressMeter`.
 LISTED = "listed"
 # (key, where, reason) of a skipped item, the columns of skipped.csv.
@@ -78,6 +78,24 @@ def is_hidden(name: str) -> bool:
     (SYSTEM_FOLDERS).
     """
     return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
+
+
+class SourceImage(NamedTuple):
+    """What a task needs of a sample: columns of TABLE, the page of its file (-1 if the file is one sample), and its
+    file, or that of each channel, None for one that it lacks.
+    """
+
+    key: str
+    labels: list[int]
+    name: str
+    mtime: int
+    page: int
+    files: list[Place | None]
+
+    @property
+    def path(self) -> str:
+        """Of its first file."""
+        return next(filter(None, self.files))[0]
 
 
 @dataclass(frozen=True)
@@ -147,30 +165,25 @@ class Listing:
             digest.update("\n".join(self.table["group"].to_pylist()).encode())
         return digest.hexdigest()
 
-    def rows(self, numbers: np.ndarray) -> dict[str, list[Any]]:
-        """What a task needs of the given rows: columns key, labels, name, offset, size, packed, mtime of TABLE, path,
-        page, and parts.
-
-        path is the file to open: the container, or the image itself. page: of the file, -1 if it is one sample. parts:
-        (path, offset, size, packed) of the files of its channels, None for one that it lacks; [] if it is one file.
-        """
+    def images(self, numbers: np.ndarray) -> list[SourceImage]:
+        """The samples of the given rows, for a task."""
         table = self.table.take(pa.array(numbers))
-        rows = table.to_pydict()
-        parts = rows.get("parts", [[]] * len(numbers))
-        if self.separate is not None:
-            of_files = self.separate.take(
-                pa.array([row for rows_of_parts in parts for row in rows_of_parts if row is not None], pa.int32())
-            )
-            places = iter(zip(self._paths(of_files), *(of_files[name].to_pylist() for name in _BYTES), strict=True))
-            parts = [[None if row is None else next(places) for row in rows_of_parts] for rows_of_parts in parts]
-        kept = {column: rows[column] for column in ("key", "labels", "name", *_BYTES, "mtime")}
-        return {"path": self._paths(table), **kept, "page": rows.get("page", [-1] * len(numbers)), "parts": parts}
+        if self.separate is None:
+            files: list[list[Place | None]] = [[place] for place in self._places(table)]
+        else:
+            parts = table["parts"].to_pylist()
+            rows = pa.array([row for of_sample in parts for row in of_sample if row is not None], pa.int32())
+            places = iter(self._places(self.separate.take(rows)))
+            files = [[None if row is None else next(places) for row in of_sample] for of_sample in parts]
+        pages = table["page"].to_pylist() if "page" in table.column_names else [-1] * len(table)
+        columns = (table[name].to_pylist() for name in ("key", "labels", "name", "mtime"))
+        return list(map(SourceImage, *columns, pages, files))
 
-    def _paths(self, table: pa.Table) -> list[str]:
-        return [
-            str(locate(self.root, name)) if container < 0 else self.containers[container]
-            for name, container in zip(table["name"].to_pylist(), table["container"].to_pylist(), strict=True)
-        ]
+    def _places(self, table: pa.Table) -> Iterator[Place]:
+        for name, container, *place in zip(
+            *(table[name].to_pylist() for name in ("name", "container", "offset", "size", "packed")), strict=True
+        ):
+            yield (str(locate(self.root, name)) if container < 0 else self.containers[container], *place)
 
 
 def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
@@ -184,8 +197,7 @@ def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
 def sorted_by_key(table: pa.Table) -> pa.Table:
     """The table sorted by split and key, in one chunk."""
     # Also by name, so that errors about a repeated key are the same on every machine.
-    order = pc.sort_indices(table, sort_keys=[("split", "ascending"), ("key", "ascending"), ("name", "ascending")])
-    return table.take(order).combine_chunks()
+    return table.sort_by([(name, "ascending") for name in ("split", "key", "name")]).combine_chunks()
 
 
 def repeated(table: pa.Table) -> np.ndarray:
@@ -202,12 +214,7 @@ def label_pairs(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
     """The sorted, distinct labels of each of num_rows samples, from pairs (row, label) in any order."""
-    if not (rows[1:] > rows[:-1]).all():
-        order = np.lexsort((labels, rows))
-        rows, labels = rows[order], labels[order]
-        is_new = np.ones(len(rows), bool)
-        is_new[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
-        rows, labels = rows[is_new], labels[is_new]
+    rows, labels = np.divmod(np.unique(rows.astype(np.int64) * 2**32 + labels), 2**32)
     offsets = np.searchsorted(rows, np.arange(num_rows + 1))
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(labels.astype(np.int32)))
 

@@ -37,24 +37,24 @@ def split_files(
     files of these splits that are left out (compressed tars, and *.TAR) or missing. Raises UserError for a split
     without files, when one split would take files that look like several splits, and for an unfinished data set.
     """
+    endings = (suffix, *_PACKED * (suffix == ".tar"))
     if source.is_file():
-        found = {source.name: source}
+        found, endings = {source.name: source}, _PACKED
         refuse_unfinished(source.parent)
     else:
         found = {name: path for path, *_ in walk_files(source) if (name := name_inside(path, source))}
         for path in found.values():
             if path.name == PLAN and path.parent.name == PARTS:
                 refuse_unfinished(path.parent.parent)
-        found = {name: path for name, path in found.items() if path.name[0] != "."}
-    paths = {name: path for name, path in found.items() if source.is_file() or name.endswith(suffix)}
-    endings = (suffix, *_PACKED * (suffix == ".tar"))
-    others = [name for name in sorted(found) if name.lower().endswith(_PACKED if name in paths else endings)]
+    there = [name for name in sorted(found) if source.is_file() or not found[name].name.startswith(".")]
+    others = [name for name in there if name.lower().endswith(endings) and not name.endswith(suffix)]
+    paths = [name for name in there if name.endswith(suffix) or (source.is_file() and not others)]
     files: dict[str, list[tuple[str, str, AnyPath]]] = {split: [] for split in splits}
-    for name in sorted(paths.keys() - set(others)):
+    for name in paths:
         fitting = [split for split, start in splits.items() if name.startswith(start)]
         if fitting:
             split = max(fitting, key=lambda split: len(splits[split]))
-            files[split].append((split, name, paths[name]))
+            files[split].append((split, name, found[name]))
     for split, of_split in files.items():
         unread = [name for name in others if name.startswith(splits[split])]
         if unread and of_split:
@@ -70,10 +70,10 @@ def split_files(
         elif not of_split:
             raise UserError(
                 f"{source}: no *{suffix} for split {split!r} (names that begin with {splits[split]!r}). There:"
-                f" {', '.join(sorted(paths)[:5])}."
+                f" {', '.join(paths[:5])}."
             )
     if list(splits.values()) == [""]:
-        _refuse_mixture(source, list(paths))
+        _refuse_mixture(source, paths)
     found_files = [file for of_split in files.values() for file in of_split]
     notes += _gaps([name for _, name, _ in found_files])
     return found_files

@@ -101,11 +101,10 @@ def _parquet_list(path: Path) -> Path:
 
 def as_sharded(listing: Listing) -> str:
     """Read the first images as a task does. Raises what a task would raise."""
-    rows = listing.rows(np.arange(min(len(listing), 10)))
-    job = ShardingJob(str(listing.source), "", "", "", rows, ShardConfig(source="", out=""), None, listing.convert)
+    images = listing.images(np.arange(min(len(listing), 10)))
+    job = ShardingJob(str(listing.source), "", "", "", images, ShardConfig(source="", out=""), None, listing.convert)
     with Reader() as reader:
-        places = zip(*(rows[name] for name in ("path", "offset", "size", "packed", "page", "parts")), strict=True)
-        is_whole = not any(isinstance(_read_image(reader, list(place), job), str) for place in places)
+        is_whole = not any(isinstance(_read_image(reader, image, job), str) for image in images)
     return "whole" if is_whole and not listing.skipped else "skipped"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import raw_images
 
-from data_tools.sources.class_numbers import read_names
+from data_tools.sources.labels import read_names
 from pipeline.process import installed
 from pipeline.settings.yaml_reader import read_yaml
 

@@ -11,9 +11,9 @@ To add a layout:
 4. A row in docs/sharding.md, samples in tests/data_tools/sources/test_layouts.py, an entry in IN_BUCKET of
    test_layouts_in_buckets.py beside it, and one in SOURCES of tests/faults/test_file_mutations.py.
 
-flat.py: class folders; webdataset.py: samples in tars; cifar.py: raw pixels at offsets in files. docs/extending.md has
-a worked example. Imports the files of sources/
-beside this folder; used by sources/, and for tars and zips by sharding/, check/ and vtab/.
+folder.py: class folders; webdataset.py: samples in tars; cifar.py: raw pixels at offsets in files. A worked example is
+in docs/extending.md. Imports the files of sources/ beside this folder; used by sources/, and for tars and zips by
+sharding/, check/ and vtab/.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,9 @@ from typing import Literal
 
 from data_tools.sources.layouts import (
     cifar,
-    flat,
     folder,
     imagenet1k,
     imagenet21k,
-    images,
     parquet,
     path_list,
     tiny_imagenet,
@@ -59,8 +57,8 @@ class SourceLayout:
 LAYOUTS: dict[str, SourceLayout] = {
     "folder": SourceLayout(folder.walk, by_folders=True, form="a folder"),
     "archive": SourceLayout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
-    "flat": SourceLayout(flat.walk, by_folders=True, may_be_compressed=True),
-    "images": SourceLayout(images.walk, may_be_compressed=True),
+    "flat": SourceLayout(folder.walk_flat, by_folders=True, may_be_compressed=True),
+    "images": SourceLayout(folder.walk_images, may_be_compressed=True),
     "tiny_imagenet": SourceLayout(
         tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True
     ),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.sources.class_numbers import ClassNumbers, read_names
+from data_tools.sources.labels import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import resolved_members
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS

@@ -1,7 +1,12 @@
-"""Class folders, `<split's folder>/<class>/<name>.jpg`: in a folder, a plain tar or a zip."""
+"""Folders of images, also in a plain tar or a zip: class folders, `<split's folder>/<class>/<name>.jpg`; names that
+begin with the class; images without labels.
+"""
 
 import errno
 import os
+import re
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from data_tools.sources.layouts import archive
@@ -10,6 +15,62 @@ from pipeline.base.json_record import shortened
 from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
+
+_WNID = re.compile(r"(n\d{8})_")
+
+
+def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
+    """Whether a folder holds images such as `n01440764_tench.JPEG` (published samples of ImageNet) and no folders.
+    names: all entries of the folder.
+    """
+    names = [name for name in names if not is_hidden(name)]
+    return are_flat(names) and not any((folder / name).is_dir() for name in names if not _is_image(name))
+
+
+def are_flat(names: Iterable[str], folder: str = "") -> bool:
+    """Whether the members of an archive are such images. folder: where the images are; '' is the whole archive."""
+    start = f"{folder.strip('/')}/".lstrip("/")
+    plain = (name.removeprefix("./") for name in names if not name.endswith("/"))
+    images = [name.removeprefix(start) for name in plain if not is_hidden(name) and _is_image(name)]
+    return bool(images) and all(_WNID.match(name) and "/" not in name for name in images)
+
+
+def _is_image(name: str) -> bool:
+    return f".{name.rpartition('.')[2].lower()}" in EXTENSIONS
+
+
+def walk_flat(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report every file to the collector. Its class is the WordNet id before the first underscore of its name."""
+
+    def rename(name: str) -> str:
+        split, inner = collector.place(name)
+        if split is None:
+            return name
+        match = _WNID.match(name.rpartition("/")[2])
+        if match is None:
+            raise ValueError("no class: its name does not begin as n01440764_")
+        return f"{name.removesuffix(inner)}{match[1]}/{inner}"
+
+    collector.rename = rename
+    walk(source, config, staging, collector)
+
+
+def walk_images(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
+    """Report every image without a label to the collector; an archive below a folder is read as a folder with the
+    archive's name.
+    """
+    collector.is_labelled = False
+    if source.is_dir():
+        collector.archives = {}
+    walk(source, config, staging, collector)
+    found, collector.archives = collector.archives or {}, None
+    for name, suffix in sorted(found.items()):
+        path = source / name
+        plain = archive.plain_path(path, staging)
+        collector.unpacked[plain] = path
+        collector.inside = f"{name.removesuffix(suffix)}/"
+        with archive.damage_named(path, tarfile.TarError):
+            archive.walk(plain, collector)
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:

@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from data_tools.sources.class_numbers import ClassNumbers, read_lines, read_names
+from data_tools.sources.labels import ClassNumbers, read_lines, read_names
 from data_tools.sources.layouts.archive import damage_named, resolved_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
@@ -55,77 +55,62 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
             elif not is_folder:
                 members.append((name.rpartition("/")[2].partition(".")[0], name, offset, size))
     members.sort()
-    stems = [stem for stem, *_ in members]
-    if config.val_labels.endswith(".json"):
-        numbers = _read_real(config.val_labels, stems)
-        labels, collector.classes = _named(numbers, config)
-        bare = sum(not of_image for of_image in numbers.values())
-        collector.notes.append(
-            f"left out {bare:,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no class"
-        )
-    else:
-        wnids = _read_wnids(config.val_labels, stems)
-        numbers = {stem: [number] for stem, wnid in wnids.items() if (number := whole_number(wnid)) is not None}
-        labels = {stem: [wnid] for stem, wnid in wnids.items()}
-        if numbers and len(numbers) == len(wnids):
-            labels, collector.classes = _named(numbers, config)
-        elif config.label_names:
-            raise UserError(
-                f"label_names = {config.label_names} names numbers, but val_labels = {config.val_labels} has names."
-                " Leave it out."
-            )
     container = collector.add_container(path)
-    for stem, name, offset, size in members:
-        if labels[stem]:
-            collector.sample(split, f"{labels[stem][0]}/{stem}", labels[stem], name, container, offset, size)
+    classes = _classes([stem for stem, *_ in members], config, collector)
+    for (stem, name, offset, size), names in zip(members, classes, strict=True):
+        if names:
+            collector.sample(split, f"{names[0]}/{stem}", names, name, container, offset, size)
 
 
-def _read_real(val_labels: str, stems: list[str]) -> dict[str, list[int]]:
-    """The class numbers of each image, from real.json: a list for each image, in order."""
-    text = "\n".join(read_lines(val_labels, "val_labels"))
-    numbers = json_record.parse(text, list[list[int]], f"val_labels = {val_labels}")
-    if len(numbers) != len(stems):
-        raise UserError(f"val_labels = {val_labels} must be a list of {len(stems):,} lists, one for each image.")
-    return dict(zip(stems, numbers, strict=True))
-
-
-def _read_wnids(val_labels: str, stems: list[str]) -> dict[str, str]:
-    """The class of each image. stems: file names of all images without the extension, sorted."""
-    rows = [re.split(r"[\s,]+", line) for line in read_lines(val_labels, "val_labels")]
+def _classes(stems: list[str], config: ShardConfig, collector: Collector) -> list[list[str]]:
+    """The classes of each image. stems: file names of all images without the extension, sorted."""
+    where = f"val_labels = {config.val_labels}"
+    lines = read_lines(config.val_labels, "val_labels")
+    if config.val_labels.endswith(".json"):
+        of_images = json_record.parse("\n".join(lines), list[list[int]], where)
+        if len(of_images) != len(stems):
+            raise UserError(f"{where} must be a list of {len(stems):,} lists, one for each image.")
+        collector.notes.append(
+            f"left out {of_images.count([]):,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no"
+            " class"
+        )
+        return _named(of_images, stems, config, collector)
+    rows = [re.split(r"[\s,]+", line) for line in lines]
     if len(rows[0]) > 1:
         # Kaggle's LOC_val_solution.csv has boxes in further columns, and a header, whose key matches no image.
-        wnids = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
-    else:
-        if len(rows) != len(stems):
+        found = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
+        if missing := [stem for stem in stems if stem not in found]:
             raise UserError(
-                f"val_labels = {val_labels} has {counted(len(rows), 'line')} for {counted(len(stems), 'image')}."
+                f"{where} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as {missing[0]}."
             )
+        column = [found[stem] for stem in stems]
+    elif len(rows) != len(stems):
+        raise UserError(f"{where} has {counted(len(rows), 'line')} for {counted(len(stems), 'image')}.")
+    else:
         column = [row[0] for row in rows]
         if whole_number(column[0]) is not None:
-            column = _by_number(column, val_labels)
-        wnids = dict(zip(stems, column, strict=True))
-    missing = [stem for stem in stems if stem not in wnids]
-    if missing:
-        raise UserError(
-            f"val_labels = {val_labels} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as"
-            f" {missing[0]}."
-        )
-    return {stem: wnids[stem] for stem in stems}
+            column = _by_number(column, config.val_labels)
+    numbers = [whole_number(wnid) for wnid in column]
+    if None not in numbers:
+        return _named([[number] for number in numbers if number is not None], stems, config, collector)
+    if config.label_names:
+        raise UserError(f"label_names = {config.label_names} names numbers, but {where} has names. Leave it out.")
+    return [[wnid] for wnid in column]
 
 
-def _named(numbers: dict[str, list[int]], config: ShardConfig) -> tuple[dict[str, list[str]], list[str]]:
-    """(classes of each image, all classes in order), where labels are numbers, as in real.json and Caffe's val.txt."""
+def _named(numbers: list[list[int]], stems: list[str], config: ShardConfig, collector: Collector) -> list[list[str]]:
+    """The classes of each image, where labels are numbers, as in real.json and Caffe's val.txt."""
     if not config.label_names:
         raise UserError(
             f"val_labels = {config.val_labels} has class numbers: label_names=FILE names the wnids, one a line, from"
             " number 0 on."
         )
     names = ClassNumbers(read_names(config.label_names, "label_names"))
-    labels = {
-        stem: [names.name(number, f"{config.val_labels}, {stem}") for number in of_image]
-        for stem, of_image in numbers.items()
-    }
-    return labels, names.classes()
+    collector.classes = names.classes()
+    return [
+        [names.name(number, f"{config.val_labels}, {stem}") for number in of_image]
+        for stem, of_image in zip(stems, numbers, strict=True)
+    ]
 
 
 def _by_number(numbers: list[str], val_labels: str) -> list[str]:

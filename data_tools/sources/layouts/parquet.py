@@ -17,15 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from data_tools.sources.class_numbers import read_names, refuse_other_names
-from data_tools.sources.labels import (
-    LabelColumn,
-    check_columns,
-    check_names,
-    group_name,
-    label_column,
-    note_unused_splits,
-)
+from data_tools.sources.labels import TableColumns
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -43,39 +35,23 @@ _WRITERS_TYPE, _OF_TYPE, _RAY_TENSOR = b"ARROW:extension:name", b"ARROW:extensio
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every *.parquet below source to the collector."""
-    labels: LabelColumn | None = None
-    first, of_first = source, []
-    column: str | None = None
-    given = read_names(config.label_names, "label_names") if config.label_names else []
+    columns = TableColumns(config, collector)
     for split, name, path in split_files(source, collector.splits, ".parquet", collector.notes):
         with damage_named(path, pa.ArrowException, OSError):
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
-            column = label_column(schema.names, config, str(path), collector, column)
-            wanted = {"image_column": config.image_column, "label_column": column, "group_column": config.group_column}
-            note_unused_splits(schema.names, [*filter(None, wanted.values())], collector)
-            check_columns(schema.names, list(wanted.items()), str(path))
-            if column:
-                known = given or _class_label_names(schema, column)
-                if labels is None:
-                    labels, first, of_first = LabelColumn(schema.field(column), str(path), known), path, known
-                labels.check(schema.field(column), str(path))
-                refuse_other_names(f"{path}, by its metadata `huggingface`", known, str(first), of_first)
-            if config.group_column:
-                check_names(schema.field(config.group_column), str(path), "group_column")
+            columns.choose(schema.names, str(path), [("image_column", config.image_column)])
+            columns.check(schema, str(path), _class_label_names(schema, columns.label))
             images, sizes = _unpack(path, file, config.image_column, staging)
             collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
-            for row, (value, group) in enumerate(_values(file, (column, config.group_column))):
-                where = f"{name}, row {row}"
-                names = labels.names(value, f"{path}, row {row}") if labels else []
-                of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
-                key = f"{name.removesuffix('.parquet')}/{row:06d}"
-                collector.sample(split, key, names, where, container, offset, int(sizes[row]), group=of_group)
-                offset += int(sizes[row])
-    if labels:
-        labels.report(collector)
+            for row, values in enumerate(_values(file, (columns.label, config.group_column))):
+                names, group = columns.of_row(*values, f"{path}, row {row}")
+                key, size = f"{name.removesuffix('.parquet')}/{row:06d}", int(sizes[row])
+                collector.sample(split, key, names, f"{name}, row {row}", container, offset, size, group=group)
+                offset += size
+    columns.finish()
 
 
 def _values(file: pq.ParquetFile, columns: tuple[str, str]) -> Iterator[tuple[Any, Any]]:

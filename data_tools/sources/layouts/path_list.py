@@ -9,18 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from data_tools.sources.class_numbers import read_names
-from data_tools.sources.labels import (
-    MISSING,
-    WHOLE_NUMBER,
-    LabelColumn,
-    check_columns,
-    check_names,
-    group_name,
-    is_text,
-    label_column,
-    note_unused_splits,
-)
+from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check_columns, check_names, is_text
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -40,53 +29,53 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     column; an empty cell is not reported. Missing files are listed too: the job reports them as unreadable images. Rows
     of a list with a split_column are of the splits with its values.
     """
-    given = read_names(config.label_names, "label_names") if config.label_names else []
-    labels: LabelColumn | None = None
-    column: str | None = None
+    columns, of_paths = TableColumns(config, collector), path_columns(config)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     by_column = _split_column(source, config)
     if by_column:
-        lists = dict.fromkeys([", ".join(collector.splits)], source)
+        lists = {", ".join(collector.splits): source}
     of_value = {value: split for split, value in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
             raise UserError(f"{path} is not a file (split {split!r}). Name the list: splits.{split}=FILE.csv")
-        there = _column_names(path)
-        column = label_column(there, config, str(path), collector, column)
-        named = {"label_column": column, "group_column": config.group_column, "split_column": by_column}
-        table = _read(path, config, there, named)
-        if not by_column and config.split_column:
-            note_unused_splits(there, [*path_columns(config), *filter(None, named.values())], collector)
-        if column and labels is None:
-            field = table.schema.field(column)
-            if path.suffix != ".parquet" and _are_numbers(table[column], config.label_separator):
-                field = field.with_type(pa.int64())
-            labels = LabelColumn(field, str(path), given, config.label_separator)
-        elif labels and path.suffix == ".parquet":  # In a CSV, any label is text; its rows are checked.
-            labels.check(table.schema.field(column), str(path))
-        nothing = pa.nulls(len(table))
-        values = [table[name] if name else nothing for name in (*path_columns(config), *named.values())]
+        setting = "channel_columns" if config.channel_columns else "path_column"
+        others = [(setting, name) for name in of_paths] + [("split_column", by_column)] * bool(by_column)
+        wanted = columns.choose(_column_names(path), str(path), others)
+        is_csv = path.suffix != ".parquet"
+        table = _read(path, [name for _, name in wanted if name])
+        for name in () if is_csv else of_paths:
+            if not is_text(kind := table.schema.field(name).type):
+                raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
+        are_numbers = _are_numbers(table[columns.label], config.label_separator) if is_csv and columns.label else None
+        columns.check(table.schema, str(path), [], are_numbers)
         if by_column:
-            values[-1] = _as_text(values[-1])
-            _report_splits(path, config, values[-1], collector)
+            splits = _splits(table, by_column, path)
+            _report_splits(path, config, splits, collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         row = 0
-        for batch in pa.table(values, [*path_columns(config), *named]).to_batches(_ROWS_AT_ONCE):
-            for *paths, value, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+        chosen = [*of_paths, columns.label, config.group_column]
+        values = [table[name] if name else pa.nulls(len(table)) for name in chosen]
+        values.append(splits if by_column else pa.nulls(len(table)))
+        for batch in pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE):
+            for *paths, label, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 row += 1
+                where = f"{path}, row {row}"
                 if by_column and part not in of_value:
                     continue
-                split = of_value[part] if by_column else split
                 if not any(paths):
-                    raise UserError(f"{path}, row {row}: {', '.join(path_columns(config))} is empty.")
-                if path.suffix != ".parquet":
-                    for text in (*paths, value or "", group or ""):
-                        _refuse_line_break(text, f"{path}, row {row}")
-                names = labels.names(value, f"{path}, row {row}") if labels else []
-                of_group = group_name(group, f"{path}, row {row}") if config.group_column else ""
+                    raise UserError(f"{where}: {', '.join(of_paths)} is empty.")
+                for text in (*paths, label, group) if is_csv else ():
+                    if text and ("\n" in text or "\r" in text):
+                        # It goes on in the next line: the rows until its end would be lost.
+                        raise UserError(
+                            f"{where}: {quoted(text)} has a line break. Is a quotation mark missing, or one too many?"
+                        )
+                if isinstance(label, str):
+                    label = label.split(config.label_separator)
+                names, of_group = columns.of_row(label, group, where)
                 key = _key(next(filter(None, paths)))
                 for number, name in enumerate(paths):
                     if not name:
@@ -94,9 +83,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     place = name if name.startswith("/") or "://" in name else inside + name
                     size, mtime = _look_at(locate(folder, name), listed)
                     of_file = f"{key}@{number}" if config.channel_columns else key
-                    collector.sample(split, of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
-    if labels:
-        labels.report(collector)
+                    of_split = of_value[part] if by_column else split
+                    collector.sample(of_split, of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
+    columns.finish()
 
 
 def path_columns(config: ShardConfig) -> list[str]:
@@ -111,8 +100,8 @@ def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
     column = _split_column(source, config)
     if not column:
         return {}
-    table = _read(source, config, _column_names(source), {"split_column": column})
-    values = sorted(set(_as_text(table[column]).unique().to_pylist()) - MISSING - {None})
+    check_columns(_column_names(source), [("split_column", column)], str(source))
+    values = sorted(set(_splits(_read(source, [column]), column, source).unique().to_pylist()) - MISSING - {None})
     if not all(re.fullmatch("[a-z0-9_]+", value) for value in values):
         raise UserError(
             f"{source}: the column {column!r} has values that cannot name a split, which needs lower-case letters,"
@@ -134,8 +123,10 @@ def _split_column(source: AnyPath, config: ShardConfig) -> str:
     return column
 
 
-def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.utf8_trim_whitespace(column.cast(pa.string()))
+def _splits(table: pa.Table, column: str, path: AnyPath) -> pa.ChunkedArray:
+    """The text of the split_column. Raises UserError for a type that cannot hold names."""
+    check_names(table.schema.field(column), str(path), "split_column")
+    return pc.utf8_trim_whitespace(table[column].cast(pa.string()))
 
 
 def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, collector: Collector) -> None:
@@ -161,33 +152,14 @@ def _column_names(path: AnyPath) -> list[str]:
             return reader.schema.names
 
 
-def _read(path: AnyPath, config: ShardConfig, there: list[str], named: dict[str, str]) -> pa.Table:
-    """Reads the columns of paths, and those named, setting -> column or "". there: names of all columns."""
-    setting, of_paths = "channel_columns" if config.channel_columns else "path_column", path_columns(config)
-    check_columns(there, [*((setting, name) for name in of_paths), *named.items()], str(path))
-    columns = list(dict.fromkeys([*of_paths, *filter(None, named.values())]))
+def _read(path: AnyPath, columns: list[str]) -> pa.Table:
+    columns = list(dict.fromkeys(columns))
     with _reading(path):
         if path.suffix == ".parquet":
-            table = open_parquet(path).read(columns=columns).select(columns)
-        else:
-            convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
-            with path.open("rb") as text:
-                table = pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
-    for setting, name in named.items():
-        if name and setting in ("group_column", "split_column"):
-            check_names(table.schema.field(name), str(path), setting)
-    for name in of_paths if path.suffix == ".parquet" else ():
-        if not is_text(kind := table.schema.field(name).type):
-            raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
-    return table
-
-
-def _refuse_line_break(value: str, where: str) -> None:
-    """Raises UserError for a path or label of a CSV that goes on in the next line: the rows until its end would be
-    lost.
-    """
-    if "\n" in value or "\r" in value:
-        raise UserError(f"{where}: {quoted(value)} has a line break. Is a quotation mark missing, or one too many?")
+            return open_parquet(path).read(columns=columns).select(columns)
+        convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))
+        with path.open("rb") as text:
+            return pacsv.read_csv(text, parse_options=_parse_options(path), convert_options=convert)
 
 
 def _parse_options(path: AnyPath) -> pacsv.ParseOptions:

@@ -10,14 +10,13 @@ words.txt has the readable names of wnids, in lines `wnid name`. Boxes are not r
 import re
 from collections.abc import Callable
 
-from data_tools.sources.class_numbers import names_of_synsets
+from data_tools.sources.labels import names_of_synsets
 from data_tools.sources.layouts import archive
 from data_tools.sources.layouts import folder as class_folders
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, Place
 from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError
-from pipeline.data.storage.atomic import read_bytes
-from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.bucket import AnyPath, file_size
 from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "val": "val"}
@@ -28,16 +27,15 @@ _TRAIN, _VAL = re.compile(r"train/([^/]+)/images/([^/]+)"), re.compile(r"val/ima
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every file to the collector, under the name `<split>/<class>/<name>`."""
     before, texts = _read_texts(source)
-    collector.rename = _renaming(source, collector.splits, before, texts[ANNOTATIONS])
-    if WORDS in texts:
-        where = f"{source}: {before}{WORDS}"
-        collector.class_names = names_of_synsets(_lines(texts[WORDS], where), where)
-    collector.read = {f"{before}{name}" for name in texts}
+    collector.rename = _renaming(source, collector.splits, before, texts[before + ANNOTATIONS])
+    if words := texts.get(before + WORDS):
+        collector.class_names = names_of_synsets(words, f"{source}: {before}{WORDS}")
+    collector.read = {*texts}
     class_folders.walk(source, config, staging, collector)
 
 
-def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes) -> Callable[[str], str]:
-    """Returns `Collector.rename`. before, text: the top folder and the annotations. Raises UserError for a split
+def _renaming(source: AnyPath, splits: dict[str, str], before: str, lines: list[str]) -> Callable[[str], str]:
+    """Returns `Collector.rename`. before, lines: the top folder and the annotations. Raises UserError for a split
     without labels.
     """
     wanted = {split: folder.strip("/").removeprefix(before) for split, folder in splits.items()}
@@ -48,7 +46,13 @@ def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes)
             )
     # Archives have one top folder, which the setting `splits` may include or omit.
     removed = "" if any(folder.strip("/").startswith(before) for folder in splits.values()) else before
-    class_of = _parse(text, f"{source}: {before}{ANNOTATIONS}")
+    rows = [line.split() for line in lines if line.strip()]
+    if any(len(row) < 2 or "/" in row[1] for row in rows):
+        raise UserError(
+            f"{source}: {before}{ANNOTATIONS} has a line that is not of the form 'val_0.JPEG n03444034 ...'. Fetch it"
+            " again."
+        )
+    class_of = {row[0]: row[1] for row in rows}
 
     def rename(name: str) -> str:
         inner = name.removeprefix(before)
@@ -63,34 +67,25 @@ def _renaming(source: AnyPath, splits: dict[str, str], before: str, text: bytes)
     return rename
 
 
-def _parse(text: bytes, where: str) -> dict[str, str]:
-    """Maps the name of a validation image to its class."""
-    rows = [line.split() for line in _lines(text, where) if line.strip()]
-    if any(len(row) < 2 or "/" in row[1] for row in rows):
-        raise UserError(f"{where} has a line that is not of the form 'val_0.JPEG n03444034 ...'. Fetch it again.")
-    return {row[0]: row[1] for row in rows}
-
-
-def _lines(text: bytes, where: str) -> list[str]:
-    try:
-        return text.decode().splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is not UTF-8 text. Fetch it again.") from None
-
-
-def _read_texts(source: AnyPath) -> tuple[str, dict[str, bytes]]:
-    """Returns (the archive's top folder with a slash, or "", content of ANNOTATIONS and, if it exists, of WORDS)."""
-    found: dict[str, bytes] = {}
+def _read_texts(source: AnyPath) -> tuple[str, dict[str, list[str]]]:
+    """Returns (the archive's top folder with a slash, or "", lines of ANNOTATIONS and, if it exists, of WORDS, by the
+    names of the files).
+    """
+    places: dict[str, Place] = {}
     if source.is_dir():
-        found = {name: read_bytes(source / name) for name in (ANNOTATIONS, WORDS) if (source / name).is_file()}
+        there = (name for name in (ANNOTATIONS, WORDS) if (source / name).is_file())
+        places = {name: (str(source / name), 0, file_size(source / name), 0) for name in there}
     else:
-        with Reader() as reader:
-            for member in archive.members(source):
-                if f"/{member.name}".endswith((f"/{ANNOTATIONS}", f"/{WORDS}")) and not member.fault:
-                    with archive.damage_named(source, ValueError):
-                        text = reader.read(str(source), member.offset, member.size, member.packed)
-                    found.setdefault(member.name.removeprefix("./"), text)
-    before = next((name.removesuffix(ANNOTATIONS) for name in found if name.endswith(ANNOTATIONS)), None)
+        for member in archive.members(source):
+            if f"/{member.name}".endswith((f"/{ANNOTATIONS}", f"/{WORDS}")) and not member.fault:
+                place = (str(source), member.offset, member.size, member.packed)
+                places.setdefault(member.name.removeprefix("./"), place)
+    before = next((name.removesuffix(ANNOTATIONS) for name in places if name.endswith(ANNOTATIONS)), None)
     if before is None:
         raise UserError(f"{source} is not Tiny-ImageNet: it has no {ANNOTATIONS}.")
-    return before, {name: found[before + name] for name in (ANNOTATIONS, WORDS) if before + name in found}
+    texts = {}
+    with Reader() as reader:
+        for name in places.keys() & {before + ANNOTATIONS, before + WORDS}:
+            with archive.damage_named(source / name, ValueError):
+                texts[name] = reader.read(*places[name]).decode().splitlines()
+    return before, texts

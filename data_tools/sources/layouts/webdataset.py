@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
 
-from data_tools.sources.class_numbers import ClassNumbers, read_names, refuse_other_names
+from data_tools.sources.labels import ClassNumbers, read_names, refuse_other_names
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector, Few
 from data_tools.sources.split_files import split_files

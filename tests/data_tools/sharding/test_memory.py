@@ -21,17 +21,16 @@ def peak():
 _SHARD = """
 from data_tools.check.verify_shard import VerifyJob, check_shard
 from data_tools.sharding.write_shard import ShardingJob, part_path, read_rows, write_shard
+from data_tools.sources.listing import SourceImage
 from pipeline.settings.commands.data import ShardConfig
 from pathlib import Path
 image, out, copies = Path(sys.argv[1]), Path(sys.argv[2]), 96
 size = image.stat().st_size
 keys = [f"class/{i}" for i in range(copies)]
-rows = {"key": keys, "name": keys, "labels": [[0]] * copies, "path": [str(image)] * copies, "offset": [0] * copies,
-        "size": [size] * copies, "packed": [0] * copies, "mtime": [0] * copies, "page": [-1] * copies,
-        "parts": [[]] * copies}
+images = [SourceImage(key, [0], key, 0, -1, [(str(image), 0, size, 0)]) for key in keys]
 config = ShardConfig(source="", out="", inspect="header")
 before = peak()
-done = write_shard(ShardingJob(str(image.parent), str(out), "train-000000.tar", "train", rows, config, None))
+done = write_shard(ShardingJob(str(image.parent), str(out), "train-000000.tar", "train", images, config, None))
 assert done.shard.bytes > copies * size
 rows = read_rows(part_path(out, done.shard.name)).to_pydict()
 assert len(check_shard(VerifyJob(str(out), done.shard, rows, 0, 1, frozenset())).findings) == 0

@@ -420,7 +420,7 @@ def test_a_shard_uploaded_before_a_kill_is_not_read_again(
     server, url = s3
     config = ShardConfig(source=str(source), out=url)
     listing = list_source(source, config, tmp_path)
-    job = ShardingJob(str(source), url, "train-000000.tar", "train", listing.rows(np.arange(5)), config, None)
+    job = ShardingJob(str(source), url, "train-000000.tar", "train", listing.images(np.arange(5)), config, None)
     first = write_shard(job)
     server.reset()
     again = write_shard(job)

@@ -52,8 +52,8 @@ def job(tmp_path: Path) -> ShardingJob:
     source = write_folder({f"cat/{i}.jpg": jpeg(i) for i in range(3)}, tmp_path / "raw")
     (tmp_path / "out" / PARTS).mkdir(parents=True)
     config = ShardConfig(source=str(source), out="unused")
-    rows = list_source(source, config, tmp_path).rows(np.arange(3))
-    return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", rows, config, None)
+    images = list_source(source, config, tmp_path).images(np.arange(3))
+    return ShardingJob(str(source), str(tmp_path / "out"), "train-000000.tar", "train", images, config, None)
 
 
 def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Pa
 
 def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: ShardingJob, tmp_path: Path) -> None:
     # Whose first byte no process has mapped: EIO.
-    job.rows["path"][1] = "/proc/self/mem"
-    for task in (lambda: write_shard(job), lambda: hash_samples(HashJob(str(tmp_path / "hashes"), job.rows))):
+    job.images[1].files[0] = ("/proc/self/mem", *job.images[1].files[0][1:])
+    for task in (lambda: write_shard(job), lambda: hash_samples(HashJob(str(tmp_path / "hashes"), job.images))):
         with pytest.raises(LostError, match=r"^/proc/self/mem cannot be read: Input/output error\.$"):
             task()
     assert [path.name for path in (tmp_path / "out").rglob("*")] == [PARTS]

@@ -37,13 +37,12 @@ def listed(source: Path, **settings: object) -> Listing:
 
 def samples(listing: Listing) -> dict[str, Sample]:
     """Key -> split, names of the classes, bytes."""
-    rows = listing.rows(np.arange(len(listing)))
     splits = [listing.splits[split] for split in listing.table["split"].to_pylist()]
     found = {}
     with Reader() as reader:
-        places = zip(*(rows[name] for name in ("path", "offset", "size", "packed")), strict=True)
-        for key, split, labels, place in zip(rows["key"], splits, rows["labels"], places, strict=True):
-            found[key] = (split, tuple(listing.classes[label] for label in labels), reader.read(*place))
+        for image, split in zip(listing.images(np.arange(len(listing))), splits, strict=True):
+            labels = tuple(listing.classes[label] for label in image.labels)
+            found[image.key] = (split, labels, reader.read(*image.files[0]))
     assert len(found) == len(listing)
     return found
 

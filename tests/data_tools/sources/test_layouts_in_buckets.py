@@ -172,13 +172,12 @@ def test_a_list_in_a_bucket(ending: str, tmp_path: Path, s3: tuple[S3, str]) -> 
     # Sizes come of one listing of each folder, not of a question for each file.
     assert not [request for request in server.requests if request.startswith("HEAD") and "dog/" in request]
     with Reader() as reader:
-        rows_of = listing.rows(np.arange(4))
-        for key, *place in zip(*(rows_of[name] for name in ("key", "path", "offset", "size", "packed")), strict=True):
-            if key != "dog/gone":
-                assert reader.read(*place) in FILES.values()
+        for image in listing.images(np.arange(4)):
+            if image.key != "dog/gone":
+                assert reader.read(*image.files[0]) in FILES.values()
             else:
                 with pytest.raises(OSError, match=r"raw/dog/gone.jpg"):
-                    reader.read(*place)
+                    reader.read(*image.files[0])
 
 
 def test_parquet_of_a_bucket_that_fails_is_not_called_damaged(tmp_path: Path, s3: tuple[S3, str]) -> None:

@@ -117,13 +117,12 @@ def test_odd_paths_of_a_list(tmp_path: Path) -> None:
         "a\\x00b.jpg": "its name has a NUL character",
         "..": "it has no name but an extension",
     }
-    rows_of_job = listing.rows(range(len(listing)))
     job = ShardingJob(
         str(tmp_path),
         str(tmp_path / "out"),
         "train-000000.tar",
         "train",
-        rows_of_job,
+        listing.images(range(len(listing))),
         ShardConfig(source="", out=""),
         None,
     )
@@ -210,9 +209,8 @@ def test_a_hard_link_in_a_tar_is_the_file_that_it_links_to(layout: str, tmp_path
         data, splits = tar_of(member(b"all.tar", data)), {"train": "all"}
     source.write_bytes(data)
     listing = listed(source, layout=layout, splits=splits)
-    rows = listing.rows(range(len(listing)))
     start = layout == "imagenet21k" and 512
-    places = dict(zip(rows["key"], zip(rows["offset"], rows["size"], strict=True), strict=True))
+    places = {image.key: image.files[0][1:3] for image in listing.images(range(len(listing)))}
     assert places["cat/1"] == (512 + start, len(jpeg(1)))
     assert [places[key] for key in ("cat/2", "dog/2", "dog/3")] == [places["cat/1"]] * 3
     assert places["dog/4"] == places[LONG.decode().removesuffix(".jpg")]
@@ -267,8 +265,7 @@ def test_a_flipped_bit_in_a_zip_is_found(method: int, file: type[io.BytesIO], tm
         zipped.writestr("cat/1.jpg", data)
     content = raw.getvalue()
     (tmp_path / "raw.zip").write_bytes(content)
-    rows = listed(tmp_path / "raw.zip").rows(np.arange(1))
-    place = [rows[name][0] for name in ("path", "offset", "size", "packed")]
+    ((place,),) = (image.files for image in listed(tmp_path / "raw.zip").images(np.arange(1)))
     with Reader() as reader:
         assert reader.read(*place) == data
     middle = content.index(data[1000:1100])
