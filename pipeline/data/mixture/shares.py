@@ -18,6 +18,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from pipeline.base.errors import UserError
+
 # The longest pattern. Weights whose smallest whole numbers sum to more are replaced by the nearest that fit.
 MAX_PERIOD = 2**16
 
@@ -26,7 +28,7 @@ class Shares:
     """The sets of samples 0, 1, 2, ... of a mixture.
 
     weights: one number a set, 0 for a set that is not used; each is taken as the decimal number that it is written as.
-    Raises ValueError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
+    Raises UserError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
     the sum.
     """
 
@@ -73,11 +75,11 @@ def whole_numbers(weights: Sequence[float]) -> np.ndarray:
     Raises as `Shares`.
     """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-        raise ValueError("weights must be finite and not negative")
+        raise UserError("data.weight and data.mix: weights must be finite and not negative")
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if not total:
-        raise ValueError("the weights sum to 0")
+        raise UserError("data.weight and data.mix: the weights sum to 0")
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     divisor = math.gcd(*whole)
@@ -88,7 +90,7 @@ def whole_numbers(weights: Sequence[float]) -> np.ndarray:
     rounded = np.rint(periods[:, None] * shares)
     fits = (rounded.sum(1) == periods) & ((rounded > 0) == (shares > 0)).all(1)
     if not fits.any():
-        raise ValueError(f"a weight is below {0.5 / MAX_PERIOD:.1e} of the sum")
+        raise UserError(f"data.weight and data.mix: a weight is below {0.5 / MAX_PERIOD:.1e} of the sum")
     errors = np.abs(rounded / periods[:, None] - shares).max(1)
     return rounded[np.argmin(np.where(fits, errors, np.inf))].astype(np.int64)
 
