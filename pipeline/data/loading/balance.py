@@ -63,12 +63,6 @@ class EpochContents:
         before = place * later // num
         return np.where((place + 1) * later // num > before, self.num_first + before, place - before)
 
-    def merge(self, place: np.ndarray) -> np.ndarray:
-        """The inverse of `unmerge`."""
-        num, first = len(self.rows), self.num_first
-        later = -(-(place - first + 1) * num // max(1, num - first)) - 1
-        return np.where(place < first, place * num // first, later)
-
 
 class ClassBalance:
     """Which samples each epoch uses and how often; a pure function of (seed, epoch)."""

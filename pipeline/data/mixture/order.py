@@ -71,18 +71,6 @@ class MixtureOrder(Order):
         phase = int(np.searchsorted(self.starts, num_samples, side="right")) - 1
         return self.taken[phase] + self.shares[phase].first(num_samples - int(self.starts[phase]))
 
-    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`. The epoch is that of its set."""
-        number = int(np.searchsorted(self.set_starts, row, side="right")) - 1
-        uses = self.orders[number].uses(row - int(self.set_starts[number]), int(self.first(end)[number]))
-        return [(epoch, self._position(number, place)) for epoch, place in uses]
-
-    def _position(self, number: int, place: int) -> int:
-        """Position of the sample of a set that has `place` of them before it."""
-        phase = int(np.searchsorted(self.taken[:, number], place, side="right")) - 1
-        within = self.shares[phase].positions(number, np.array([place - self.taken[phase, number]]))
-        return int(self.starts[phase] + within[0])
-
 
 def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) -> Order:
     """The order of a run's training split."""

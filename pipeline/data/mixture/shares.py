@@ -39,7 +39,6 @@ class Shares:
         # (sets, period + 1): how many of the first n samples of a period come from each set.
         is_from = self._sets == np.arange(len(self.counts))[:, None]
         self._before = np.concatenate([np.zeros((len(self.counts), 1), np.int32), is_from.cumsum(1, dtype=np.int32)], 1)
-        self._slots = [np.flatnonzero(of_set) for of_set in is_from]
 
     def share(self, number: int) -> Fraction:
         """The share of a set."""
@@ -55,11 +54,6 @@ class Shares:
         periods, slots = np.divmod(positions, self.period)
         sets = self._sets[slots].astype(np.int64)
         return sets, periods * self.counts[sets] + self._before[sets, slots]
-
-    def positions(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Positions of the samples of one set that have so many of it before them, int64: the inverse of `locate`."""
-        periods, rest = np.divmod(np.asarray(places, np.int64), int(self.counts[number]))
-        return periods * self.period + self._slots[number][rest]
 
 
 @functools.lru_cache(64)
