@@ -363,9 +363,7 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
         num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, itertools.chain(first, tables), strict=True)):
             assert len(rows) == shard.samples, shard
-            zeros = pa.array(np.zeros(len(rows), np.int32))
-            split = pa.DictionaryArray.from_arrays(zeros, pa.array([shard.split], pa.string()))
-            numbers = pa.array(np.full(len(rows), number, np.int32))
+            split, numbers = pa.repeat(shard.split, len(rows)), pa.repeat(number, len(rows))
             waiting.append(
                 rows.append_column("split", split).append_column("shard", numbers).select(schema.names).cast(schema)
             )

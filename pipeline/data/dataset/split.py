@@ -52,12 +52,10 @@ class SampleTable:
         # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
         return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
 
-    @property
-    def has_groups(self) -> bool:
-        return GROUP.name in self.file.schema_arrow.names
-
-    def groups(self) -> pa.ChunkedArray:
-        """The group of each row, by one dictionary of names; only if `has_groups`."""
+    def groups(self) -> pa.ChunkedArray | None:
+        """The group of each row, by one dictionary of names; None if samples have no groups."""
+        if GROUP.name not in self.file.schema_arrow.names:
+            return None
         return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].unify_dictionaries()
 
     def find(self, key: str) -> list[int]:
@@ -156,7 +154,7 @@ class Split:
 
     @cached_property
     def _group_column(self) -> pa.ChunkedArray | None:
-        return self.table.groups() if self.table.has_groups else None
+        return self.table.groups()
 
     @property
     def excluded(self) -> str:

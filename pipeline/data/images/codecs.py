@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import struct
 import zlib
 
 import imagecodecs
@@ -19,10 +20,9 @@ _PNM = re.compile(rb"P([56])(?:\s+|#[^\n]*\n)+(\d+)(?:\s+|#[^\n]*\n)+(\d+)(?:\s+
 
 
 def _png(data: bytes) -> StoredImage | None:
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    if data[24] != 16:
+    width, height, bits, colour = struct.unpack_from(">IIBB", data, 16)
+    if bits != 16:
         return None
-    colour = data[25]
     samples = _PNG_CHANNELS[colour]
     alpha = (samples - 1,) if colour >= 4 else ()
     chunks = _chunks(data)
@@ -48,7 +48,7 @@ def _chunks(png: bytes) -> dict[bytes, bytes]:
     """The content of each chunk but those of pixels, by name."""
     chunks, at = {}, 8
     while at + 8 <= len(png):
-        size, name = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
+        size, name = struct.unpack_from(">I4s", png, at)
         if name != b"IDAT":
             chunks[name] = png[at + 8 : at + 8 + size]
         at += 12 + size
@@ -76,19 +76,17 @@ def _jpeg2000(data: bytes) -> StoredImage:
     at = data.find(CODESTREAM)
     if at < 0:
         raise DecodeError("JPEG 2000 without a codestream")
-    siz = data[at + 2 :]
-    x1, y1, x0, y0 = (int.from_bytes(siz[place : place + 4], "big") for place in (6, 10, 14, 18))
-    samples = int.from_bytes(siz[38:40], "big")
-    depths = {siz[40 + 3 * number] for number in range(samples)}
+    x1, y1, x0, y0, samples = struct.unpack_from(">4I16xH", data, at + 8)
+    depths = {*data[at + 42 : at + 42 + 3 * samples : 3]}
     if len(depths) != 1:
         raise DecodeError(f"JPEG 2000 with {samples} channels of different types")
     depth = depths.pop()
     bits, is_signed = (depth & 127) + 1, depth > 127
     kind = f"{'' if is_signed else 'u'}int{8 if bits <= 8 else 16 if bits <= 16 else 32}"
     # The box `cdef` says which channel is opacity: number, kind (1 or 2), the channels that it belongs to.
-    box = data[data.find(b"cdef") + 6 :] if 0 < data.find(b"cdef") < at else b""
-    entries = [box[6 * n : 6 * n + 6] for n in range(samples)] if box else []
-    alpha = tuple(int.from_bytes(entry[:2], "big") for entry in entries if entry[2:4] in (b"\0\1", b"\0\2"))
+    box = data.find(b"cdef", 0, at) + 6
+    entries = struct.iter_unpack(">HHH", data[box : box + 6 * samples] if box > 6 else b"")
+    alpha = tuple(number for number, kind, _ in entries if kind in (1, 2))
 
     def read(number: int) -> tuple[np.ndarray, None]:
         values = imagecodecs.jpeg2k_decode(data)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import struct
 
 from pipeline.base.words import counted
 from pipeline.data.images.profile import has_other_colours
@@ -89,7 +90,7 @@ def check_boxes(data: bytes) -> None:
     """
     at, end = 0, len(data)
     while at + 8 <= end:
-        size, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        size, name = struct.unpack_from(">I4s", data, at)
         if size == 1:
             size = int.from_bytes(data[at + 8 : at + 16], "big")
         stop = at + size if size else end

@@ -1,6 +1,7 @@
 """Looks at the colour profile (ICC) of an image, which training does not apply."""
 
 import functools
+import struct
 
 # Red, green and blue of sRGB as ICC profiles hold them, adapted to D50 (IEC 61966-2-1), and the largest difference from
 # them: those of Display P3 and Adobe RGB differ by 0.08 and 0.17.
@@ -16,12 +17,13 @@ def has_other_colours(profile: bytes | None) -> bool:
     """
     if not profile or profile[16:20] == b"GRAY":
         return False
-    places = {}
-    for at in range(132, 132 + 12 * min(int.from_bytes(profile[128:132], "big"), _MOST_TAGS), 12):
-        places[profile[at : at + 4]] = int.from_bytes(profile[at + 4 : at + 8], "big") + 8
-    for tag, expected in _SRGB.items():
-        at = places.get(tag, len(profile))
-        primary = (int.from_bytes(profile[at + 4 * n : at + 4 * n + 4], "big", signed=True) / 65536 for n in range(3))
-        if any(abs(a - b) > _TOLERANCE for a, b in zip(primary, expected, strict=True)):
-            return True
+    try:
+        (num_tags,) = struct.unpack_from(">I", profile, 128)
+        places = dict(struct.iter_unpack(">4sI4x", profile[132 : 132 + 12 * min(num_tags, _MOST_TAGS)]))
+        for tag, expected in _SRGB.items():
+            primary = (number / 65536 for number in struct.unpack_from(">3i", profile, places[tag] + 8))
+            if any(abs(a - b) > _TOLERANCE for a, b in zip(primary, expected, strict=True)):
+                return True
+    except (struct.error, KeyError):  # Damaged, or of other tags.
+        return True
     return False

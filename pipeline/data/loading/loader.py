@@ -182,10 +182,9 @@ def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> I
     A rank whose share is shorter repeats the last row; the caller removes the duplicates by row number.
     """
     share = -(-num_samples // world_size)
-    num_batches = -(-share // batch)
-    for i in range(num_batches):
-        places = rank * share + np.arange(i * batch, min((i + 1) * batch, share))
-        yield np.minimum(places, num_samples - 1), np.zeros(len(places), dtype=np.int64)
+    for first in range(0, share, batch):
+        places = rank * share + np.arange(first, min(first + batch, share))
+        yield np.minimum(places, num_samples - 1), np.zeros_like(places)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -15,12 +15,10 @@ not. Its first uses of the samples of a shard are then a block that is permuted 
 ones, and so on: the uses of a sample are spread over the epoch, and a shard is read once for each of its blocks.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import getitem
 
 import numpy as np
 
@@ -29,6 +27,9 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.balance import ClassBalance, EpochContents, balance_of
 from pipeline.settings.run import DataConfig
+
+# Positions that `Order.uses` looks at in one call.
+_LOOKED_AT_ONCE = 2**18
 
 
 def order_of_split(split: Split, config: DataConfig, seed: int, global_batch: int) -> "SampleOrder":
@@ -71,9 +72,16 @@ class Order(ABC):
     def epochs(self, positions: np.ndarray) -> np.ndarray:
         """The epoch of each position, int64."""
 
-    @abstractmethod
     def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`, ascending."""
+        """(epoch, position) of each use of a row before position `end`, ascending. Looks at all of them, some six
+        million a second.
+        """
+        uses: list[tuple[int, int]] = []
+        for first in range(0, end, _LOOKED_AT_ONCE):
+            positions = np.arange(first, min(first + _LOOKED_AT_ONCE, end))
+            positions = positions[self.rows(positions)[0] == row]
+            uses += zip(self.epochs(positions).tolist(), positions.tolist(), strict=True)
+        return uses
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""
@@ -143,41 +151,6 @@ class SampleOrder(Order):
             rows[of_epoch] = place
         return rows, uses
 
-    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`, ascending: one in each epoch without a
-        balance.
-        """
-        epochs = range(math.ceil(end / self.num_samples))
-        uses = [(e, position) for e in epochs for position in np.sort(self.positions(np.array([row]), e)).tolist()]
-        return [(epoch, position) for epoch, position in uses if position < end]
-
-    def positions(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Positions of these rows in an epoch, int64, counted from the start of training: the inverse of `rows`.
-
-        With a balance, a row has a position for each use, or none.
-        """
-        rows = np.asarray(rows, dtype=np.int64)
-        laid_out = self._epoch(epoch)
-        if laid_out.contents:
-            rows = np.concatenate([np.flatnonzero(laid_out.contents.rows == row) for row in rows.tolist()])
-            if not len(rows):
-                return rows
-        block = np.searchsorted(laid_out.starts, rows, side="right") - 1
-        turn = np.empty_like(laid_out.blocks)
-        turn[laid_out.blocks] = np.arange(len(turn))
-        place = laid_out.ends[turn[block]] - laid_out.starts[block + 1] + rows
-        if laid_out.contents:
-            place = laid_out.contents.merge(place)
-
-        stream = np.searchsorted(self.bounds, place, side="right") - 1
-        index = self._by_window(epoch, stream, place - self.bounds[stream], _find) - self.bounds[stream]
-
-        full = self.full_rounds * self.per_round
-        round_number, in_round = np.divmod(index, self.per_round)
-        in_rounds = round_number * self.global_batch + stream * self.per_round + in_round
-        in_tail = self.full_rounds * self.global_batch + self.leftover_starts[stream] + index - full
-        return epoch * self.num_samples + np.where(index < full, in_rounds, in_tail)
-
     def _find_in_epoch(self, epoch: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(block, place) of positions in an epoch; a place is a row of the split, or of the epoch's contents."""
         # Full rounds interleave the streams; the rest of each stream follows, one stream after another.
@@ -190,7 +163,7 @@ class SampleOrder(Order):
         in_tail = self.full_rounds * self.per_round + tail - self.leftover_starts[tail_stream]
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
-        place = self._by_window(epoch, stream, index, getitem)
+        place = self._shuffled_in_windows(epoch, stream, index)
         laid_out = self._epoch(epoch)
         if laid_out.contents:
             place = laid_out.contents.unmerge(place)
@@ -198,12 +171,8 @@ class SampleOrder(Order):
         block = laid_out.blocks[turn]
         return block, place - laid_out.ends[turn] + laid_out.starts[block + 1]
 
-    def _by_window(
-        self, epoch: int, stream: np.ndarray, index: np.ndarray, move: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """Returns bounds[stream] + index, after applying `move(window order, places in the window)` within each
-        window.
-        """
+    def _shuffled_in_windows(self, epoch: int, stream: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Places of these samples of streams, numbered through all streams, before each window was shuffled."""
         window, at = np.divmod(index, self.window)
         # Group samples by window; a batch of many streams spans thousands of windows, so the loop has few operations.
         code = stream * (self.num_samples + 1) + window
@@ -214,7 +183,7 @@ class SampleOrder(Order):
         first = by_code[np.concatenate([[0], starts])]
         start, moved = 0, np.empty_like(at)
         for s, w, end in zip(stream[first].tolist(), window[first].tolist(), ends, strict=True):
-            moved[start:end] = move(self._window_order(epoch, s, w), sorted_at[start:end])
+            moved[start:end] = self._window_order(epoch, s, w)[sorted_at[start:end]]
             start = end
         place = self.bounds[stream] + index - at
         place[by_code] += moved
@@ -268,8 +237,3 @@ def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int
             return None
         shift += batches
     return batch - shift
-
-
-def _find(order: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Places of these values in a permutation: the inverse of `getitem`."""
-    return np.argsort(order)[values]

@@ -96,34 +96,31 @@ class ShardReader:
             return
         self._start_downloaders(self.cache)
         limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_host()
-        coming = iter(requests)
-        waiting: deque[tuple[Request, np.ndarray]] = deque()
-        uses: Counter[int] = Counter()
-        num_bytes = num_rows = 0
-        while True:
-            while not waiting or (num_bytes < limit and num_rows < _MAX_ROWS_AHEAD):
-                request = next(coming, None)
-                if request is None:
-                    break
-                shards = np.unique(self.split.shard_of(request[0]))
-                shards = shards[in_bucket[shards]]
-                for shard in shards.tolist():
-                    if not uses[shard]:
-                        num_bytes += int(self.split.shard_bytes[shard])
-                        self._ahead.put(shard)
-                    uses[shard] += 1
-                num_rows += len(request[0])
-                waiting.append((request, shards))
-            if not waiting:
-                return
+        waiting: deque[tuple[Request, list[int]]] = deque()
+        uses: Counter[int] = Counter()  # By requests that wait.
+
+        def next_request() -> Iterator[Request]:
             request, shards = waiting.popleft()
             yield request
-            num_rows -= len(request[0])
-            for shard in shards.tolist():
-                uses[shard] -= 1
+            uses.subtract(shards)
+            for shard in shards:
                 if not uses[shard]:
                     del uses[shard]
-                    num_bytes -= int(self.split.shard_bytes[shard])
+
+        for request in requests:
+            shards = np.unique(self.split.shard_of(request[0]))
+            shards = shards[in_bucket[shards]].tolist()
+            for shard in shards:
+                if shard not in uses:
+                    self._ahead.put(shard)
+            uses.update(shards)
+            waiting.append((request, shards))
+            while waiting and (
+                self.split.shard_bytes[[*uses]].sum() >= limit or len(waiting) * len(request[0]) >= _MAX_ROWS_AHEAD
+            ):
+                yield from next_request()
+        while waiting:
+            yield from next_request()
 
     def close(self) -> None:
         for _ in self._downloaders:

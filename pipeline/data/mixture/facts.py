@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
-from pipeline.data.mixture.shares import shares_of
 from pipeline.data.mixture.split import MixedSplit
 
 # Name in a run's identity.
@@ -28,7 +27,7 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     ]
     return {
         "sets": sets,
-        "phases": [[start, shares_of(weights).counts.tolist()] for start, weights in split.mixture.phases],
+        "phases": [[phase.first_batch, phase.shares.counts.tolist()] for phase in split.mixture.phases],
     }
 
 

@@ -14,8 +14,7 @@ import numpy as np
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.order import Order, order_of_split
-from pipeline.data.mixture.phases import Phase
-from pipeline.data.mixture.shares import Shares, shares_of
+from pipeline.data.mixture.phases import Mixture, Phase
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.settings.run import DataConfig
 
@@ -35,7 +34,7 @@ class MixtureOrder(Order):
         self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
         self.num_samples = int(self.set_starts[-1])
         self.is_balanced = any(order.is_balanced for order in orders)
-        self.shares = [shares_of(phase.weights) for phase in phases]
+        self.shares = [phase.shares for phase in phases]
         self.starts = np.array([phase.first_batch * global_batch for phase in phases], np.int64)
         # (phases, sets): how many samples of each set come before a phase.
         self.taken = np.zeros((len(phases), len(orders)), np.int64)
@@ -72,30 +71,17 @@ class MixtureOrder(Order):
         phase = int(np.searchsorted(self.starts, num_samples, side="right")) - 1
         return self.taken[phase] + self.shares[phase].first(num_samples - int(self.starts[phase]))
 
-    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`. The epoch is that of its set."""
-        number = int(np.searchsorted(self.set_starts, row, side="right")) - 1
-        uses = self.orders[number].uses(row - int(self.set_starts[number]), int(self.first(end)[number]))
-        return [(epoch, self._position(number, place)) for epoch, place in uses]
-
-    def _position(self, number: int, place: int) -> int:
-        """Position of the sample of a set that has `place` of them before it."""
-        phase = int(np.searchsorted(self.taken[:, number], place, side="right")) - 1
-        within = self.shares[phase].positions(number, np.array([place - self.taken[phase, number]]))
-        return int(self.starts[phase] + within[0])
-
 
 def train_order(split: Split, data: DataConfig, seed: int, global_batch: int) -> Order:
     """The order of a run's training split."""
     if not isinstance(split, MixedSplit):
         return order_of_split(split, data, seed, global_batch)
-    phases = split.mixture.phases
-    shares = [shares_of(phase.weights) for phase in phases]
+    mixture = split.mixture
     orders = [
-        order_of_split(part, data, seed_of_set(seed, number), samples_a_round(shares, number, data, global_batch))
+        order_of_split(part, data, seed_of_set(seed, number), samples_a_round(mixture, number, data, global_batch))
         for number, part in enumerate(split.parts)
     ]
-    return MixtureOrder(orders, phases, global_batch)
+    return MixtureOrder(orders, mixture.phases, global_batch)
 
 
 def seed_of_set(seed: int, number: int) -> int:
@@ -103,15 +89,10 @@ def seed_of_set(seed: int, number: int) -> int:
     return torch_seed(seed, _SEED_OF_SET, number) if number else seed
 
 
-def samples_a_round(shares: Sequence[Shares], number: int, data: DataConfig, global_batch: int) -> int:
+def samples_a_round(mixture: Mixture, number: int, data: DataConfig, global_batch: int) -> int:
     """How many samples of a set are taken from its streams in one round: about as many as a batch has of it when it is
     first used.
 
     So a rank reads few shards at a time. Later phases do not change it, or else they would change the set's order.
     """
-    return data.streams * max(1, round(global_batch * first_share(shares, number) / data.streams))
-
-
-def first_share(shares: Sequence[Shares], number: int) -> float:
-    """The share of a set in the first phase that uses it; 0 if none does."""
-    return next((float(share) for share in (phase.share(number) for phase in shares) if share), 0.0)
+    return data.streams * max(1, round(global_batch * mixture.first_share(number) / data.streams))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
+from pipeline.data.mixture.shares import Shares, shares_of
 from pipeline.settings.run import DataConfig, MixedSet
 
 # What a later entry of a set may leave out, but not change.
@@ -17,12 +18,20 @@ class Phase(NamedTuple):
     first_batch: int
     weights: tuple[float, ...]
 
+    @property
+    def shares(self) -> Shares:
+        return shares_of(self.weights)
+
 
 class Mixture(NamedTuple):
     """sets: data.path first, then those of data.mix as they come. phases: ascending, from batch 0 on."""
 
     sets: tuple[MixedSet, ...]
     phases: tuple[Phase, ...]
+
+    def first_share(self, number: int) -> float:
+        """The share of a set in the first phase that uses it; 0 if none does."""
+        return next((float(share) for phase in self.phases if (share := phase.shares.share(number))), 0.0)
 
 
 def mixture_of(data: DataConfig) -> Mixture:

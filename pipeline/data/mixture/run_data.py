@@ -18,9 +18,7 @@ from pipeline.base.trained_on import TrainedSet, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
-from pipeline.data.mixture.order import first_share
-from pipeline.data.mixture.phases import mixture_of
-from pipeline.data.mixture.shares import shares_of
+from pipeline.data.mixture.phases import Mixture, mixture_of
 from pipeline.data.mixture.split import MixedSplit, mix
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.run import DataConfig, MixedSet
@@ -88,28 +86,47 @@ def open_run_data(
     Raises UserError as `open_dataset` and `run_splits` do, for sets that do not go together, and for training images of
     which none has a label that is learned.
     """
-    reads_labels = labels != "unread"
-    own = dataset = open_dataset(data.path, storage)
+    own = open_dataset(data.path, storage)
     split, evaluation = run_splits(own, data, seed)
-    eval_split = held_out_split(own, data)
     evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
     for name in data.also_evaluated:
         _add_evaluated(evaluated, name, own, name, data.exclude, f"data.eval_also = {data.eval_also}")
+    run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split))
     mixture = mixture_of(data)
-    if len(mixture.sets) == 1:
-        _refuse_without_score(evaluated, reads_labels and bool(own.classes))
-        _refuse_remote(data, split)
-        _refuse_unlabelled(split, own, labels)
-        return RunData(own, own, split, evaluated, eval_split, len(split))
-    datasets, splits = [own], [split]
+    if len(mixture.sets) > 1:
+        run = _with_other_sets(run, mixture, data, seed, global_batch, labels)
+    for dataset, part in evaluated.values():
+        part.refuse_without_score(dataset.path, labels != "unread" and bool(run.dataset.classes))
+    remote = [path for path in run.split.shard_paths if "://" in path]
+    if data.processes and remote:  # A bucket's client does not survive a fork; a local manifest may list shards of one.
+        raise UserError(
+            f"data.processes = {data.processes} reads local files only: leave it out for {remote[0]}, or copy the data"
+            " set to a disk."
+        )
+    # A data set without any classes is refused by what reads them.
+    if labels in ("learned", "partly") and own.classes and len(run.split) and not run.split.max_labels:
+        raise UserError(
+            f"no training image has a label (split {run.split.name!r} of {own.path}): nothing is learned. Name a split"
+            " or a set with labels (data.train_split, data.path), or use an objective that needs none"
+            f" (train.loss={NEED_NO_LABELS})."
+        )
+    return run
+
+
+def _with_other_sets(
+    run: RunData, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
+) -> RunData:
+    """The data of a run with the other sets of its mixture."""
+    datasets, splits = [run.own], [run.split]
     for entry in mixture.sets[1:]:
-        other, part = _open(entry, own.storage, seed)
-        if (
-            data.dev_share
-            and evaluation is not None
-            and (other.fingerprint, entry.split) == (own.fingerprint, split.name)
-        ):
-            part = _without(part, evaluation)
+        try:
+            other = open_dataset(entry.path, run.own.storage)
+            part = other.split(entry.split, entry.exclude, entry.limit, seed)
+        except UserError as error:
+            raise UserError(f"data.mix, {entry.path}: {error}") from None
+        is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
+        if data.dev_share and is_same and run.evaluation is not None:
+            part = _without(part, run.evaluation)
         datasets.append(other)
         splits.append(part)
     pixels = Pixels.of_all([each.pixels for each in datasets])
@@ -120,12 +137,8 @@ def open_run_data(
                 f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for"
                 " class_map and eval_split."
             )
-    try:
-        shares = [shares_of(phase.weights) for phase in mixture.phases]
-    except ValueError as error:
-        raise UserError(f"data.weight and data.mix: {error}.") from None
     for number, (entry, part) in enumerate(zip(mixture.sets, splits, strict=True)):
-        most = max(float(share.share(number)) for share in shares)
+        most = max(float(phase.shares.share(number)) for phase in mixture.phases)
         if most * global_batch > len(part):
             raise UserError(
                 f"{entry.path}, split {entry.split!r}, has {counted(len(part), 'sample')}, and a batch holds"
@@ -141,30 +154,24 @@ def open_run_data(
         or (labels == "scored" and entry.evaluated)
         or (labels == "partly" and entry.labels and (other.classes or entry.evaluated))
     ]
-    splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
-    label_maps: list[np.ndarray | None] = [None] * len(datasets)
-    class_notes: list[str] = []
-    if reads_labels:
+    dataset, label_maps, class_notes = run.own, dict[int, np.ndarray](), list[str]()
+    if labels != "unread":
         dataset, maps, class_notes = _bring_together(
-            [mixture.sets[number] for number in joined],
-            [datasets[number] for number in joined],
-            [splits[number] for number in joined],
+            *([all_sets[number] for number in joined] for all_sets in (mixture.sets, datasets, splits))
         )
-        for number, label_map in zip(joined, maps, strict=True):
-            label_maps[number] = label_map
-    for entry, other, label_map in zip(mixture.sets, datasets, label_maps, strict=True):
+        same = np.arange(len(dataset.classes))
+        label_maps = {n: of for n, of in zip(joined, maps, strict=True) if not np.array_equal(of, same[: len(of)])}
+    splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
+    for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True)):
         for name, of_set in entry.evaluated.items():
             where = f"data.mix, {entry.path}, eval_split"
-            _add_evaluated(evaluated, name, other, of_set, entry.exclude, where, label_map)
-    _refuse_without_score(evaluated, reads_labels and bool(dataset.classes))
-    epoch_samples = round(len(split) / first_share(shares, 0))
-    epoch_note = f"an epoch is one of {own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
+            _add_evaluated(run.evaluated, name, other, of_set, entry.exclude, where, label_maps.get(number))
+    epoch_samples = round(len(run.split) / mixture.first_share(0))
+    epoch_note = f"an epoch is one of {run.own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes], pixels)
-    if pixels != own.pixels:
+    if pixels != run.own.pixels:
         dataset = replace(dataset, info={**dataset.info, "pixels": pixels.to_dict()})
-    _refuse_remote(data, mixed)
-    _refuse_unlabelled(mixed, own, labels)
-    return RunData(own, dataset, mixed, evaluated, eval_split, epoch_samples)
+    return replace(run, dataset=dataset, split=mixed, epoch_samples=epoch_samples)
 
 
 def run_splits(dataset: Dataset, data: DataConfig, seed: int) -> tuple[Split, Split | None]:
@@ -243,34 +250,10 @@ def _without(split: Split, held_out: Split) -> Split:
     twice (`MixedSet.labels`).
     """
     rows = np.arange(len(split))
-    taken = held_out.manifest_rows(np.arange(len(held_out)))
-    of_rows = split.manifest_rows(rows)
-    if split.groups is not None and held_out.groups is not None:
-        of_rows, taken = (
-            split.groups,
-            held_out.groups,
-        )  # A group may be only partly in the split.
+    of_rows, taken = split.groups, held_out.groups  # A group may be only partly in the split.
+    if of_rows is None or taken is None:
+        of_rows, taken = split.manifest_rows(rows), held_out.manifest_rows(np.arange(len(held_out)))
     return split.only(rows[~np.isin(of_rows, taken)])
-
-
-def _refuse_remote(data: DataConfig, split: Split) -> None:
-    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may
-    list shards of one.
-    """
-    remote = next((path for path in split.shard_paths if "://" in path), "") if data.processes else ""
-    if remote:
-        raise UserError(
-            f"data.processes = {data.processes} reads local files only: leave it out for {remote}, or copy the data set"
-            " to a disk."
-        )
-
-
-def _open(entry: MixedSet, storage: Storage, seed: int) -> tuple[Dataset, Split]:
-    try:
-        dataset = open_dataset(entry.path, storage)
-        return dataset, dataset.split(entry.split, entry.exclude, entry.limit, seed)
-    except UserError as error:
-        raise UserError(f"data.mix, {entry.path}: {error}") from None
 
 
 def _add_evaluated(
@@ -296,23 +279,6 @@ def _add_evaluated(
     evaluated[name] = dataset, split if label_map is None else split.relabelled(label_map)
 
 
-def _refuse_without_score(evaluated: dict[str, tuple[Dataset, Split]], reads_labels: bool) -> None:
-    for dataset, split in evaluated.values():
-        split.refuse_without_score(dataset.path, reads_labels)
-
-
-def _refuse_unlabelled(split: Split, own: Dataset, labels: Labels) -> None:
-    """Raise UserError if no sample has a label where some must. A data set without any classes is refused by what reads
-    them.
-    """
-    if labels in ("learned", "partly") and own.classes and len(split) and not split.max_labels:
-        raise UserError(
-            f"no training image has a label (split {split.name!r} of {own.path}): nothing is learned. Name a split or a"
-            " set with labels (data.train_split, data.path), or use an objective that needs none"
-            f" (train.loss={NEED_NO_LABELS})."
-        )
-
-
 def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixels: Pixels) -> list[str]:
     """Lines about sets that are not read as they would be alone. pixels: `Pixels.of_all` sets."""
     own, path = datasets[0].pixels, datasets[0].path
@@ -330,7 +296,7 @@ def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixe
 
 def _bring_together(
     sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
-) -> tuple[Dataset, list[np.ndarray | None], list[str]]:
+) -> tuple[Dataset, list[np.ndarray], list[str]]:
     """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set
     with own classes).
 
@@ -339,7 +305,7 @@ def _bring_together(
     one and several labels a sample, and for an unknown class in a class_map.
     """
     if not any(dataset.classes for dataset in datasets):
-        return datasets[0], [None] * len(datasets), []
+        return datasets[0], [np.empty(0, np.int32)] * len(datasets), []
     several = [part.max_labels > 1 for part in splits]
     for entry, dataset, of_many in zip(sets, datasets, several, strict=True):
         if not dataset.classes:
@@ -368,7 +334,6 @@ def _bring_together(
             shown.setdefault(name, name if own in entry.class_map else readable)
     places = {name: place for place, name in enumerate(shown)}
     maps = [np.array([places[name] for name in names], np.int32) for names in renamed]
-    label_maps = [None if np.array_equal(label_map, np.arange(len(label_map))) else label_map for label_map in maps]
     having = Counter(name for names in renamed for name in {*names})
     notes = []
     for entry, names in zip(sets, renamed, strict=True):
@@ -384,4 +349,4 @@ def _bring_together(
         "num_classes": len(shown),
         "class_names": list(shown.values()),
     }
-    return replace(datasets[0], info=info), label_maps, notes
+    return replace(datasets[0], info=info), maps, notes

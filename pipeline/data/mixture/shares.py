@@ -18,6 +18,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from pipeline.base.errors import UserError
+
 # The longest pattern. Weights whose smallest whole numbers sum to more are replaced by the nearest that fit.
 MAX_PERIOD = 2**16
 
@@ -26,7 +28,7 @@ class Shares:
     """The sets of samples 0, 1, 2, ... of a mixture.
 
     weights: one number a set, 0 for a set that is not used; each is taken as the decimal number that it is written as.
-    Raises ValueError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
+    Raises UserError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
     the sum.
     """
 
@@ -37,7 +39,6 @@ class Shares:
         # (sets, period + 1): how many of the first n samples of a period come from each set.
         is_from = self._sets == np.arange(len(self.counts))[:, None]
         self._before = np.concatenate([np.zeros((len(self.counts), 1), np.int32), is_from.cumsum(1, dtype=np.int32)], 1)
-        self._slots = [np.flatnonzero(of_set) for of_set in is_from]
 
     def share(self, number: int) -> Fraction:
         """The share of a set."""
@@ -54,11 +55,6 @@ class Shares:
         sets = self._sets[slots].astype(np.int64)
         return sets, periods * self.counts[sets] + self._before[sets, slots]
 
-    def positions(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Positions of the samples of one set that have so many of it before them, int64: the inverse of `locate`."""
-        periods, rest = np.divmod(np.asarray(places, np.int64), int(self.counts[number]))
-        return periods * self.period + self._slots[number][rest]
-
 
 @functools.lru_cache(64)
 def shares_of(weights: tuple[float, ...]) -> Shares:
@@ -73,11 +69,11 @@ def whole_numbers(weights: Sequence[float]) -> np.ndarray:
     Raises as `Shares`.
     """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-        raise ValueError("weights must be finite and not negative")
+        raise UserError("data.weight and data.mix: weights must be finite and not negative")
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     if not total:
-        raise ValueError("the weights sum to 0")
+        raise UserError("data.weight and data.mix: the weights sum to 0")
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     divisor = math.gcd(*whole)
@@ -88,7 +84,7 @@ def whole_numbers(weights: Sequence[float]) -> np.ndarray:
     rounded = np.rint(periods[:, None] * shares)
     fits = (rounded.sum(1) == periods) & ((rounded > 0) == (shares > 0)).all(1)
     if not fits.any():
-        raise ValueError(f"a weight is below {0.5 / MAX_PERIOD:.1e} of the sum")
+        raise UserError(f"data.weight and data.mix: a weight is below {0.5 / MAX_PERIOD:.1e} of the sum")
     errors = np.abs(rounded / periods[:, None] - shares).max(1)
     return rounded[np.argmin(np.where(fits, errors, np.inf))].astype(np.int64)
 

@@ -1,8 +1,10 @@
 """The training splits of several data sets as one split, whose rows are numbered through them."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +16,6 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture
-from pipeline.data.mixture.shares import shares_of
 
 
 def _ask_the_parts(split: Split) -> NoReturn:
@@ -26,16 +27,14 @@ class MixedSplit(Split):
     """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of
     all shards.
 
-    mixture: its settings. datasets: the data set of each part. label_maps: class of each -> class of the mixture,
-    int32; None where they are the same. first_rows: of each part, and the number of all rows. lines: more of what
-    `notes` says.
+    mixture: its settings. sets: the split of each data set. datasets: the data set of each. label_maps: number of a set
+    -> its classes' numbers in the mixture, int32, where these are others. lines: more of what `notes` says.
     """
 
     mixture: Mixture
     sets: tuple[Split, ...]
     datasets: tuple[Dataset, ...]
-    label_maps: tuple[np.ndarray | None, ...]
-    first_rows: list[int]
+    label_maps: dict[int, np.ndarray]
     lines: tuple[str, ...]
 
     # Inherited, they would silently be those of the first part.
@@ -50,10 +49,14 @@ class MixedSplit(Split):
     def max_labels(self) -> int:
         return max(part.max_labels for part in self.sets)
 
+    @cached_property
+    def first_rows(self) -> list[int]:
+        """Of each part, and the number of all rows."""
+        return [0, *itertools.accumulate(map(len, self.sets))]
+
     def labels_of(self, row: int) -> np.ndarray:
-        # Not through `part_of`: a loader calls this for each sample.
         number = bisect_right(self.first_rows, row) - 1
-        labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps[number]
+        labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps.get(number)
         return labels if label_map is None else label_map[labels]
 
     def part_of(self, row: int) -> tuple[Split, int]:
@@ -82,15 +85,14 @@ class MixedSplit(Split):
 
     def rows_of(self, key: str) -> list[int]:
         """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
-        rows, first_error = [], None
-        for number, part in enumerate(self.sets):
+        rows, errors = [], []
+        for first, part in zip(self.first_rows, self.sets, strict=False):
             try:
-                rows.append(self.first_rows[number] + part.row_of(key))
+                rows.append(first + part.row_of(key))
             except UserError as error:
-                first_error = first_error or error
+                errors.append(error)
         if not rows:
-            assert first_error is not None
-            raise first_error
+            raise errors[0]
         return rows
 
     @property
@@ -110,11 +112,11 @@ class MixedSplit(Split):
     @property
     def shares(self) -> list[str]:
         """The share of each part, such as "30.00%, 10.00% from step 50,000"."""
-        counts = [(phase.first_batch, shares_of(phase.weights).counts) for phase in self.mixture.phases]
         return [
             ", ".join(
-                f"{of_phase[number] / of_phase.sum():.2%}" + f" from step {first:,}" * bool(first)
-                for first, of_phase in counts
+                f"{float(phase.shares.share(number)):.2%}"
+                + f" from step {phase.first_batch:,}" * bool(phase.first_batch)
+                for phase in self.mixture.phases
             )
             for number in range(len(self.sets))
         ]
@@ -134,7 +136,7 @@ def mix(
     mixture: Mixture,
     datasets: Sequence[Dataset],
     splits: Sequence[Split],
-    label_maps: Sequence[np.ndarray | None],
+    label_maps: dict[int, np.ndarray],
     lines: Sequence[str],
     pixels: Pixels,
 ) -> MixedSplit:
@@ -143,24 +145,20 @@ def mix(
 
     pixels: of a model that reads all.
     """
-    main = splits[0]
-    rows = np.concatenate([[0], np.cumsum([len(split) for split in splits])])
-    inherited = {name: getattr(main, name) for name in Split.__dataclass_fields__}
+    sha256 = [chunk for split in splits for chunk in split.shard_sha256.chunks]
+    of_all = {
+        "shard_paths": [path for split in splits for path in split.shard_paths],
+        "shard_sizes": np.concatenate([split.shard_sizes for split in splits]),
+        "shard_bytes": np.concatenate([split.shard_bytes for split in splits]),
+        "shard_sha256": pa.chunked_array(sha256, pa.string()),
+        "pixels": pixels,
+    }
+    of_first = {field.name: getattr(splits[0], field.name) for field in fields(Split)}
     return MixedSplit(
-        **inherited
-        | {
-            "pixels": pixels,
-            "shard_paths": [path for split in splits for path in split.shard_paths],
-            "shard_sizes": np.concatenate([split.shard_sizes for split in splits]),
-            "shard_bytes": np.concatenate([split.shard_bytes for split in splits]),
-            "shard_sha256": pa.chunked_array(
-                [chunk for split in splits for chunk in split.shard_sha256.chunks], pa.string()
-            ),
-        },
+        **of_first | of_all,
         mixture=mixture,
         sets=tuple(splits),
         datasets=tuple(datasets),
-        label_maps=tuple(label_maps),
-        first_rows=rows.tolist(),
+        label_maps=label_maps,
         lines=tuple(lines),
     )

@@ -7,29 +7,17 @@ changes on a disk without being written goes unnoticed here: `launch/verify.py` 
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.base import files, json_record
 from pipeline.base.locks import locked
 from pipeline.data.storage.bucket import AnyPath, version
 
 # A file that was written so recently may be written again within the resolution of its times.
 _STABLE_SECONDS = 2.0
 _CHUNK = 2**22
-
-
-@dataclass(frozen=True)
-class _CachedChecksum:
-    """A file by its absolute path, its state when it was read, and its checksum."""
-
-    path: str
-    state: str
-    digest: str
 
 
 def cache_home() -> Path:
@@ -44,24 +32,23 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
     """
     if not remember:
         return _digest(path, algorithm)
-    absolute = str(path.absolute() if isinstance(path, Path) else path)
-    name = hashlib.sha256(absolute.encode("utf-8", "replace")).hexdigest()
-    record = cache_home() / "proven" / f"{name[:32]}.json"
+    name = str(path.absolute() if isinstance(path, Path) else path).encode("utf-8", "replace")
+    proof = b" ".join((name, _state(path), expected.encode()))
     with contextlib.ExitStack() as stack:
-        # The ranks of a node start together; one of them reads the file.
-        can_write = False
+        record = None
         with contextlib.suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(record.with_suffix(".lock")))
-            can_write = True
-        known = _CachedChecksum(absolute, _state(path), expected)
-        if json_record.read_or_none(record, _CachedChecksum) == known:
+            folder = cache_home() / "proven"
+            folder.mkdir(parents=True, exist_ok=True)
+            # The ranks of a node start together; one of them reads the file.
+            record = stack.enter_context(locked(folder / hashlib.sha256(name).hexdigest()[:32])).file
+        if record is not None and os.pread(record, len(proof) + 1, 0) == proof:
             return expected
         digest = _digest(path, algorithm)
         is_stable = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _STABLE_SECONDS
-        if can_write and digest == expected and _state(path) == known.state and is_stable:
-            with contextlib.suppress(OSError), files.replacing(record) as file:
-                file.write(json.dumps(asdict(known)).encode())
+        if record is not None and is_stable and proof == b" ".join((name, _state(path), digest.encode())):
+            with contextlib.suppress(OSError):
+                os.pwrite(record, proof, 0)
+                os.ftruncate(record, len(proof))
     return digest
 
 
@@ -73,9 +60,9 @@ def _digest(path: AnyPath, algorithm: Callable) -> str:
     return digest.hexdigest()
 
 
-def _state(path: AnyPath) -> str:
+def _state(path: AnyPath) -> bytes:
     """A text that changes when the file is written."""
     if not isinstance(path, Path):
-        return version(path)
+        return version(path).encode()
     stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}".encode()

@@ -298,8 +298,9 @@ class ObjectReader:
 
         def copy_pieces() -> None:
             try:
-                while not errors and (start := next(starts, None)) is not None:
-                    copy_piece(start)
+                for start in starts:
+                    if not errors:
+                        copy_piece(start)
             except BaseException as error:
                 errors.append(error)
 

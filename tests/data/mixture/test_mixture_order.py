@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.mixture.order import MixtureOrder, samples_a_round, seed_of_set
-from pipeline.data.mixture.phases import Phase
+from pipeline.data.mixture.phases import Mixture, Phase
 from pipeline.data.mixture.shares import MAX_PERIOD, Shares, whole_numbers
 from pipeline.settings.run import DataConfig
 
@@ -18,12 +18,10 @@ _WEIGHTS = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 
 def mixture(sizes: list[list[int]], phases: list[Phase], batch: int, seed: int = 5, streams: int = 2) -> MixtureOrder:
     """The order of sets with these shards, as a new process would build it."""
-    shares = Shares(phases[0].weights)
+    first = Mixture((), phases[:1])
     data = DataConfig(path="", streams=streams)
     orders = [
-        SampleOrder(
-            np.array(shards), seed_of_set(seed, i), samples_a_round([shares], i, data, batch), streams, window=7
-        )
+        SampleOrder(np.array(shards), seed_of_set(seed, i), samples_a_round(first, i, data, batch), streams, window=7)
         for i, shards in enumerate(sizes)
     ]
     return MixtureOrder(orders, phases, batch)
@@ -55,9 +53,6 @@ def test_the_first_samples_hold_each_share_rounded_up_or_down(weights: list[int]
     )
     assert np.abs(lag).max() <= 1 - 1 / max(2 * len(weights) - 2, 2) + 1e-6
     assert (places == (counts - 1)[np.arange(500), sets]).all()
-    for number in range(len(weights)):
-        mine = sets == number
-        assert (shares.positions(number, places[mine]) == np.arange(start, start + 500)[mine]).all()
 
 
 def test_five_sets_are_exact_in_every_window_of_a_million_samples() -> None:
