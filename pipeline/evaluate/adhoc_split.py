@@ -5,7 +5,8 @@ import io
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +24,7 @@ from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
-
-# Largest .cls file that is read as a class number.
-_MAX_DIGITS = 32
+from pipeline.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,37 @@ def open_adhoc_split(
             images += _in_tar(path, len(of_labels), links, setting)
         else:
             folder = Path(os.path.abspath(path)).parent  # A link counts where it is.
-            label = numbers.get(folder.name, -1)
-            images.append(_Image(str(path), path, 0, path.stat().st_size, label))
+            images.append(_Image(str(path), path, 0, path.stat().st_size, numbers.get(folder.name, -1)))
     note = f"left out: {counted(len(links), 'link')}, such as {links[0]}" if links else ""
     return AdhocSplit(_as_split(images, note, pixels), list(of_labels))
+
+
+def open_places(config: Settings, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
+    """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`, and as of
+    `refuse_without_dataset`, which is called.
+    """
+    refuse_without_dataset(config, **splits)
+    given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
+    opened = [
+        open_adhoc_split(given[of], given[split], given["exclude"], names, of, pixels) for split, of in splits.items()
+    ]
+    for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
+        print(note)
+    return opened
+
+
+def refuse_without_dataset(config: Settings, **splits: str) -> None:
+    """Raise UserError for settings that select samples of a data set, where only files are read.
+
+    splits: setting of a split -> setting of the places that it is of. `exclude` is of all of them.
+    """
+    of_files = {split: of for split, of in splits.items() if not is_dataset(getattr(config, of))}
+    if len(of_files) == len(splits):
+        of_files["exclude"] = "images"
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, of in of_files.items():
+        if getattr(config, name) != defaults[name]:
+            raise UserError(f"{name} = {getattr(config, name)} is of a data set, but {of} are files. Leave it out.")
 
 
 def is_dataset(places: Sequence[str]) -> bool:
@@ -166,7 +192,7 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
     As in sharding, a hard link stands for an earlier file of the tar. Other links are left out, and appended to
     `links`.
     """
-    images, labels = {}, dict[str, bytes]()
+    images, labels = dict[str, _Image](), dict[str, bytes]()
     files: dict[str, tarfile.TarInfo] = {}
     try:
         with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
@@ -177,8 +203,8 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
                     files[name] = file
                     if _is_image(name):
                         images[name] = _Image(f"{path.name}/{name}", path, file.offset_data, file.size, -1)
-                    elif name.endswith(".cls") and (content := tar.extractfile(file)):
-                        labels[name.removesuffix(".cls")] = content.read(_MAX_DIGITS).strip()
+                    elif name.endswith(".cls"):
+                        labels[name.removesuffix(".cls")] = os.pread(raw.fileno(), file.size, file.offset_data).strip()
                 elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
                     links.append(f"{path.name}/{name}")
             raw.seek(tar.offset)
@@ -209,13 +235,13 @@ def _names_in(folder: Path) -> tuple[str, ...]:
 
 def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     """Build the split. Consecutive images of the same file form a shard. note: see `ManifestIndex`."""
-    firsts = [i for i, image in enumerate(images) if i == 0 or image.path != images[i - 1].path]
-    labels = np.array([image.label for image in images], np.int32)
+    runs = [list(run) for _, run in groupby(images, lambda image: image.path)]
+    paths, labels = [run[0].path for run in runs], np.array([image.label for image in images], np.int32)
     # Arrow holds UTF-8 only.
     names = [as_bytes(image.key).decode() for image in images]
     keys = io.BytesIO()
     pq.write_table(pa.table({"key": names}), keys)
-    table = pq.ParquetFile(pa.BufferReader(keys.getvalue()))
+    table = pq.ParquetFile(keys)
     index = ManifestIndex(
         np.array([image.offset for image in images]),
         np.array([image.size for image in images]),
@@ -226,10 +252,10 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     )
     return Split(
         name="images",
-        shard_paths=[str(images[first].path) for first in firsts],
-        shard_sizes=np.diff([*firsts, len(images)]),
-        shard_bytes=np.array([images[first].path.stat().st_size for first in firsts]),
-        shard_sha256=pa.chunked_array([[""] * len(firsts)]),
+        shard_paths=[str(path) for path in paths],
+        shard_sizes=np.array([len(run) for run in runs]),
+        shard_bytes=np.array([path.stat().st_size for path in paths]),
+        shard_sha256=pa.chunked_array([[""] * len(paths)]),
         storage=Storage(),
         index=index,
         excluded_rows=np.empty(0, np.int64),

@@ -18,10 +18,9 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate import coverage
-from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
-from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
+from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_places
+from pipeline.evaluate.loaded_model import LoadedModel, load_model, print_unreadable
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
-from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
@@ -38,25 +37,19 @@ def run(config: ChooseConfig) -> list[str]:
     config = with_local_weights(config)
     loaded = load_model(config)
     names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    images = open_adhoc_split(config.images, config.split, config.exclude, names, pixels=loaded.pixels)
-    labelled = None
-    if config.labelled:
-        labelled = open_adhoc_split(
-            config.labelled, config.labelled_split, config.exclude, names, "labelled", loaded.pixels
-        )
-    for line in dict.fromkeys(images.split.notes() + (labelled.split.notes() if labelled else [])):
-        print(line)
+    splits = {"split": "images"} | ({"labelled_split": "labelled"} if config.labelled else {})
+    images, *labelled = open_places(config, names, loaded.pixels, **splits)
     candidates = np.sort(random_numbers.permutation(len(images.split), config.seed, _CANDIDATES)[: config.candidates])
     rows, values = _features(config, loaded, images.split, candidates, "images")
     mean = values.mean(0)
     found = coverage.directions(values, mean)
     covered = np.full(len(found), -1, np.float32)
     group_names, seen = images.split.group_names, None
-    if labelled:
-        with_labels = _with_labels(labelled, config)
-        _, theirs = _features(config, loaded, labelled.split, with_labels, "labelled")
+    for of in labelled:
+        with_labels = _with_labels(of, config)
+        _, theirs = _features(config, loaded, of.split, with_labels, "labelled")
         covered, _ = coverage.nearest(found, coverage.directions(theirs, mean))
-        if group_names is not None and (their_names := labelled.split.group_names) is not None:
+        if group_names is not None and (their_names := of.split.group_names) is not None:
             seen = np.isin(group_names[rows], np.unique(their_names[with_labels]))
     groups = None if group_names is None else np.unique(group_names[rows], return_inverse=True)[1]
     chosen = coverage.choose(found, config.num, covered, groups, seen)
@@ -102,9 +95,7 @@ def _features(
     config: ChooseConfig, loaded: LoadedModel, split: Split, rows: np.ndarray, setting: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows that can be read, and their features, float32 (n, D). The others are reported."""
-    with loaded.reading(split, config, len(rows)) as reader:
-        seen = extract(loaded.features, reader, rows)
-    check_outputs(config.weights, ", ".join(getattr(config, setting)), seen, split, rows)
+    seen = loaded.features_of(config, split, rows, ", ".join(getattr(config, setting)))
     print_unreadable(seen.problems, split.keys, setting)
     if seen.problems:
         print(f"{setting}: {counted(len(seen.problems), 'unreadable image')} of {len(rows):,} left out")

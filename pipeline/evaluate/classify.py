@@ -5,9 +5,9 @@ non-finite logits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,28 +91,48 @@ def predict(
 
 @torch.no_grad()
 def each_sample(
-    columns: Callable[[Batch], list[Tensor]], reader: SplitReader
+    columns: Callable[[Batch], list[Tensor]], reader: SplitReader, rows: np.ndarray | None = None
 ) -> tuple[list[np.ndarray], np.ndarray, dict[int, str]]:
-    """Compute `columns`, tensors (B, ...) of a batch, for all samples of the split.
+    """Compute `columns`, tensors (B, ...) of a batch, for the samples `rows`, int64 (n,), n > 0, of the split; None is
+    all.
 
-    Collective. Returns on every rank the values in row order, and readable and problems as in `Predictions`. Raises
-    UserError when more images are unreadable than the reader's budget allows, and Stopped on all ranks when they agree
-    to stop.
+    Collective. Returns on every rank the values in the order of the rows, and readable and problems as in
+    `Predictions`. With rows, ranks take turns at batches that do not depend on their number, so that values are equal
+    bit for bit on any number of ranks. Raises UserError when more images are unreadable than the reader's budget
+    allows, and Stopped on all ranks when they agree to stop.
     """
-    parts, ranks, num_samples = [], reader.ranks, len(reader.split)
-    requests = eval_requests(num_samples, reader.batch, ranks.rank, ranks.world_size)
-    with reader.open(requests, num_samples) as (batches, problems):
+    parts, ranks = [], reader.ranks
+    share = reader.batch, ranks.rank, ranks.world_size
+    asked = eval_requests(len(reader.split), *share) if rows is None else requests(rows, *share)
+    rows = np.arange(len(reader.split)) if rows is None else rows
+    with reader.open(asked, len(rows)) as (batches, problems):
         for loaded in batches:
             parts.append([loaded.rows, loaded.valid.numpy(), *(column.cpu().numpy() for column in columns(loaded))])
     gathered = ranks.gather((parts, problems))
-    problems = reader.problems_of_all((bad for _, bad in gathered), num_samples)
+    problems = reader.problems_of_all((bad for _, bad in gathered), len(rows))
     of_all_ranks = [part for rank_parts, _ in gathered for part in rank_parts]
-    rows, *found = (np.concatenate(column) for column in zip(*of_all_ranks, strict=True))
+    seen, *found = (np.concatenate(column) for column in zip(*of_all_ranks, strict=True))
     # The last ranks repeat samples to have as many batches as the others; keep one of each row.
-    unique, first = np.unique(rows, return_index=True)
-    assert np.array_equal(unique, np.arange(num_samples)), "every sample is predicted"
-    readable, *values = (column[first] for column in found)
+    unique, first = np.unique(seen, return_index=True)
+    places = np.searchsorted(unique, rows)
+    assert np.array_equal(unique[places], rows), "every sample is computed"
+    readable, *values = (column[first[places]] for column in found)
     return values, readable, problems
+
+
+def requests(
+    rows: np.ndarray, batch: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (rows, zeros) for a Loader: every world_size-th batch, beginning with number `rank`.
+
+    All ranks get the same number of batches, because a forward pass is collective at ZeRO stage 3: ranks without a
+    batch left repeat the last one.
+    """
+    last = -(-len(rows) // batch) - 1
+    for first in range(0, last + 1, world_size):
+        start = min(first + rank, last) * batch
+        part = rows[start : start + batch]
+        yield part, np.zeros(len(part), dtype=np.int64)
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
@@ -128,17 +148,15 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
     # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
     losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
     loss = float(losses.mean()) if len(losses) else float("nan")
-    groups, has_top5 = split.groups, classification.has_top5(num_classes)
-    top1, top5 = hits[:, 0], hits.any(1)
-    return ClassificationScores(
-        float(top1.sum()) / n,
-        float(top5.sum()) / n if has_top5 else None,
-        loss,
-        n,
-        n - readable,
-        None if groups is None else effective_number(*in_groups(top1, groups)),
-        None if groups is None or not has_top5 else effective_number(*in_groups(top5, groups)),
-    )
+    accuracies = [(float(right.sum()) / n, _effective(right, split.groups)) for right in (hits[:, 0], hits.any(1))]
+    (top1, effective1), (top5, effective5) = accuracies
+    if not classification.has_top5(num_classes):
+        return ClassificationScores(top1, None, loss, n, n - readable, effective1)
+    return ClassificationScores(top1, top5, loss, n, n - readable, effective1, effective5)
+
+
+def _effective(right: np.ndarray, groups: np.ndarray | None) -> float | None:
+    return None if groups is None else effective_number(*in_groups(right, groups))
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -207,16 +225,16 @@ def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> n
 
     Restricted to the classes to show, because a table of all 21,843 classes would take 3.8 GB.
     """
-    place = np.full(1 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
+    # The last place is that of -1.
+    place = np.full(2 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
     place[classes] = np.arange(len(classes))
-    rows, columns = np.where(true < 0, -1, place[true]), np.where(predicted < 0, -1, place[predicted])
+    rows, columns = place[true], place[predicted]
     shown = (rows >= 0) & (columns >= 0)
     counts = np.bincount(rows[shown] * len(classes) + columns[shown], minlength=len(classes) ** 2)
     return counts.reshape(len(classes), len(classes))
 
 
-@dataclass(frozen=True)
-class ClassReport:
+class ClassReport(NamedTuple):
     """float64 (K,) each; support: int64 (K,), samples per class.
 
     As in scikit-learn, a class without predictions has precision 0, one without samples recall 0. Unreadable images
@@ -230,21 +248,20 @@ class ClassReport:
 
     def macro(self) -> dict[str, float]:
         """Unweighted means over the classes with samples: macro_precision, macro_recall, macro_f1."""
-        tested = self.support > 0
-        columns = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
-        return {f"macro_{name}": float(column[tested].mean()) for name, column in columns.items()}
+        means = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
+        return {f"macro_{name}": float(column[self.support > 0].mean()) for name, column in means.items()}
 
 
 def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> ClassReport:
     """Precision, recall and F1 per class, from `outcomes`; samples without labels are ignored."""
     predicted, true = predicted[true >= 0], true[true >= 0]
-    right = np.bincount(true[true == predicted], minlength=num_classes).astype(np.float64)
-    support = np.bincount(true, minlength=num_classes)
-    precision = _share(right, np.bincount(predicted[predicted >= 0], minlength=num_classes))
-    recall = _share(right, support)
-    f1 = _share(2 * precision * recall, precision + recall)
-    return ClassReport(precision, recall, f1, support)
+    right, guessed, support = (
+        np.bincount(classes, minlength=num_classes)
+        for classes in (true[true == predicted], predicted[predicted >= 0], true)
+    )
+    precision, recall = _share(right, guessed), _share(right, support)
+    return ClassReport(precision, recall, _share(2 * precision * recall, precision + recall), support)
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
+    return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)

@@ -8,7 +8,7 @@ this project's own reader, and the output says so.
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,84 +64,77 @@ def run(config: ExportConfig) -> LogitDifference:
         own = models.load(path, content=content).eval()
         _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
 
-    view = extra.get("preprocessing", {})
-    notes: list[str] = []  # Printed after the file is written: before that, the model may be refused.
-    if config.format in _FOLDERS and (note := written_filter(view)):
-        notes.append(note)
-    if config.format in export_mae.FORMATS:
-        return _export_mae(config, path, content, notes)
-
     # ------------------------------------------------------------------ the model to write
-    model = models.load(
-        path,
-        image_size=config.image_size or None,
-        num_classes=None if config.head else 0,
-        representation=None if config.head or not isinstance(trained, ViTConfig) else False,
-        content=content,
-        say=print,
-    ).eval()
+    model: Model | Mae | None
+    if config.format in export_mae.FORMATS:
+        model = Mae.from_weights(content, print)
+        if model is None:
+            raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
+    else:
+        model = models.load(
+            path,
+            image_size=config.image_size or None,
+            num_classes=None if config.head else 0,
+            representation=None if config.head or not isinstance(trained, ViTConfig) else False,
+            content=content,
+            say=print,
+        ).eval()
     del content  # whose tensors the model has copied
-    if config.format == "huggingface":
-        notes.append(written_crop(view, model.config.image_size))
-    if config.format in ("huggingface", "timm"):
-        notes.append(written_scale(model.config.pixels, config.format == "timm"))
-    if config.format not in _AS_IT_IS and isinstance(model.config, ViTConfig) and "sincos2d" in model.config.positions:
-        size = "{} x {}".format(*model.config.image_size)
-        notes.append(
-            f"positions = {model.config.positions} are written as a table, which is resampled at other sizes than"
-            f" {size}, where these weights compute theirs anew: for the same logits, export again with image_size=N"
-        )
-    if (
-        config.format == "huggingface"
-        and isinstance(model.config, ViTConfig)
-        and model.config.pool == "both"
-        and not model.config.num_classes
-    ):
-        notes.append(
-            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
-            " launch/features.py among them, are the class token alone"
-        )
-    if config.format == "timm" and extra.get("loss") == "sigmoid" and model.config.num_classes:
-        notes.append("it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid")
-    if config.format in _ARRAYS:
-        notes.append(
-            "it holds neither class names nor how images are read: where it is used, set class_names, image_size,"
-            " eval_crop, eval_resize, resize_filter and loss as of these weights"
-        )
 
     # ------------------------------------------------------------------ written, and compared with the target program
-    out = Path(config.out)
+    out, view = Path(config.out), extra.get("preprocessing", {})
     with new_output(out, config.format in _FOLDERS) as unfinished:
-        _write(model, config.format, unfinished, extra)
-        _print_notes(config, notes)
-        name, forward = _other_side(config.format, unfinished, model.config)
-        if forward is None:
-            if config.format == "onnx":
-                raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
-            print(f"{name} is not installed: the output is verified by this project's own reader only")
-            name, forward = _our_reader(unfinished, model.config)
-        difference = _compare(name, model, forward, config.tolerance)
+        if isinstance(model, Mae):
+            export_mae.write(model, config.format, unfinished, view)
+        else:
+            _write(model, config.format, unfinished, extra)
+        # After the model is accepted.
+        for note in filter(None, _notes(config.format, model, view, extra.get("loss"))):
+            print(f"{config.format}: {note}")
+        if isinstance(model, Mae):
+            name, ours, theirs = export_mae.compare(model, config.format, unfinished)
+            difference = _accept(name, ours, theirs, "predicted pixels", config.tolerance)
+        else:
+            name, forward = _other_side(config.format, unfinished, model.config)
+            if forward is None:
+                if config.format == "onnx":
+                    raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
+                print(f"{name} is not installed: the output is verified by this project's own reader only")
+                name, forward = _our_reader(unfinished, model.config)
+            difference = _compare(name, model, forward, config.tolerance)
     print(f"written: {out}")
     return difference
 
 
-def _print_notes(config: ExportConfig, notes: list[str]) -> None:
-    for note in filter(None, notes):
-        print(f"{config.format}: {note}")
-
-
-def _export_mae(config: ExportConfig, path: Path, content: Weights, notes: list[str]) -> LogitDifference:
-    model = Mae.from_weights(content, print)
-    if model is None:
-        raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
-    with new_output(Path(config.out), config.format in _FOLDERS) as unfinished:
-        export_mae.write(model, config.format, unfinished, content.extra.get("preprocessing", {}))
-        _print_notes(config, notes)
-        name, *found = export_mae.compare(model, config.format, unfinished)
-        difference = LogitDifference(*found)
-        _accept(name, difference, "predicted pixels", config.tolerance)
-    print(f"written: {config.out}")
-    return difference
+def _notes(form: str, model: Model | Mae, view: dict[str, Any], loss: str | None) -> Iterator[str]:
+    """What is to know where the file is used; "" is nothing."""
+    if form in _FOLDERS:
+        yield written_filter(view)
+    if isinstance(model, Mae):
+        return
+    config = model.config
+    if form == "huggingface":
+        yield written_crop(view, config.image_size)
+    if form in ("huggingface", "timm"):
+        yield written_scale(config.pixels, form == "timm")
+    if form not in _AS_IT_IS and isinstance(config, ViTConfig) and "sincos2d" in config.positions:
+        size = "{} x {}".format(*config.image_size)
+        yield (
+            f"positions = {config.positions} are written as a table, which is resampled at other sizes than {size},"
+            " where these weights compute theirs anew: for the same logits, export again with image_size=N"
+        )
+    if form == "huggingface" and isinstance(config, ViTConfig) and config.pool == "both" and not config.num_classes:
+        yield (
+            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
+            " launch/features.py among them, are the class token alone"
+        )
+    if form == "timm" and loss == "sigmoid" and config.num_classes:
+        yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
+    if form in _ARRAYS:
+        yield (
+            "it holds neither class names nor how images are read: where it is used, set class_names, image_size,"
+            " eval_crop, eval_resize, resize_filter and loss as of these weights"
+        )
 
 
 # ---------------------------------------------------------------------- writing
@@ -152,7 +145,7 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
-    elif form in ("npz", "big_vision"):
+    elif form in _ARRAYS:
         if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
             rows, columns = model.config.grid
             raise UserError(
@@ -290,19 +283,16 @@ _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
 
 @torch.no_grad()
 def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> LogitDifference:
-    """Print the difference of `forward` from the model on fixed images. Raises UserError above the tolerance."""
-    images = _images(model.config)
-    ours, theirs = model(images), forward(images)
-    what = "logits" if model.config.num_classes else "features"
+    """`_accept` the outputs of `forward` and of the model on fixed images."""
+    images, what = _images(model.config), "logits" if model.config.num_classes else "features"
+    return _accept(name, model(images), forward(images), what, tolerance)
+
+
+def _accept(name: str, ours: Tensor, theirs: Tensor, what: str, tolerance: float) -> LogitDifference:
+    """Print and return the difference. Raises UserError above the tolerance. what: the tensors are."""
     if theirs.shape != ours.shape:
         raise UserError(f"{name} computes {tuple(theirs.shape)} {what}, ours {tuple(ours.shape)}: not written.")
     difference = LogitDifference(float((ours - theirs).abs().max()), float(ours.abs().max()))
-    _accept(name, difference, what, tolerance)
-    return difference
-
-
-def _accept(name: str, difference: LogitDifference, what: str, tolerance: float) -> None:
-    """Print the difference. Raises UserError above the tolerance."""
     said = f"largest difference of {what} {difference.largest:.1e}, largest of {what} {difference.scale:.3g}"
     # Not `>`, which is False for NaN.
     if not difference.largest <= tolerance * difference.scale:
@@ -311,6 +301,7 @@ def _accept(name: str, difference: LogitDifference, what: str, tolerance: float)
             " or a larger tolerance."
         )
     print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
+    return difference
 
 
 def _images(config: Config) -> Tensor:

@@ -42,10 +42,8 @@ def write(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def compare(model: Mae, form: str, path: Path) -> tuple[str, float, float]:
-    """Returns (program, largest difference of reconstructions, largest reconstruction), of the file as the target
-    program reads it.
-    """
+def compare(model: Mae, form: str, path: Path) -> tuple[str, Tensor, Tensor]:
+    """Returns (program, our reconstructions, those of the target program, which reads the file)."""
     config = model.backbone.config
     assert isinstance(config, ViTConfig)
     generator = torch.Generator().manual_seed(0)
@@ -61,23 +59,18 @@ def compare(model: Mae, form: str, path: Path) -> tuple[str, float, float]:
         found = reader(model.as_predicted(images), noise=noise)
         own = mae.loss(model.as_predicted(images), ours, found.mask > 0, config.patch_size, model.normalise)
         print(f"transformers {library.__version__}: loss {float(found.loss):.6g}, ours {float(own):.6g}")
-        return f"transformers {library.__version__}", _largest(found.logits - ours), _largest(ours)
+        return f"transformers {library.__version__}", ours, found.logits
     facts = model.facts
     known = {"num_heads": facts.num_heads, "normalise": facts.normalise}
     again = Mae.from_weights(read_weights(path), lambda line: None, **known)
     assert again is not None, "its decoder was just written"
     predicted = again.predict(images, kept, places)
     if not facts.normalise:  # Of a .pth, they are pixels as ImageNet's mean and deviation make them.
-        predicted = _as_pixels(predicted, again)
-        ours = _as_pixels(ours, model)
-    return "our own reader", _largest(predicted - ours), _largest(ours)
+        predicted, ours = _as_pixels(predicted, again), _as_pixels(ours, model)
+    return "our own reader", ours, predicted
 
 
 def _as_pixels(predictions: Tensor, model: Mae) -> Tensor:
     """(B, N, 3 P P) of a model -> in [0, 1]."""
     mean, std = (torch.tensor(values).repeat(predictions.shape[2] // 3) for values in (model.mean, model.std))
     return predictions * std + mean
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max())

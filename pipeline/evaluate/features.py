@@ -12,17 +12,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.gallery import DPI, Tile
 from pipeline.base.page import png
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
+from pipeline.evaluate.loaded_model import (
+    LoadedModel,
+    check_outputs,
+    load_model,
+    print_unreadable,
+    refuse_none_readable,
+)
 from pipeline.evaluate.predict import open_images
 from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.shown import read_shown, sheet
@@ -48,13 +53,16 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
         try_output("sheet", _sheet(config), "file")
     loaded = load_model(config)
     images, _ = open_images(config, loaded)
-    for line in images.split.notes():
-        print(line)
-    query = _open_query(config, loaded.pixels) if config.like else None
-    wanted = None if query is None else _features_of(config, loaded, query)
-    similarities = _write_table(config, loaded, images, wanted)
-    if query is None:
+    if not config.like:
+        _write_table(config, loaded, images, None)
         return []
+    if not Path(config.like).is_file():
+        raise UserError(f"like = {config.like} is not an image file on this machine. Give the path of one.")
+    query = open_adhoc_split([config.like], "", "none", [], "like", loaded.pixels).split
+    if len(query) != 1:
+        raise UserError(f"like = {config.like} has {counted(len(query), 'image')}. Give the path of one.")
+    wanted = _unit(loaded.features_of(config, query, np.zeros(1, np.int64), f"like = {config.like}").values)[0]
+    similarities = _write_table(config, loaded, images, wanted)
     # Stable: of equally similar images, the first comes first.
     rows = np.argsort(-similarities, kind="stable")[: min(_NUM_LIKE, int(np.isfinite(similarities).sum()))]
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
@@ -64,24 +72,6 @@ def _sheet(config: FeaturesConfig) -> Path:
     return Path(config.out).with_suffix(".similar.png")
 
 
-def _open_query(config: FeaturesConfig, pixels: Pixels) -> AdhocSplit:
-    path = to_path(config.like)
-    if not (isinstance(path, Path) and path.is_file()):
-        raise UserError(f"like = {config.like} is not an image file on this machine. Give the path of one.")
-    query = open_adhoc_split([config.like], "", "none", [], pixels=pixels)
-    if len(query.split) != 1:
-        raise UserError(f"like = {config.like} has {counted(len(query.split), 'image')}. Give the path of one.")
-    return query
-
-
-def _features_of(config: FeaturesConfig, loaded: LoadedModel, query: AdhocSplit) -> np.ndarray:
-    """float64 (D,), of length 1."""
-    with loaded.reading(query.split, config, 1) as reader:
-        seen = extract(loaded.features, reader, np.zeros(1, np.int64))
-    check_outputs(config.weights, f"like = {config.like}", seen, query.split)
-    return _unit(seen.values)[0]
-
-
 def _write_table(
     config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, wanted: np.ndarray | None
 ) -> np.ndarray:
@@ -89,7 +79,7 @@ def _write_table(
 
     It is minus infinity for an unreadable image, and 0 for all if nothing is wanted.
     """
-    split, out = images.split, Path(config.out)
+    split, out, where = images.split, Path(config.out), ", ".join(config.images)
     similarities = np.full(len(split), -np.inf)
     problems: dict[int, str] = {}
     # Whole batches, so that the parts do not change the values.
@@ -102,15 +92,13 @@ def _write_table(
             seen = extract(loaded.features, of_part, rows)
             problems = reader.problems_of_all([problems, seen.problems], len(split))
             if seen.readable.any():
-                check_outputs(config.weights, ", ".join(config.images), seen, split, rows)
+                check_outputs(config.weights, where, seen, split, rows)
             found = np.zeros(len(rows)) if wanted is None else _unit(seen.values) @ wanted
             similarities[rows] = np.where(seen.readable, found, -np.inf)
             table = _table(config, loaded, images, rows, seen)
             writer = writer or stack.enter_context(pq.ParquetWriter(file, table.schema))
             writer.write_table(table)
-        if len(problems) == len(split):
-            none = Features(np.empty((len(split), 0), np.float32), np.zeros(len(split), bool), problems)
-            check_outputs(config.weights, ", ".join(config.images), none, split)
+        refuse_none_readable(where, problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config).unlink(missing_ok=True)
     print_unreadable(problems, split.keys, "no vector")
@@ -124,12 +112,8 @@ def _table(
 ) -> pa.Table:
     """Some rows of the table. An unreadable image has no vector, and the reason in `problem`."""
     # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
-    ends = np.cumsum(seen.readable) * seen.values.shape[1]
-    vectors = pa.ListArray.from_arrays(
-        pa.array(np.concatenate([[0], ends]), pa.int32()),
-        pa.array(seen.values[seen.readable].ravel()),
-        mask=pa.array(~seen.readable),
-    )
+    found = [vector if valid else None for vector, valid in zip(seen.values, seen.readable, strict=True)]
+    vectors = pa.array(found, pa.list_(pa.float32()))
     fields = [("key", pa.string()), ("label", pa.string()), ("vector", vectors.type), ("problem", pa.string())]
     about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
     if note := checkpoint_note(loaded.extra):
@@ -142,12 +126,12 @@ def _table(
 def _draw_neighbours(
     config: FeaturesConfig,
     loaded: LoadedModel,
-    query: AdhocSplit,
+    query: Split,
     images: AdhocSplit,
     rows: np.ndarray,
     similarities: np.ndarray,
 ) -> list[tuple[str, float]]:
-    _, (image,) = read_shown(config, loaded, query.split, np.zeros(1, np.int64))
+    _, (image,) = read_shown(config, loaded, query, np.zeros(1, np.int64))
     _, pixels = read_shown(config, loaded, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)
     tiles = []

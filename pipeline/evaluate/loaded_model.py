@@ -25,7 +25,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
 from pipeline.evaluate.classify import Predictions
-from pipeline.evaluate.probes.features import Features
+from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.files import FILES
@@ -95,6 +95,13 @@ class LoadedModel:
         """images (B, H, W, C) -> (B, D), the head's input."""
         return self.model.features(self.images(pixels))
 
+    def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
+        """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""
+        with self.reading(split, config, len(rows)) as reader:
+            seen = extract(self.features, reader, rows)
+        check_outputs(config.weights, where, seen, split, rows)
+        return seen
+
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K)."""
         return self.model.head(self.features(pixels)).float()
@@ -150,20 +157,24 @@ def check_outputs(
     weights, where: names of the weights and the images for the message. rows: int64, those of the split that were read;
     None is all.
     """
-    num_images = len(split) if rows is None else len(rows)
+    rows = np.arange(len(split)) if rows is None else rows
+    refuse_none_readable(where, seen.problems, split, len(rows))
     values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
-    if not seen.readable.any():
-        row = min(seen.problems)
-        raise UserError(
-            f"none of the {counted(num_images, 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
-            f"{seen.problems[row]}. Check the files."
-        )
-    broken = np.flatnonzero(seen.readable & ~np.isfinite(values))
+    broken = rows[seen.readable & ~np.isfinite(values)]
     if len(broken):
         raise UserError(
-            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(num_images, 'image')}, the first"
-            f" {split.keys(broken[:1] if rows is None else rows[broken[:1]])[0]}. Use precision=fp32, or an earlier"
-            " checkpoint."
+            f"{weights} gives NaN or infinity for {len(broken):,} of {counted(len(rows), 'image')}, the first"
+            f" {split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
+        )
+
+
+def refuse_none_readable(where: str, problems: dict[int, str], split: Split, num_images: int) -> None:
+    """Raise UserError if no image is readable. problems: row -> reason."""
+    if len(problems) == num_images:
+        row = min(problems)
+        raise UserError(
+            f"none of the {counted(num_images, 'image')} of {where} can be read; the first is {split.keys([row])[0]}: "
+            f"{problems[row]}. Check the files."
         )
 
 

@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -51,8 +51,6 @@ def run(config: PredictConfig) -> pa.Table:
             " images; launch/features.py writes the features, and finds similar images."
         )
     images, names = open_images(config, loaded)
-    for line in images.split.notes():
-        print(line)
     predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
     keys = images.split.keys(range(len(images.split)))
     table = _table(predictions, images, keys, names)
@@ -70,7 +68,8 @@ def run(config: PredictConfig) -> pa.Table:
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
-    """Open `config.images`; returns them and the class names of the weights, readable ones where they are known.
+    """Open `config.images`, and print what is left out. Returns them and the class names of the weights, readable ones
+    where they are known.
 
     Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
 
@@ -85,7 +84,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             f" {counted(num_classes, 'class')}."
         )
     numbers = [f"class {number}" for number in range(num_classes)]
-    images = open_adhoc_split(config.images, config.split, config.exclude, own or numbers, pixels=loaded.pixels)
+    (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
     if own and images.fingerprint:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
     if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):

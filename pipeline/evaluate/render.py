@@ -148,22 +148,19 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     figure = Figure(figsize=(side + 0.8, side), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     # Square root scale, so that a share of 2 % is visible beside a diagonal near 1.
-    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, ticks=[0, 0.01, 0.05, 0.25, 0.5, 1])
-    bar.ax.set_yticklabels(["0", "1 %", "5 %", "25 %", "50 %", "100 %"])
-    short = [shorten(name) for name in names]
+    cells = axes.pcolormesh(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), edgecolors="0.9", linewidth=0.5)
+    ticks = [0, 0.01, 0.05, 0.25, 0.5, 1]
+    bar = figure.colorbar(cells, ax=axes, shrink=0.8, ticks=ticks)
+    bar.ax.set_yticklabels([f"{tick:.0%}" for tick in ticks])
+    short, places = [shorten(name) for name in names], np.arange(len(names)) + 0.5
     # A "$" in a name does not start a formula.
-    axes.set_xticks(range(len(names)), short, rotation=90, parse_math=False)
-    axes.set_yticks(range(len(names)), short, parse_math=False)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    axes.set_title(title)
-    axes.set_xticks(np.arange(len(names) + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="0.9", linewidth=0.5)
-    axes.tick_params(which="minor", length=0)
+    axes.set_xticks(places, short, rotation=90, parse_math=False)
+    axes.set_yticks(places, short, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class", title=title, aspect="equal")
+    axes.invert_yaxis()
     if annotated:
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.3 else "black"
-            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=8)
+            place = column + 0.5, row + 0.5
+            axes.text(*place, f"{counts[row, column]}", ha="center", va="center", color=colour, fontsize=8)
     return png(figure)

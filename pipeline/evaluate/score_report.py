@@ -3,11 +3,12 @@
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 
 from pipeline.base import json_record
@@ -41,7 +42,6 @@ from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.outputs import hold
-from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import ScoreConfig
 
 # Keys of the scores, and settings of the probes, that MLflow shows as parameters.
@@ -129,8 +129,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             **score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict(),
             **classes.macro(),
         }
-        columns = zip(scored.class_names, *(column.tolist() for column in asdict(classes).values()), strict=True)
-        scores["per_class"] = [dict(zip(("class", *asdict(classes)), row, strict=True)) for row in columns]
+        scores["per_class"] = pa.table({"class": scored.class_names, **classes._asdict()}).to_pylist()
         picture = render.draw_confusion(true, predicted, scored.class_names)
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
@@ -180,47 +179,18 @@ def _send(
     facts = DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, size, classes, "evaluation", notes)
     held_out = f" {not_held_out(split.name, trained)}." if trained else ""
     about = RunFacts(
-        f"on {data}:{split.name}",
+        f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split.name}",
         "evaluation",
         parameters,
-        description=f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
+        {"model": architecture.name_of(loaded.model.config), "data": facts.digest, "dataset": data},
+        (facts,),
+        f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
+        {"parent": origin.run_id} if origin.run_id else {},
         score=score,
         scored_on=scored_on,
-    )
-    send_scores(config, loaded, origin, facts, about, metrics | probed, folder, files)
-
-
-def send_scores(
-    config: ScoreConfig | SegmentConfig,
-    loaded: LoadedModel,
-    origin: WeightsOrigin,
-    data: DatasetFacts,
-    facts: RunFacts,
-    metrics: dict[str, float],
-    folder: Path,
-    files: Iterable[str],
-) -> None:
-    """Send scores to MLflow, as a run that names the run of the weights, also before the name of `facts`.
-
-    data: what was scored on. files: names in the folder.
-    """
-    facts = replace(
-        facts,
-        name=f"{loaded.extra.get('run') or Path(config.weights).name} {facts.name}",
-        tags={"model": architecture.name_of(loaded.model.config), "data": data.digest, "dataset": data.name},
-        datasets=(data,),
-        parents={"parent": origin.run_id} if origin.run_id else {},
         origin=origin,
     )
-    send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], config.experiment)
-
-
-def _renamed(dataset: Dataset, extra: dict[str, Any]) -> Dataset:
-    """The data set with the names by which weights know its classes. extra: of the weights."""
-    names = names_in_mixture(dataset.classes, dataset.fingerprint, extra)
-    triples = zip(dataset.classes, names, dataset.class_names, strict=True)
-    shown = [shown if name == own else name for own, name, shown in triples]
-    return replace(dataset, info={**dataset.info, "classes": names, "class_names": shown})
+    send_report(config.mlflow, folder, about, metrics | probed, [folder / name for name in files], config.experiment)
 
 
 def _in_classes_of_weights(
@@ -231,43 +201,35 @@ def _in_classes_of_weights(
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
     are.
     """
-    num_classes, names = loaded.model.config.num_classes, None
+    num_classes, names, own = loaded.model.config.num_classes, None, dataset.classes
     if config.match_classes:
-        dataset, names = _renamed(dataset, loaded.extra), loaded.extra.get("classes")
-    if num_classes and names and names != dataset.classes and set(dataset.classes) <= set(names):
-        numbers = label_map(dataset.classes, names)
-        others = ", and a prediction of one of the others is wrong" * (len(dataset.classes) < len(names))
-        print(
-            f"classes by name: the {len(dataset.classes):,} of {config.data} are among the {len(names):,} of the"
-            f" weights{others}"
-        )
-        shown = dict(zip(dataset.classes, dataset.class_names, strict=True))
-        info = {
-            **dataset.info,
-            "classes": names,
-            "num_classes": len(names),
-            "class_names": [shown.get(name, name) for name in names],
-        }
-        return replace(dataset, info=info), split.relabelled(numbers)
-    _check_classes(config, num_classes, names, dataset)
-    if not names and config.match_classes:
-        print(unnamed_note(config.weights, config.data))
-    return dataset, split
-
-
-def _check_classes(config: ScoreConfig, num_classes: int, names: list[str] | None, dataset: Dataset) -> None:
+        names, own = loaded.extra.get("classes"), names_in_mixture(own, dataset.fingerprint, loaded.extra)
+    if num_classes and names and set(own) <= set(names):
+        if names != own:
+            split = split.relabelled(label_map(own, names))
+            others = ", and a prediction of one of the others is wrong" * (len(own) < len(names))
+            known = f"{len(own):,} of {config.data} are among the {len(names):,} of the weights"
+            print(f"classes by name: the {known}{others}")
+        triples = zip(dataset.classes, own, dataset.class_names, strict=True)
+        shown = {name: readable if name == unnamed else unnamed for unnamed, name, readable in triples}
+        class_names = [shown.get(name, name) for name in names]
+        info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
+        return replace(dataset, info=info), split
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
-    if num_classes != dataset.num_classes:
+    if num_classes != len(own):
         raise UserError(
-            f"{config.weights} has {counted(num_classes, 'class')}, {config.data} has"
-            f" {counted(dataset.num_classes, 'class')}. {remedy}"
+            f"{config.weights} has {counted(num_classes, 'class')}, {config.data} has {counted(len(own), 'class')}."
+            f" {remedy}"
         )
-    for number, (there, here) in enumerate(zip(names or [], dataset.classes, strict=False)):
+    for number, (there, here) in enumerate(zip(names or own, own, strict=False)):
         if there != here:
             raise UserError(
-                f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {remedy} "
-                "If only the names differ: match_classes=false."
+                f"class {number} is {there!r} in {config.weights}, but {here!r} in {config.data}. {remedy} If only the"
+                " names differ: match_classes=false."
             )
+    if config.match_classes:
+        print(unnamed_note(config.weights, config.data))
+    return dataset, split
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:

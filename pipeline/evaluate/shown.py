@@ -4,40 +4,30 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from pipeline.base.errors import UserError
 from pipeline.base.gallery import MAX_IMAGES, Tile, gallery
-from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import ViewWriter, read_by, shown_view
-from pipeline.evaluate.loaded_model import LoadedModel, print_unreadable
+from pipeline.data.loading.views import read_by, shown_view
+from pipeline.evaluate.loaded_model import LoadedModel, print_unreadable, refuse_none_readable
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.settings.commands.weights import LookConfig
 from pipeline.settings.quantities import ImageSize
 
 
-def read_view(config: LookConfig, split: Split, rows: np.ndarray, view: ViewWriter) -> tuple[np.ndarray, Tensor]:
-    """The rows that can be read, and their views (n, H, W, C). The others are printed. Raises UserError for none."""
-    with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
-        kept, pixels = read_pixels(loader, rows, config.batch)
-    print_unreadable(loader.bad, split.keys, "left out")
-    if len(loader.bad) == len(rows):
-        raise UserError(
-            f"none of the {counted(len(rows), 'image')} chosen of {', '.join(config.images)} can be read; the first:"
-            f" {next(iter(loader.bad.values()))}."
-        )
-    return kept, pixels
-
-
 def read_shown(
     config: LookConfig, loaded: LoadedModel, split: Split, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Like `read_view`: what the model sees, with enough pixels to look at, uint8 (n, H, W, 3)."""
+    """The rows that can be read, and what the model sees of them, with enough pixels to look at, uint8 (n, H, W, 3).
+
+    The others are printed. Raises UserError for none.
+    """
     view = shown_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
-    kept, images = read_view(config, split, rows, view)
+    with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
+        kept, images = read_pixels(loader, rows, config.batch)
+    print_unreadable(loader.bad, split.keys, "left out")
+    refuse_none_readable(f"images = {', '.join(config.images)} that were chosen", loader.bad, split, len(rows))
     return kept, to_rgb(images.numpy(), loaded.pixels)
 
 

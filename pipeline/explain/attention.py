@@ -6,9 +6,9 @@ through hooks, so that training is not affected. Shape letters: B images, L laye
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,57 +47,48 @@ def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> A
     memory.
     """
     batch = max(1, min(batch, _MAX_WEIGHTS // (model.config.num_heads * model.config.num_tokens**2)))
-    parts = []
-    for part in tqdm(images.split(batch), desc="attention", unit=" batches", disable=None):
-        summary = _Summary(model, part)
-        forward_with_attention(model, part, summary.add)
-        parts.append(summary.result())
-    tensors: Any = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("maps", "rollout", "distances")
-    }
-    return replace(parts[0], **tensors)
+    batches = tqdm(images.split(batch), desc="attention", unit=" batches", disable=None)
+    parts = zip(*(_summarise(model, part) for part in batches), strict=True)
+    maps, rollout, distances = (torch.cat(tensors) for tensors in parts)
+    layers = [f"block {number + 1}" for number in range(len(model.blocks))] + [POOLING] * (model.pool is not None)
+    return Attention(maps, layers, rollout, distances)
 
 
-class _Summary:
-    """Reduces the weights of one layer after another to an `Attention`."""
+def _summarise(model: VisionTransformer, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(maps, rollout, distances) of `Attention`, of whose layers one after another is in memory."""
+    config, has_token = model.config, model.config.pool in ("token", "both")
+    # The patches come last; before them the class token, and registers, which the head does not read.
+    first = config.num_tokens - config.num_patches
+    apart = patch_distances(config).to(images.device)
+    identity = torch.eye(config.num_tokens, device=images.device).expand(len(images), -1, -1)
+    # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of
+    # each.
+    read_by_head = torch.zeros(len(images), config.num_tokens, device=images.device)
+    if config.pool != "token":
+        read_by_head[:, first:] = 1 / config.num_patches
+    if has_token:
+        read_by_head[:, 0] = 1
+    if config.pool == "both":
+        read_by_head /= 2
+    rollout = identity
+    maps: list[Tensor] = []
+    distances: list[Tensor] = []
 
-    def __init__(self, model: VisionTransformer, images: Tensor):
-        self.config, self.has_token = model.config, model.config.pool in ("token", "both")
-        # The patches come last; before them the class token, and registers, which the head does not read.
-        self.first_patch = self.config.num_tokens - self.config.num_patches
-        self.patch_distances = patch_distances(self.config).to(images.device)
-        self.identity = torch.eye(self.config.num_tokens, device=images.device).expand(len(images), -1, -1)
-        self.rollout = self.identity
-        # (B, N), the share of each token in the input of the head: the class token, the mean of the patches, or half of
-        # each.
-        self.read_by_head = torch.zeros(len(images), self.config.num_tokens, device=images.device)
-        if self.has_token:
-            self.read_by_head[:, 0] = 1
-        if self.config.pool != "token":
-            self.read_by_head[:, self.first_patch :] = 1 / self.config.num_patches
-        if self.config.pool == "both":
-            self.read_by_head /= 2
-        self.maps: list[Tensor] = []
-        self.layers: list[str] = []
-        self.distances: list[Tensor] = []
-
-    def add(self, name: str, weights: Tensor) -> None:
+    def add(name: str, weights: Tensor) -> None:
         """weights: (B, H, N, N), or (B, H, 1, N) of attention pooling."""
-        first = self.first_patch
-        queries = weights[:, :, 0] if self.has_token else weights[:, :, first:].mean(2)
+        nonlocal read_by_head, rollout
+        queries = weights[:, :, 0] if has_token or name == POOLING else weights[:, :, first:].mean(2)
         if name == POOLING:
-            queries = weights[:, :, 0]
-            self.read_by_head = queries.mean(1)
+            read_by_head = queries.mean(1)
         else:
-            self.distances.append((weights[:, :, first:, first:] * self.patch_distances).sum(3).mean(2).cpu())
-            self.rollout = (weights.mean(1) + self.identity) / 2 @ self.rollout
-        self.maps.append(queries[:, :, first:].unflatten(2, self.config.grid).cpu())
-        self.layers.append(name)
+            distances.append((weights[:, :, first:, first:] * apart).sum(3).mean(2).cpu())
+            rollout = (weights.mean(1) + identity) / 2 @ rollout
+        maps.append(queries[:, :, first:].unflatten(2, config.grid).cpu())
 
-    def result(self) -> Attention:
-        tokens = torch.einsum("bn,bnm->bm", self.read_by_head, self.rollout)
-        rollout = tokens[:, self.first_patch :].unflatten(1, self.config.grid).cpu()
-        return Attention(torch.stack(self.maps, 1), self.layers, rollout, torch.stack(self.distances, 1))
+    forward_with_attention(model, images, add)
+    tokens = torch.einsum("bn,bnm->bm", read_by_head, rollout)
+    of_patches = tokens[:, first:].unflatten(1, config.grid).cpu()
+    return torch.stack(maps, 1), of_patches, torch.stack(distances, 1)
 
 
 @torch.no_grad()
@@ -108,12 +99,17 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
     query.
     """
     handles = []
+
+    def watch(module: nn.Module, name: str, weights_of: Callable[[Tensor], Tensor]) -> None:
+        hook = module.register_forward_hook(lambda _, inputs, output: on_weights(name, weights_of(output)))
+        handles.append(hook)
+
     rotation = model.rotation(images.device)
     for number, block in enumerate(cast(list[Block], model.blocks), start=1):
-        hook = partial(_block_hook, on_weights, f"block {number}", block.attention, model.config, rotation)
-        handles.append(block.attention.qkv.register_forward_hook(hook))
+        weights_of = partial(_block_weights, block.attention, model.config, rotation)
+        watch(block.attention.qkv, f"block {number}", weights_of)
     if model.pool is not None:
-        handles.append(model.pool.key_value.register_forward_hook(partial(_pooling_hook, on_weights, model.pool)))
+        watch(model.pool.key_value, POOLING, partial(_pooling_weights, model.pool))
     try:
         return model(images)
     finally:
@@ -121,50 +117,31 @@ def forward_with_attention(model: VisionTransformer, images: Tensor, on_weights:
             handle.remove()
 
 
-def _block_hook(
-    on_weights: OnWeights,
-    name: str,
-    attention: SelfAttention,
-    config: ViTConfig,
-    rotation: rope.Rotation | None,
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    qkv: Tensor,
-) -> None:
-    """Forward hook of `SelfAttention.qkv`."""
+def _block_weights(attention: SelfAttention, config: ViTConfig, rotation: rope.Rotation | None, qkv: Tensor) -> Tensor:
+    """qkv: output of `SelfAttention.qkv`."""
     q, k, _ = attention.split(qkv, rotation)
     logits = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[3])
     if attention.relative is not None:
         logits = logits + attention.relative(q).float()
     weights = logits.softmax(3)
     if isinstance(attention, AxialAttention):
-        weights = _over_all_tokens(weights, config.grid, attention.along_rows)
-    on_weights(name, weights)
+        return _over_all_tokens(weights, config.grid, attention.along_rows)
+    return weights
 
 
-def _pooling_hook(
-    on_weights: OnWeights,
-    pool: AttentionPooling,
-    module: nn.Module,
-    inputs: tuple[Tensor, ...],
-    key_value: Tensor,
-) -> None:
-    """Forward hook of `AttentionPooling.key_value`."""
+def _pooling_weights(pool: AttentionPooling, key_value: Tensor) -> Tensor:
+    """key_value: output of `AttentionPooling.key_value`."""
     q = pool.query(pool.probe).view(1, 1, pool.num_heads, -1).transpose(1, 2).float()
     k = key_value.view(*key_value.shape[:2], 2, pool.num_heads, -1)[:, :, 0].transpose(1, 2).float()
-    on_weights(POOLING, (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).softmax(3))
+    return (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).softmax(3)
 
 
 def _over_all_tokens(weights: Tensor, grid: tuple[int, int], along_rows: bool) -> Tensor:
     """(B*lines, H, n, n) within each row or column of the grid -> (B, H, N, N), zero between different lines."""
-    (h, w), H, n = grid, weights.shape[1], weights.shape[2]
-    lines = torch.arange(h if along_rows else w)
-    within = weights.view(-1, len(lines), H, n, n).transpose(0, 1)  # (lines, B, H, n, n)
-    full = weights.new_zeros(within.shape[1], H, h, w, h, w)
-    if along_rows:
-        full[:, :, lines, :, lines, :] = within
-    else:
-        full[:, :, :, lines, :, lines] = within
+    num_lines = grid[0] if along_rows else grid[1]
+    same = torch.eye(num_lines, device=weights.device)
+    places = "bHliLj" if along_rows else "bHiljL"
+    full = torch.einsum(f"blHij,lL->{places}", weights.unflatten(0, (-1, num_lines)), same)
     return full.flatten(4).flatten(2, 3)
 
 

@@ -41,7 +41,7 @@ def patch_components(model: VisionTransformer, images: Tensor, batch: int) -> Pa
     variances, directions = variances.flip(0).clamp(min=0), vectors.T.flip(0)[:3]
     signs = directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()
     values = centred @ (directions * signs).T
-    low, high = (torch.stack([column.quantile(end) for column in values.T]) for end in _ENDS)
+    low, high = values.quantile(values.new_tensor(_ENDS), dim=0)
     # Where nothing varies, the middle of the scale.
     varies = high - low > 1e-9 * patches.abs().max()
     colours = torch.where(varies, (values - low) / torch.where(varies, high - low, 1), 0.5).clamp(0, 1)

@@ -79,7 +79,9 @@ def draw_positions(similarity: Tensor) -> Figure:
     figure = Figure(figsize=(side * columns + 1.2, side * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for number, (axes, table) in enumerate(zip(panels, similarity.numpy(), strict=False)):
-        sheet = _sheet(table.astype(np.float64), max(1, round(0.12 * table.shape[1])), np.nan)
+        gap = max(1, round(0.12 * table.shape[1]))
+        tiles = np.pad(table, ((0, 0), (0, 0), (0, gap), (0, gap)), constant_values=np.nan)
+        sheet = np.concatenate(np.concatenate(tiles, 1), 1)[:-gap, :-gap]
         image = axes.imshow(sheet, cmap=MAP, vmin=-1, vmax=1, interpolation="nearest")
         axes.set_axis_off()
         if num_tables > 1:
@@ -91,14 +93,6 @@ def draw_positions(similarity: Tensor) -> Figure:
     bar.ax.tick_params(labelsize=SMALL)
     figure.suptitle("Similarity of position embeddings", fontsize=TITLE, weight="bold")
     return figure
-
-
-def _sheet(tiles: np.ndarray, gap: int, fill: float) -> np.ndarray:
-    """Tiles (rows, columns, height, width, ...) as one image, with gaps between them."""
-    rows, columns, height, width, *channels = tiles.shape
-    sheet = np.full((rows, columns, height + gap, width + gap, *channels), fill, tiles.dtype)
-    sheet[:, :, :height, :width] = tiles
-    return sheet.swapaxes(1, 2).reshape(rows * (height + gap), columns * (width + gap), *channels)[:-gap, :-gap]
 
 
 def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:

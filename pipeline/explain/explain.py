@@ -1,7 +1,6 @@
 """Writes a folder of drawings that explain weights, and what they compute for images; `run` does everything."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,17 +15,22 @@ from pipeline.base.gallery import DPI
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import eval_view, noting_left_out, read_by
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.adhoc_split import AdhocSplit
-from pipeline.evaluate.classify import outcomes
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
+from pipeline.evaluate.classify import each_sample, outcomes
+from pipeline.evaluate.loaded_model import (
+    LoadedModel,
+    load_model,
+    output_folder,
+    print_unreadable,
+    refuse_none_readable,
+)
 from pipeline.evaluate.predict import open_images, predict_all
-from pipeline.evaluate.shown import read_shown, read_view
+from pipeline.evaluate.shown import read_shown
 from pipeline.explain import drawings, galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
@@ -162,21 +166,19 @@ def _draw_images(
     """The drawings of images, and of what the model computes for them."""
     pictures, names = open_images(config, loaded)
     split = pictures.split
-    for line in split.notes():
-        print(line)
     order = random_numbers.permutation(len(split), config.seed, Purpose.EXPLAINED_IMAGES)
     if len(order) <= config.num_drawn:
         order = np.sort(order)
-    num_read = max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)
-    view = eval_view(loaded.view, loaded.image_size, *read_by(loaded.pixels, split))
-    unread = dict[int, set[str]]()
-    if split.left_out is None and "predictions" not in wanted:  # Predicting says it.
-        view = noting_left_out(view, unread)
-    rows, pixels = read_view(config, split, order[:num_read], view)
-    for line in describe_left_out(Counter(what for of_row in unread.values() for what in of_row)):
-        print(line)
-    rows, few = rows[: config.num_drawn], pixels[: config.num_drawn]
-    shown = read_shown(config, loaded, split, rows)[1]
+    rows = order[: max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)]
+    with loaded.reading(split, config, len(rows)) as reader:
+        left_out = {} if "predictions" in wanted else reader.left_out  # Predicting says it.
+        any_number = replace(reader, budget=BadBudget(1.0), left_out=left_out)
+        (values,), readable, problems = each_sample(lambda batch: [batch.images], any_number, rows)
+    print_unreadable(problems, split.keys, "left out")
+    refuse_none_readable(", ".join(config.images), problems, split, len(rows))
+    rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
+    few = pixels[: config.num_drawn]
+    _, shown = read_shown(config, loaded, split, rows)
     captions = [_caption(pictures, row) for row in rows.tolist()]
     numbers["images"] = split.keys(rows)
 

@@ -64,18 +64,21 @@ def draw_attention(
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:
     """(maps (B, layers, heads, h, w), names of the layers, names of the heads) of this choice; see draw_attention."""
-    maps, layers = attention.maps, attention.layers
+    num_blocks = sum(name != POOLING for name in attention.layers)
+    maps, layers = attention.maps[:, : num_blocks if layer == "mean" else None], attention.layers
     heads = [f"head {number + 1}" for number in range(maps.shape[2])]
-    num_blocks = sum(name != POOLING for name in layers)
-    if layer == "mean":
-        maps, layers = maps[:, :num_blocks].mean(1, keepdim=True), ["mean of the blocks"]
-    elif layer != "all":
-        maps, layers = maps[:, [int(layer) - 1]], [layers[int(layer) - 1]]
-    if head == "mean":
-        maps, heads = maps.mean(2, keepdim=True), ["mean of the heads"]
-    elif head != "all":
-        maps, heads = maps[:, :, [int(head) - 1]], [heads[int(head) - 1]]
+    maps, layers = _choose(maps, 1, layers, layer, "mean of the blocks")
+    maps, heads = _choose(maps, 2, heads, head, "mean of the heads")
     return maps, layers, heads
+
+
+def _choose(maps: Tensor, dim: int, names: list[str], choice: str, mean: str) -> tuple[Tensor, list[str]]:
+    """(maps, their names along `dim`). mean: name of the mean."""
+    if choice == "mean":
+        return maps.mean(dim, keepdim=True), [mean]
+    if choice == "all":
+        return maps, names
+    return maps.narrow(dim, int(choice) - 1, 1), [names[int(choice) - 1]]
 
 
 def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]) -> Figure:

@@ -168,6 +168,8 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
         ),
         (3, "labelled=nowhere", "labelled = nowhere: no such file or folder"),
         (3, "labelled_split=val", "labelled_split = val has no effect without labelled"),
+        (3, "labelled=PHOTOS labelled_split=val", "labelled_split = val"),
+        (3, "exclude=none", "exclude = none"),
     ],
 )
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -192,6 +192,8 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("nowhere: no such file or folder", "nowhere"),
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
+        ("split = test", tmp_path / "bad.jpg", "split=test"),
+        ("exclude = none", tmp_path / "bad.jpg", "exclude=none"),
         ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
     ):
         with pytest.raises(UserError, match=said) as error:

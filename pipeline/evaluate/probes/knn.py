@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+# Test samples that are compared with all training samples at a time: as many, but those of fewer similarities.
+_CHUNK, _MAX_SIMILARITIES = 1024, 2**26
+
 
 @torch.no_grad()
 def knn_predict(
@@ -16,7 +19,6 @@ def knn_predict(
     num_classes: int,
     k: int,
     temperature: float,
-    chunks: tuple[int, int] = (1024, 16_384),
 ) -> Tensor:
     """Votes for each class, float32 (m, K): each of the k most similar training samples votes with exp(cosine /
     temperature).
@@ -25,29 +27,14 @@ def knn_predict(
     train_features: float (n, D); train_labels: int64 (n,), 0 to K - 1; test_features: float (m, D); all on one device.
     Features are normalised here. With fewer than k training samples all of them vote. The votes of a row are divided by
     its largest single vote, which keeps their order and prevents an overflow at low temperatures.
-    chunks: test and training samples compared at a time; by default their similarities take 64 MiB.
+    Similarities take 256 MiB at a time.
     """
     k = min(k, len(train_features))
     train = normalize(train_features.float())
     scores = torch.zeros(len(test_features), num_classes, device=test_features.device)
-    for first in range(0, len(test_features), chunks[0]):
-        test = normalize(test_features[first : first + chunks[0]].float())
-        similar, neighbours = _most_similar(train, test, k, chunks[1])
-        votes = ((similar - similar.amax(1, keepdim=True)) / temperature).exp()
-        scores[first : first + chunks[0]].scatter_add_(1, train_labels[neighbours], votes)
+    chunk = min(_CHUNK, max(1, _MAX_SIMILARITIES // len(train)))
+    for votes_of, part in zip(scores.split(chunk), test_features.split(chunk), strict=True):
+        similar, neighbours = (normalize(part.float()) @ train.T).topk(k, dim=1)
+        votes = ((similar - similar[:, :1]) / temperature).exp()
+        votes_of.scatter_add_(1, train_labels[neighbours], votes)
     return scores
-
-
-def _most_similar(train: Tensor, test: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """(cosines, rows of train), (m, k) each, of the k largest cosines per test sample; `train` is processed in
-    chunks.
-    """
-    similar = torch.empty(len(test), 0, device=test.device)
-    rows = torch.empty(len(test), 0, dtype=torch.int64, device=test.device)
-    for first in range(0, len(train), chunk):
-        cosines = test @ train[first : first + chunk].T
-        theirs = torch.arange(first, first + cosines.shape[1], device=test.device).expand_as(cosines)
-        # Merge the k best so far with this chunk.
-        similar, places = torch.cat([similar, cosines], 1).topk(min(k, similar.shape[1] + cosines.shape[1]), dim=1)
-        rows = torch.cat([rows, theirs], 1).gather(1, places)
-    return similar, rows

@@ -93,8 +93,12 @@ def probe(
     of_rows = np.zeros(len(values), np.int64) if groups is None else groups
     sizes = np.bincount(of_rows)
 
-    def count_right(classify: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """How many samples of each group are right; without groups, of all together."""
+    def count_right(classify: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+        """How many samples of each group are right; without groups, of all together. None: no training sample is
+        left.
+        """
+        if classify is None:
+            return np.full(len(sizes), np.nan)
         right = np.zeros(len(sizes))
         for first in range(ranks.rank * _CHUNK, len(values), ranks.world_size * _CHUNK):
             part = slice(first, first + _CHUNK)
@@ -111,23 +115,14 @@ def probe(
         for seed in range(config.shots_seeds):
             places = choice.shots[shots, seed]
             places = places[usable[places]]
-            if not len(places):
-                of_seeds.append([np.full(len(sizes), np.nan)] * len(config.l2))
-                continue
-            ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
-            of_seeds.append([count_right(partial(ridge.classify, l2=l2)) for l2 in config.l2])
-        for l2, rights in zip(config.l2, zip(*of_seeds, strict=True), strict=True):
-            column = [float(right.sum()) / len(values) for right in rights]
-            found["fewshot"].append(
-                {
-                    "shots": shots,
-                    "l2": l2,
-                    "top1": float(np.mean(column)),
-                    "std": sample_deviation(column),
-                    "top1_of_seeds": column,
-                    **effective(np.mean(rights, axis=0)),
-                }
-            )
+            ridge = None
+            if len(places):
+                ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
+            of_seeds.append([count_right(ridge and partial(ridge.classify, l2=l2)) for l2 in config.l2])
+        for l2, rights in zip(config.l2, np.swapaxes(of_seeds, 0, 1), strict=True):
+            column = (rights.sum(1) / len(values)).tolist()
+            row = {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column)}
+            found["fewshot"].append({**row, "top1_of_seeds": column, **effective(rights.mean(0))})
     if len(choice.neighbours):
         places = choice.neighbours[usable[choice.neighbours]]
         features = torch.from_numpy(train.values[places]).to(ranks.device)
@@ -140,7 +135,7 @@ def probe(
             )
             return votes.argmax(1).cpu().numpy()
 
-        right = count_right(nearest) if len(places) else np.full(len(sizes), np.nan)
+        right = count_right(nearest if len(places) else None)
         found["knn"] = {
             "top1": float(right.sum()) / len(values),
             "neighbours": config.neighbours,

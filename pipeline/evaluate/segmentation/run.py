@@ -1,6 +1,5 @@
 """Trains and scores a linear layer on frozen patch tokens; entry point: `run`."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import remove_unfinished
 from pipeline.base.gallery import DPI, Tile, folded, gallery
-from pipeline.base.metric import metric_of
 from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
@@ -25,9 +23,8 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
-from pipeline.evaluate.adhoc_split import is_dataset
+from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.score_report import send_scores
 from pipeline.evaluate.segmentation.linear import batches, linear_head, train
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import (
@@ -41,10 +38,7 @@ from pipeline.evaluate.segmentation.pairs import (
 )
 from pipeline.evaluate.segmentation.score import SegmentationScore, count, score, segment
 from pipeline.model import VisionTransformer
-from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, dataset_name
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
@@ -65,13 +59,14 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
-    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)))
+    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
+    if config.apply:
+        splits["apply_split"] = "apply"
+    refuse_without_dataset(config, **splits)
+    loaded = load_model(config)
     _check_model(config, loaded)
     learnt, scored = open_pairs(config, loaded.pixels)
-    data, split = _scored_on(config)
-    folder = output_folder(config.out, config.weights, "segment", f"{data}-{split}", holds="segmentation")
+    folder = output_folder(config.out, config.weights, "segment", _scored_on(config), holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
     remedy = "Check the images and masks, or raise max_bad_share."
@@ -127,39 +122,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     write_files(folder, contents, mark=_RESULTS)
     print(f"mIoU {_in_words(found)}; {folder / _RESULTS}")
     if others is not None:
-        contents[_SHEET] = None
         write_masks(config, *others, folder, loaded, head, classes, replace(budget, least=LookConfig.least_bad))
-    if origin is not None:
-        about_scored = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
-        facts = DatasetFacts(
-            data,
-            str((config.val_images or config.images)[0]),
-            hashlib.sha256(about_scored.encode()).hexdigest()[:16],
-            split,
-            len(scored),
-            len(classes.values),
-            "evaluation",
-            {TRAINED_BY: runs} if runs else {},
-        )
-        names = ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr", "precision")
-        # "steps" are those of the weights' run.
-        parameters = {name: results[name] for name in names} | {
-            "length": f"{config.steps} steps of {config.train_batch}"
-        }
-        metric, name = f"{split}_miou", dataset_name(facts)
-        about = RunFacts(
-            f"segments {name}",
-            "evaluation",
-            parameters,
-            description=(
-                f"**Segmentation** of {name} by a linear layer on the frozen patch tokens of `{config.weights}`: mIoU"
-                f" {_in_words(found)}."
-            ),
-            score=metric,
-            scored_on=f"mIoU {name}",
-            metrics={metric: metric_of(metric)},
-        )
-        send_scores(config, loaded, origin, facts, about, {metric: found.miou}, folder, contents)
     return results
 
 
@@ -181,17 +144,17 @@ def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
         )
 
 
-def _scored_on(config: SegmentConfig) -> tuple[str, str]:
-    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path,
-    without wildcards.
+def _scored_on(config: SegmentConfig) -> str:
+    """Name and split of the data that is scored on: of a data set its own; else the last folders of the path, without
+    wildcards.
     """
     place = (config.val_images or config.images)[0].rstrip("/")
     parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
     names = [part.removesuffix(".tar") for part in parts] or ["images"]
     if is_dataset([place]):
-        return names[-1], config.val_split or _HELD_OUT
+        return f"{names[-1]}-{config.val_split or _HELD_OUT}"
     split = names.pop() if names[-1].lower() in _SPLITS and len(names) > 1 else "val"
-    return names[-1], split if config.val_images else _HELD_OUT
+    return f"{names[-1]}-{split if config.val_images else _HELD_OUT}"
 
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
