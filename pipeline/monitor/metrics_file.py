@@ -3,7 +3,6 @@ reports.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -55,39 +54,26 @@ class Repair:
 
 
 def repair(path: Path, last_step: int) -> Repair:
-    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last."""
+    """Plan to remove records of steps after `last_step`, and damaged lines."""
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
-    lines, removed, num_damaged = list[bytes](), list[int](), 0
-    seen: dict[int, dict[str, float]] = {}
-    for line in reversed(old):
+    lines, logged, num_later, num_damaged = list[bytes](), dict[str, float](), 0, 0
+    for line in old:
         record = parse_line(line)
         if record is None:
             num_damaged += bool(line.strip())
-            continue
-        known = seen.setdefault(record.step, {})
-        new = {name: value for name, value in record.metrics.items() if name not in known}
-        if record.step > last_step or len(new) < len(record.metrics) or not new:
-            removed.append(record.step)
-        if record.step > last_step or not new:
-            continue
-        if len(new) < len(record.metrics):
-            line = dataclasses.replace(record, metrics=new).to_line()
-        known.update(new)
-        lines.append(line if line.endswith(b"\n") else line + b"\n")
-    lines.reverse()
+        elif record.step > last_step:
+            num_later += 1
+        else:
+            lines.append(line if line.endswith(b"\n") else line + b"\n")
+            logged |= record.metrics if record.step == last_step else {}
     counts = {
-        f"records after step {last_step:,}, from which the run continues": sum(step > last_step for step in removed),
-        "records of steps that were recorded again": sum(step <= last_step for step in removed),
+        f"records after step {last_step:,}, from which the run continues": num_later,
         "damaged lines": num_damaged,
     }
-    return Repair(
-        lines=lines,
-        changed=lines != old,
-        logged=seen.get(last_step, {}),
-        notes=[f"{path}: removed {count:,} {what}" for what, count in counts.items() if count],
-    )
+    notes = [f"{path}: removed {count:,} {what}" for what, count in counts.items() if count]
+    return Repair(lines, lines != old, logged, notes)
 
 
 def open_to_append(path: Path) -> BinaryIO:

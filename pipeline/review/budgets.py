@@ -161,7 +161,7 @@ def draw_line(
     amounts: np.ndarray,
     values: np.ndarray,
     look: dict[str, str],
-    label: str | None,
+    label: str | None = None,
 ) -> None:
     """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)

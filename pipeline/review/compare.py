@@ -2,7 +2,6 @@
 than noise.
 """
 
-import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.words import shorten
@@ -74,11 +72,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
     Raises UserError for an address that is not a run, and for damaged files, before anything is written.
     """
-    found = [read(address) for address in config.runs]
-    for (address, one), (again, other) in itertools.combinations(zip(config.runs, found, strict=True), 2):
-        if one.folder.resolve() == other.folder.resolve():
-            raise UserError(f"runs: {address} and {again} are the same run. Leave out one of them.")
-    records = named(found)
+    records = named([read(address) for address in config.runs])
     folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
     try_output("out", folder, holds="comparison")
     hold(folder)

@@ -66,14 +66,13 @@ def send(folder: Path, uri: str = "") -> None:
         return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []
 
     track = replace(settings.track if settings else TrackConfig(), enabled=True, uri=uri, experiment=saved.experiment)
-    if (end := page.read_end()) is None:
+    if (end := saved.end) is None:
         page.end(end := _end_without_word(folder))
     for export in exports_of(track, folder.parent, folder, saved.facts, find_models=models):
         try:
             export.send_all(end)
         except Exception as error:  # Whatever the server or its client raises.
-            what = str(error) if isinstance(error, UserError) else export.exporter.explain(error)
-            raise UserError(f"{folder}: {export.exporter.title} {what}. The same command sends the rest.") from None
+            raise UserError(f"{folder}: {export.what_failed(error)}. The same command sends the rest.") from None
         run_id = f", run {export.sent.run_id}" * bool(export.sent.run_id)
         print(f"{folder}: sent to {export.exporter.title}{run_id}")
 
