@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, remove_unfinished, replacing
-from pipeline.base.words import aligned, counted
+from pipeline.base.words import counted
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
@@ -56,7 +56,13 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
         data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
         paths = [str(token), *(str(Path(path).resolve()) for path in data if "://" not in path)]
         answers = list(pool.map(lambda host: ask(host, paths, str(out)), slots))
-    print(table(slots, answers))
+    for host, a in zip(slots, answers, strict=True):
+        parts = [host, f"slots={slots[host]}"]
+        if "error" not in a:
+            packages = [f"{name} {a['versions'][name]}" for name in ("torch", "deepspeed")]
+            parts += [counted(a["gpus"], "GPU"), counted(a["cores"], "core"), *packages]
+            parts.append(f"{a['free_bytes'] / 1e9:,.0f} GB free")
+        print(", ".join(parts))
     found = problems(slots, answers, config, str(token))
     for line in found:
         print(f"unfit: {line}", file=sys.stderr)
@@ -198,18 +204,6 @@ def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config
         }
         found += [(host, text) for text, is_so in unfit.items() if is_so]
     return [f"{host}: {text}" for host, text in found]
-
-
-def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
-    """Return a text table, one line per host."""
-    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free"]]
-    for (host, number), a in zip(slots.items(), answers, strict=True):
-        cells = ["-"] * 5
-        if "error" not in a:
-            versions, free = a["versions"], f"{a['free_bytes'] / 1e9:,.0f} GB"
-            cells = [str(a["gpus"]), str(a["cores"]), versions["torch"], versions["deepspeed"], free]
-        rows.append([host, str(number), *cells])
-    return "\n".join(aligned(rows))
 
 
 def _try_port(addresses: Sequence[str], port: int) -> None:

@@ -79,19 +79,15 @@ class Exporter:
 
     def connect(self) -> None:
         """Continue the run that `sent` names, or create one; also after an error."""
-        raise NotImplementedError
 
     def log(self, records: Sequence[Record]) -> None:
         """Append points."""
-        raise NotImplementedError
 
     def upload(self, path: Path, name: str) -> None:
         """Append or replace a file. name: relative to the run folder."""
-        raise NotImplementedError
 
     def finish(self, end: End) -> None:
         """Say how the run ended."""
-        raise NotImplementedError
 
     def show_models(self, scores: Scores, ended: bool) -> None:
         """Show the run's checkpoints."""
@@ -136,7 +132,7 @@ class FolderExport:
         self._uploaded_at: dict[str, float] = {}
         self._warned = set[Path]()
         self._next_models = 0.0
-        self._is_connected = self._is_complete = False
+        self._is_connected = self._is_complete = self._has_new_scores = False
         self._end: End | None = None
         self._give_up = 0.0  # When the end of the run stops waiting.
         self._stop = threading.Event()
@@ -222,23 +218,20 @@ class FolderExport:
             self._is_connected = True
             self._offset, self._scores = 0, {}  # What was read may not have arrived, and a new run gets everything.
         self._is_complete = False
-        has_new_scores = self._send_points()
+        self._send_points()
         if end:  # First: little time may be left.
             self.exporter.finish(end)
         self._is_complete = self._send_files(final=end is not None)
-        if end or has_new_scores or time.monotonic() >= self._next_models:
+        if end or self._has_new_scores or time.monotonic() >= self._next_models:
             self.exporter.show_models(self._scores, end is not None)
-            self._next_models = time.monotonic() + _LOOK_AT_MODELS
+            self._has_new_scores, self._next_models = False, time.monotonic() + _LOOK_AT_MODELS
 
-    def _send_points(self) -> bool:
-        """Returns whether scores were among them."""
-        has_scores = False
+    def _send_points(self) -> None:
         while True:
             records, num_rewrites = self._next_records()
             if not records:
-                return has_scores
+                return
             self.exporter.log(records)
-            has_scores = has_scores or any(self._is_score(name) for record in records for name in record.metrics)
             with self._lock:
                 if num_rewrites == self._num_rewrites:  # Else the run has gone back meanwhile.
                     self._update(last=self.sent.last | {name: self._at(r) for r in records for name in r.metrics})
@@ -261,7 +254,8 @@ class FolderExport:
                         warn(f"skipped a damaged line of {METRICS_FILE}, perhaps cut short by a kill: {line[:60]!r}")
                         continue
                     for name, value in record.metrics.items():
-                        if self._is_score(name):
+                        if self.facts.metric(name).group in ("eval", "probe"):
+                            self._has_new_scores = True
                             self._scores.setdefault(record.step, {})[name] = value, record.time
                     at, last = self._at(record), self.sent.last
                     new = {name: value for name, value in record.metrics.items() if at > last.get(name, -1)}
@@ -272,9 +266,6 @@ class FolderExport:
 
     def _at(self, record: Record) -> int:
         return record.step if self.facts.steps else record.time
-
-    def _is_score(self, name: str) -> bool:
-        return self.facts.metric(name).group in ("eval", "probe")
 
     def _send_files(self, final: bool) -> bool:
         """Send files that are new or have changed. Returns whether all were sent."""

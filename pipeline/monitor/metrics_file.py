@@ -4,7 +4,6 @@ reports.
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import operator
@@ -17,8 +16,6 @@ from typing import BinaryIO
 METRICS_FILE = "metrics.jsonl"
 # Metrics are numbers of float32; the square of a larger one, or its share in per cent, would be infinite.
 _MAX_VALUE = 1e39
-# MLflow takes 250 characters, of which the group and the objective need some.
-_MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,5 @@ def parse_line(line: bytes) -> Record | None:
 def accepted_name(name: str) -> str:
     """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder
     ("photos (2)").
-
-    Of a name that is too long, the middle is replaced by a hash.
     """
-    name = re.sub(r"^[./]|[^/\w.\- :]", "_", name)
-    if len(name) <= _MAX_NAME:
-        return name
-    return f"{name[: _MAX_NAME // 2]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}_{name[10 - _MAX_NAME // 2 :]}"
+    return re.sub(r"^[./]|[^/\w.\- :]", "_", name)

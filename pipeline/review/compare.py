@@ -4,6 +4,7 @@ than noise.
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,18 +100,9 @@ def write_report(folder: Path, files: Mapping[str, bytes | str | None], told: Se
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Runs by name. Runs of the same name also get the name of the folder around theirs, or a number."""
-    names = [record.name for record in records]
-    found: dict[str, RunRecord] = {}
-    for record in records:
-        name = record.name
-        if names.count(name) > 1:
-            name = f"{name} ({record.folder.resolve().parent.name})"
-        number = 2
-        while name in found:
-            name, number = f"{record.name} ({number})", number + 1
-        found[name] = record
-    return found
+    """Runs by name, or by folder where several have the same name. A run that is given twice is there once."""
+    names = Counter(record.name for record in records)
+    return {record.name if names[record.name] == 1 else str(record.folder): record for record in records}
 
 
 def _folder_name(names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from pipeline.monitor.page_folder import FIGURES
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, parse_predictions
+from pipeline.review.record import PREDICTIONS, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 
@@ -62,8 +62,7 @@ def draw(folder: Path, final: bool) -> list[str]:
 
 
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    file = folder / PREDICTIONS
-    found = parse_predictions(file.read_bytes(), str(file), "probability")
+    found = read_predictions(folder, "probability")
     config = read_settings(folder)
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)

@@ -31,23 +31,20 @@ _THREADS = 1
 # ---------------------------------------------------------------------- curves
 def draw_run(record: RunRecord) -> bytes | None:
     """PNG of the curves of one run; None if it has none."""
-    panels = [
-        (f"{title}, %", 100 * v.values, v) if percent else (title, v.values, v)
-        for _, title, v, percent in lines_of(record)
-    ]
+    panels = [(title, series) for _, title, series in lines_of(record)]
     for name, title in (("lr", "learning rate"), ("images_per_second", "images/s")):
         if series := record.series.get(name):
-            panels.append((title, series.values, series))
+            panels.append((title, series))
     shares = {part: record.series[metric] for metric, part in _PARTS.items() if metric in record.series}
     num_panels = len(panels) + bool(shares)
     if not num_panels:
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, values, series) in enumerate(panels, 1):
+    for number, (title, series) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, 2, number)
-        draw_line(axes, series.steps, values, {"color": COLOURS[0]})
-        _leave_out_spikes(axes, values)
+        draw_line(axes, series.steps, series.values, {"color": COLOURS[0]})
+        _leave_out_spikes(axes, series.values)
         _finish(axes, title)
     if shares:
         axes = figure.add_subplot(rows, 2, num_panels)
@@ -61,7 +58,7 @@ def _leave_out_spikes(axes: Axes, values: np.ndarray) -> None:
     points = values[np.isfinite(values)]
     if len(points) >= SMOOTH_FROM:
         low, high = np.percentile(points, _PERCENTILES)
-        if high > low and points.max() > high + 2 * (high - low):
+        if points.max() > high + 2 * (high - low) > high:
             axes.set_ylim(low - 0.05 * (high - low), high + 0.2 * (high - low))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
-from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
+from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile
 from pipeline.monitor.run_page import RunFacts
@@ -62,7 +62,7 @@ def from_folder(folder: Path) -> RunRecord:
     facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})
     if not word and saved.end:
         word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS[saved.end.status]
-    records, num_damaged = [], 0
+    records, num_damaged = list[Record](), 0
     with contextlib.suppress(FileNotFoundError):
         records, num_damaged = read_metrics(folder / METRICS_FILE)
     series = {name: Series.of(points) for name, points in by_name(records).items()}

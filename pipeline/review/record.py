@@ -69,11 +69,11 @@ class LastPredictions:
     probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
-    """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
-    return LastPredictions(
-        **npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
-    )
+def read_predictions(folder: Path, *more: str) -> LastPredictions:
+    """predictions.npz of a run folder, with the probability if `more` names it. Raises UserError for a damaged file."""
+    file = folder / PREDICTIONS
+    names = ("rows", "true", "predicted", *more)
+    return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 
 @dataclass(frozen=True)

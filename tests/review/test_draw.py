@@ -27,7 +27,7 @@ from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.draw import _of_weights, draw
-from pipeline.review.record import parse_predictions
+from pipeline.review.record import read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
@@ -90,7 +90,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
-    found = parse_predictions((trained / "page" / "predictions.npz").read_bytes(), "", "probability")
+    found = read_predictions(trained, "probability")
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
     scores = score_report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]
@@ -160,7 +160,7 @@ def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp
     drawing = DrawingProcess(tmp_path, "not_used", every=math.inf)
     drawing._begun = time.monotonic()
     drawing.begin(predictions_of(split), split)
-    found = parse_predictions((tmp_path / "page" / "predictions.npz").read_bytes(), "")
+    found = read_predictions(tmp_path)
     assert found.groups.tolist() == [row // 3 for row in range(len(split))]
 
 
