@@ -3,6 +3,7 @@
 `python -m pipeline.cluster.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -16,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, remove_unfinished, replacing
-from pipeline.base.words import aligned, counted
+from pipeline.base.words import counted
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
@@ -39,22 +39,6 @@ _ANSWER_SECONDS = 120.0
 _TIMED_OUT = 124  # Exit code of timeout(1).
 # Begins the line of a host's answer.
 _ANSWER = b"host_check: "
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Properties of a host. missing: requested paths that do not exist. port: where it accepts a connection, as ranks
-    do.
-    """
-
-    versions: dict[str, str]
-    missing: list[str]
-    writable: bool
-    free_bytes: int
-    gpus: int
-    cores: int
-    addresses: list[str]
-    port: int
 
 
 def run(config: HostsConfig) -> list[dict[str, Any]]:
@@ -72,7 +56,13 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
         data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
         paths = [str(token), *(str(Path(path).resolve()) for path in data if "://" not in path)]
         answers = list(pool.map(lambda host: ask(host, paths, str(out)), slots))
-    print(table(slots, answers))
+    for host, a in zip(slots, answers, strict=True):
+        parts = [host, f"slots={slots[host]}"]
+        if "error" not in a:
+            packages = [f"{name} {a['versions'][name]}" for name in ("torch", "deepspeed")]
+            parts += [counted(a["gpus"], "GPU"), counted(a["cores"], "core"), *packages]
+            parts.append(f"{a['free_bytes'] / 1e9:,.0f} GB free")
+        print(", ".join(parts))
     found = problems(slots, answers, config, str(token))
     for line in found:
         print(f"unfit: {line}", file=sys.stderr)
@@ -154,8 +144,8 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
             if process.returncode == _TIMED_OUT:
                 lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]
             return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
-        facts: dict[str, Any] = asdict(json_record.parse(line, Answer, f"the answer of {host}"))
-        _connect(facts["addresses"], facts["port"]).close()
+        facts = json_record.parse(line, dict[str, Any], f"the answer of {host}")
+        _try_port(facts["addresses"], facts["port"])
         return facts
     except (OSError, ValueError) as error:
         return {"error": str(error)}
@@ -164,8 +154,10 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
         process.communicate()
 
 
-def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
-    """Collect this host's properties."""
+def answer(question: dict[str, Any], listener: socket.socket) -> dict[str, Any]:
+    """Collect this host's properties. missing: requested paths that do not exist. port: where it accepts a connection,
+    as ranks do.
+    """
     versions = {"python": platform.python_version(), "revision": _revision()}
     for package in _PACKAGES:
         try:
@@ -173,73 +165,54 @@ def answer(question: dict[str, Any], listener: socket.socket) -> Answer:
         except metadata.PackageNotFoundError:
             versions[package] = "missing"
     out = Path(question["out"])
-    return Answer(
-        versions=versions,
-        missing=[path for path in question["paths"] if not os.path.exists(path)],
-        writable=os.access(out, os.W_OK),
-        free_bytes=shutil.disk_usage(out).free if out.exists() else 0,
-        gpus=_num_gpus(),
-        cores=len(os.sched_getaffinity(0)),
-        addresses=[socket.gethostname(), *_own_addresses()],
-        port=listener.getsockname()[1],
-    )
+    return {
+        "versions": versions,
+        "missing": [path for path in question["paths"] if not os.path.exists(path)],
+        "writable": os.access(out, os.W_OK),
+        "free_bytes": shutil.disk_usage(out).free if out.exists() else 0,
+        "gpus": sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines()),
+        "cores": len(os.sched_getaffinity(0)),
+        "addresses": [socket.gethostname(), *_printed("hostname", "-I").split()],
+        "port": listener.getsockname()[1],
+    }
 
 
 def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config: HostsConfig, token: str) -> list[str]:
     """Return one line per problem of a host; versions are compared with the first host that answered."""
-    lines = [f"{host}: {a['error']}" for host, a in zip(slots, answers, strict=True) if "error" in a]
+    found: list[tuple[str, str]] = []
     fit = {host: a for host, a in zip(slots, answers, strict=True) if "error" not in a}
-    if not fit:
-        return lines
-    first, reference = next(iter(fit.items()))
     on_gpus = any(a["gpus"] for a in fit.values())  # Then a host without one has a driver that does not answer.
-    for host, a in fit.items():
-        for name, version in a["versions"].items():
-            if version == "missing":
-                lines.append(f"{host}: {name} is not installed")
-            elif version != reference["versions"][name]:
-                lines.append(f"{host}: {name} is {version}, but {reference['versions'][name]} on {first}")
-        for path in a["missing"]:
-            what = "the output folder is not shared with it" if path == token else f"{path} is missing"
-            lines.append(f"{host}: {what}")
-        if not a["writable"]:
-            lines.append(f"{host}: has no permission to write to the output folder")
-        if a["free_bytes"] < config.min_free_gb * 1e9:
-            lines.append(f"{host}: {a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}")
-        if on_gpus and slots[host] > a["gpus"]:
-            lines.append(f"{host}: slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
-    return lines
-
-
-def table(slots: Mapping[str, int], answers: Sequence[dict[str, Any]]) -> str:
-    """Return a text table, one line per host."""
-    rows = [["host", "slots", "GPUs", "cores", "torch", "deepspeed", "free"]]
-    for (host, number), a in zip(slots.items(), answers, strict=True):
+    for host, a in zip(slots, answers, strict=True):
         if "error" in a:
-            rows.append([host, str(number), *["-"] * 5])
+            found.append((host, a["error"]))
             continue
-        versions, free = a["versions"], f"{a['free_bytes'] / 1e9:,.0f} GB"
-        rows.append([host, *map(str, (number, a["gpus"], a["cores"])), versions["torch"], versions["deepspeed"], free])
-    return "\n".join(aligned(rows))
+        first, reference = next(iter(fit.items()))
+        for name, version in a["versions"].items():
+            expected = reference["versions"][name]
+            if version == "missing":
+                found.append((host, f"{name} is not installed"))
+            elif version != expected:
+                found.append((host, f"{name} is {version}, but {expected} on {first}"))
+        for path in a["missing"]:
+            found.append((host, "the output folder is not shared with it" if path == token else f"{path} is missing"))
+        free = f"{a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}"
+        gpus = f"slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}"
+        unfit = {
+            "has no permission to write to the output folder": not a["writable"],
+            free: a["free_bytes"] < config.min_free_gb * 1e9,
+            gpus: on_gpus and slots[host] > a["gpus"],
+        }
+        found += [(host, text) for text, is_so in unfit.items() if is_so]
+    return [f"{host}: {text}" for host, text in found]
 
 
-def _connect(addresses: Sequence[str], port: int) -> socket.socket:
+def _try_port(addresses: Sequence[str], port: int) -> None:
     """Connect to the first reachable address of a host."""
     for address in addresses:
-        try:
-            return socket.create_connection((address, port), timeout=10)
-        except OSError as error:
-            last = error
-    raise OSError(f"none of {', '.join(addresses)} can be reached at port {port}: {last}")
-
-
-def _own_addresses() -> list[str]:
-    """Return this host's network addresses."""
-    return _printed("hostname", "-I").split()
-
-
-def _num_gpus() -> int:
-    return sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), timeout=10).close()
+            return
+    raise OSError(f"none of {', '.join(addresses)} can be reached at port {port}")
 
 
 def _printed(*command: str) -> str:
@@ -262,5 +235,5 @@ def _revision() -> str:
 if __name__ == "__main__":
     with socket.create_server(("", 0)) as server:
         server.settimeout(_START_SECONDS)
-        print(_ANSWER.decode() + json.dumps(asdict(answer(json.loads(sys.argv[1]), server))), flush=True)
+        print(_ANSWER.decode() + json.dumps(answer(json.loads(sys.argv[1]), server)), flush=True)
         server.accept()[0].close()

@@ -94,7 +94,8 @@ class RunFolder:
             lock.close()
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
         self._lock, self.is_owner = lock, True
-        lock.write_owner(this_process())
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}, since {since}")
         self.before = last_end_in_words(self.path)  # Not earlier: the last start may have been about to end.
         shutil.rmtree(self.path / "failures", ignore_errors=True)
         return None
@@ -144,11 +145,6 @@ class RunFolder:
         return self.path / "failures" / f"rank-{self.rank:05d}.json"
 
 
-def this_process() -> str:
-    """Host, pid and time of locking, as written into a lock's file."""
-    return f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-
-
 def holder(path: Path) -> str | None:
     """Return who holds a run folder's lock, or None. Not for use by the holder: it would lose the lock."""
     try:
@@ -192,18 +188,10 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
 
     path: of the checkpoint. then, now: settings by dotted name, of the run that made it and of this one.
     """
-    names = ("out", "name", "checkpoint.folder")
-    (out, name, _), (own_out, own_name, folder) = ([str(of.get(key, "")) for key in names] for of in (then, now))
-    other, own = Path(str(then.get(RUN_FOLDER) or Path(out, name))), Path(own_out, own_name)
-    if not folder or other.resolve() == own.resolve():
-        return
-    try:
-        if own.exists() and other.samefile(own):  # Same file by another mount.
-            return
-        settings = read_settings(other)
-    except (OSError, UserError):  # It was moved, and this run is it.
-        return
-    if Path(settings.checkpoint.folder, settings.name).resolve() == Path(folder, own_name).resolve():
+    own = Path(str(now.get("out", "")), str(now.get("name", "")))
+    other = Path(str(then.get(RUN_FOLDER) or Path(str(then.get("out", "")), str(then.get("name", "")))))
+    is_there = (other / SETTINGS_FILE).exists()  # Else it was moved, and this run is it.
+    if now.get("checkpoint.folder") and is_there and not (own.exists() and other.samefile(own)):
         raise UserError(
             f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or"
             " remove that run and its checkpoints."

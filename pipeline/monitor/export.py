@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.words import on_one_line
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, parse_line
 from pipeline.monitor.page_folder import End, PageFolder
 from pipeline.monitor.run_page import RunFacts
@@ -27,7 +27,6 @@ from pipeline.process.waits import waiting
 
 # Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
 Scores = dict[int, dict[str, tuple[float, int]]]
-Update = Callable[..., None]
 _METRICS_PER_REQUEST = 500
 # Seconds between looks at the checkpoints, and after which a file that keeps changing is uploaded again.
 _LOOK_AT_MODELS, _UPLOAD_AGAIN = 60.0, 300.0
@@ -65,21 +64,21 @@ class Sent:
     models: dict[str, SentModel] = field(default_factory=dict)
 
 
-class Exporter(Protocol):
+class Exporter:
     """A tracker that receives one run. All methods may raise whatever its client raises, and are called by one thread.
 
     name: of the file that says what it received. destination: where it is, without passwords; one folder may go to
-    several. title: in messages.
+    several. title: in messages. sent: what it has received; update: sets fields of it and saves it.
     """
 
     name: str
     destination: str
     title: str
+    sent: Sent
+    update: Callable[..., None]
 
-    def connect(self, sent: Sent, update: Update) -> None:
-        """Continue the run that `sent` names, or create one; also after an error. update: sets fields of `sent` and
-        saves it.
-        """
+    def connect(self) -> None:
+        """Continue the run that `sent` names, or create one; also after an error."""
 
     def log(self, records: Sequence[Record]) -> None:
         """Append points."""
@@ -95,6 +94,7 @@ class Exporter(Protocol):
 
     def explain(self, error: Exception) -> str:
         """Describes an error, such as "cannot be reached (connection refused)"."""
+        return on_one_line(error)
 
 
 @dataclass(frozen=True)
@@ -116,23 +116,23 @@ class FolderExport:
 
     def __init__(self, folder: Path, exporter: Exporter, facts: RunFacts, timing: ExportTiming) -> None:
         self.exporter, self.facts, self.timing = exporter, facts, timing
-        self.page, self.path, self.state_path = (
-            PageFolder(folder),
-            folder / METRICS_FILE,
-            folder / f"{exporter.name}.json",
-        )
-        self._states, damage = read_states(self.state_path)
-        if damage:
-            warn(f"{self.state_path} was {damage}: everything is sent again, as a new run.")
-        self.sent = self._states.pop(exporter.destination, Sent())
+        self.page, self.path = PageFolder(folder), folder / METRICS_FILE
+        self.state_path = folder / f"{exporter.name}.json"
+        try:
+            self._states = read_states(self.state_path)
+        except UserError as error:
+            warn(f"{error} Everything is sent again, as a new run.")
+            self._states = {}
+        self.sent = exporter.sent = self._states.pop(exporter.destination, Sent())
         self._states[exporter.destination] = self.sent  # The one in use is the last.
+        exporter.update = self._update
         self._lock = threading.RLock()
         self._num_rewrites = self._offset = 0
         self._scores: Scores = {}
         self._uploaded_at: dict[str, float] = {}
-        self._warned = set[str]()
+        self._warned = set[Path]()
         self._next_models = 0.0
-        self._is_connected = self._is_complete = False
+        self._is_connected = self._is_complete = self._has_new_scores = False
         self._end: End | None = None
         self._give_up = 0.0  # When the end of the run stops waiting.
         self._stop = threading.Event()
@@ -198,8 +198,7 @@ class FolderExport:
                     continue  # Connecting again makes a new run if it was deleted, or reports the error.
                 if not has_warned:
                     has_warned = True
-                    what = str(error) if isinstance(error, UserError) else self.exporter.explain(error)
-                    warn(f"{self.exporter.title} {what}: training continues, metrics are kept in {METRICS_FILE}.")
+                    warn(f"{self.what_failed(error)}: training continues, metrics are kept in {METRICS_FILE}.")
                 wait = self.timing.retry[min(num_failures, len(self.timing.retry)) - 1]
                 if not stopping:
                     self._stop.wait(wait)
@@ -210,29 +209,29 @@ class FolderExport:
                 else:
                     time.sleep(wait)
 
+    def what_failed(self, error: Exception) -> str:
+        return f"{self.exporter.title} {error if isinstance(error, UserError) else self.exporter.explain(error)}"
+
     def _send(self, end: End | None) -> None:
         if not self._is_connected:
-            self.exporter.connect(self.sent, self._update)
+            self.exporter.connect()
             self._is_connected = True
             self._offset, self._scores = 0, {}  # What was read may not have arrived, and a new run gets everything.
         self._is_complete = False
-        has_new_scores = self._send_points()
+        self._send_points()
         if end:  # First: little time may be left.
             self.exporter.finish(end)
         self._is_complete = self._send_files(final=end is not None)
-        if end or has_new_scores or time.monotonic() >= self._next_models:
+        if end or self._has_new_scores or time.monotonic() >= self._next_models:
             self.exporter.show_models(self._scores, end is not None)
-            self._next_models = time.monotonic() + _LOOK_AT_MODELS
+            self._has_new_scores, self._next_models = False, time.monotonic() + _LOOK_AT_MODELS
 
-    def _send_points(self) -> bool:
-        """Returns whether scores were among them."""
-        has_scores = False
+    def _send_points(self) -> None:
         while True:
             records, num_rewrites = self._next_records()
             if not records:
-                return has_scores
+                return
             self.exporter.log(records)
-            has_scores = has_scores or any(self._is_score(name) for record in records for name in record.metrics)
             with self._lock:
                 if num_rewrites == self._num_rewrites:  # Else the run has gone back meanwhile.
                     self._update(last=self.sent.last | {name: self._at(r) for r in records for name in r.metrics})
@@ -254,11 +253,10 @@ class FolderExport:
                     if (record := parse_line(line)) is None:
                         warn(f"skipped a damaged line of {METRICS_FILE}, perhaps cut short by a kill: {line[:60]!r}")
                         continue
-                    scores = {
-                        name: (value, record.time) for name, value in record.metrics.items() if self._is_score(name)
-                    }
-                    if scores:
-                        self._scores.setdefault(record.step, {}).update(scores)
+                    for name, value in record.metrics.items():
+                        if self.facts.metric(name).group in ("eval", "probe"):
+                            self._has_new_scores = True
+                            self._scores.setdefault(record.step, {})[name] = value, record.time
                     at, last = self._at(record), self.sent.last
                     new = {name: value for name, value in record.metrics.items() if at > last.get(name, -1)}
                     if new:
@@ -268,9 +266,6 @@ class FolderExport:
 
     def _at(self, record: Record) -> int:
         return record.step if self.facts.steps else record.time
-
-    def _is_score(self, name: str) -> bool:
-        return self.facts.metric(name).group in ("eval", "probe")
 
     def _send_files(self, final: bool) -> bool:
         """Send files that are new or have changed. Returns whether all were sent."""
@@ -289,8 +284,8 @@ class FolderExport:
             except OSError as error:
                 if error.errno is None:  # A failed request: the tracker is unreachable.
                     raise
-                if name not in self._warned:
-                    self._warned.add(name)
+                if path not in self._warned:
+                    self._warned.add(path)
                     warn(f"{path} cannot be sent to {self.exporter.title} ({error}); it is tried again.")
                 complete = False
                 continue
@@ -305,17 +300,14 @@ class FolderExport:
             write_text(self.state_path, json.dumps({uri: asdict(sent) for uri, sent in self._states.items()}, indent=1))
 
 
-def read_states(path: Path) -> tuple[dict[str, Sent], str]:
-    """Returns (destination -> state, the one used last is the last; reason why the file is damaged); both are empty
-    without a file.
+def read_states(path: Path) -> dict[str, Sent]:
+    """Returns destination -> state, the one used last is the last; empty without a file. Raises UserError for a
+    damaged one.
     """
     try:
-        return json_record.read(path, dict[str, Sent]), ""
+        return json_record.read(path, dict[str, Sent])
     except FileNotFoundError:
-        return {}, ""
-    except UserError as error:
-        reason = str(error).removeprefix(str(path)).strip(" :.").removesuffix(": the file is damaged")
-        return {}, f"damaged ({reason})"
+        return {}
 
 
 def warn(line: str) -> None:

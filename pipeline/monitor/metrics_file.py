@@ -3,9 +3,7 @@ reports.
 """
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import json
 import math
 import operator
@@ -18,8 +16,6 @@ from typing import BinaryIO
 METRICS_FILE = "metrics.jsonl"
 # Metrics are numbers of float32; the square of a larger one, or its share in per cent, would be infinite.
 _MAX_VALUE = 1e39
-# MLflow takes 250 characters, of which the group and the objective need some.
-_MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -55,39 +51,26 @@ class Repair:
 
 
 def repair(path: Path, last_step: int) -> Repair:
-    """Plan to remove records of steps after `last_step`, damaged lines, and repeats of a step's metric but the last."""
+    """Plan to remove records of steps after `last_step`, and damaged lines."""
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
-    lines, removed, num_damaged = list[bytes](), list[int](), 0
-    seen: dict[int, dict[str, float]] = {}
-    for line in reversed(old):
+    lines, logged, num_later, num_damaged = list[bytes](), dict[str, float](), 0, 0
+    for line in old:
         record = parse_line(line)
         if record is None:
             num_damaged += bool(line.strip())
-            continue
-        known = seen.setdefault(record.step, {})
-        new = {name: value for name, value in record.metrics.items() if name not in known}
-        if record.step > last_step or len(new) < len(record.metrics) or not new:
-            removed.append(record.step)
-        if record.step > last_step or not new:
-            continue
-        if len(new) < len(record.metrics):
-            line = dataclasses.replace(record, metrics=new).to_line()
-        known.update(new)
-        lines.append(line if line.endswith(b"\n") else line + b"\n")
-    lines.reverse()
+        elif record.step > last_step:
+            num_later += 1
+        else:
+            lines.append(line if line.endswith(b"\n") else line + b"\n")
+            logged |= record.metrics if record.step == last_step else {}
     counts = {
-        f"records after step {last_step:,}, from which the run continues": sum(step > last_step for step in removed),
-        "records of steps that were recorded again": sum(step <= last_step for step in removed),
+        f"records after step {last_step:,}, from which the run continues": num_later,
         "damaged lines": num_damaged,
     }
-    return Repair(
-        lines=lines,
-        changed=lines != old,
-        logged=seen.get(last_step, {}),
-        notes=[f"{path}: removed {count:,} {what}" for what, count in counts.items() if count],
-    )
+    notes = [f"{path}: removed {count:,} {what}" for what, count in counts.items() if count]
+    return Repair(lines, lines != old, logged, notes)
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -131,10 +114,5 @@ def parse_line(line: bytes) -> Record | None:
 def accepted_name(name: str) -> str:
     """A metric's name with "_" for what MLflow refuses: one may contain that of a model ("R50+ViT") or of a data folder
     ("photos (2)").
-
-    Of a name that is too long, the middle is replaced by a hash.
     """
-    name = re.sub(r"^[./]|[^/\w.\- :]", "_", name)
-    if len(name) <= _MAX_NAME:
-        return name
-    return f"{name[: _MAX_NAME // 2]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}_{name[10 - _MAX_NAME // 2 :]}"
+    return re.sub(r"^[./]|[^/\w.\- :]", "_", name)

@@ -14,10 +14,10 @@ store.
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -78,8 +78,7 @@ class PageFolder:
 
     def begin(self, experiment: str, facts: RunFacts, start: Start) -> None:
         """Write the facts and the start of a run, which has no end; a report has no starts."""
-        starts = (*self.starts(), start) if facts.steps else ()
-        self._began = RunFile(experiment, facts, starts)
+        self._began = RunFile(experiment, facts, (*self.starts(), start) if facts.steps else ())
         self._write(self._began)
 
     def write_text(self, name: str, lines: list[str]) -> None:
@@ -95,26 +94,18 @@ class PageFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.file, json.dumps(asdict(content), indent=1))
 
-    def read_facts(self) -> RunFile:
-        """Content of run.json. Raises UserError for a folder without one: of a run that never started."""
+    def saved(self) -> RunFile | None:
+        """Content of run.json; None before the first start."""
         try:
             return json_record.read(self.file, RunFile)
         except FileNotFoundError:
-            raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.") from None
+            return None
 
-    def saved(self) -> RunFile | None:
-        """Like `read_facts`, but None before the first start."""
-        return self.read_facts() if self.file.exists() else None
-
-    def has_parameters(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether the start before, if there was one, had these parameters."""
-        saved = self.saved()
-        return saved is None or json.dumps(saved.facts.parameters) == json.dumps(parameters, default=str)
-
-    def read_end(self) -> End | None:
-        """None during the run, and after a kill."""
-        saved = self.saved()
-        return saved.end if saved else None
+    def read_facts(self) -> RunFile:
+        """Like `saved`, but raises UserError for a run that never started."""
+        if (saved := self.saved()) is None:
+            raise UserError(f"{self.file} is missing: {self.run_folder} is not the folder of a started run.")
+        return saved
 
     def starts(self) -> tuple[Start, ...]:
         """All starts, the first one first."""
@@ -134,14 +125,15 @@ def describe(description: str, starts: tuple[Start, ...]) -> str:
     """The description of a run, with what ended its earlier starts, and which hosts went or came. Markdown."""
     lines = []
     for before, start in itertools.pairwise(starts):
-        if start.before or start.changed:
-            gone, new = sorted({*before.hosts} - {*start.hosts}), sorted({*start.hosts} - {*before.hosts})
-            hosts = [f"without {', '.join(gone)}"] * bool(gone) + [f"with {', '.join(new)}"] * bool(new)
-            when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
-            why = [f"the start before was {start.before}"] * bool(start.before) + [start.changed] * bool(start.changed)
-            lines.append(f"- {', '.join([when, f'from step {start.step:,}', *hosts])}: {'; '.join(why)}")
+        if why := [f"the start before was {start.before}"] * bool(start.before) + [start.changed] * bool(start.changed):
+            parts = [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time)), f"from step {start.step:,}"]
+            for word, hosts in (
+                ("without", {*before.hosts} - {*start.hosts}),
+                ("with", {*start.hosts} - {*before.hosts}),
+            ):
+                parts += [f"{word} {', '.join(sorted(hosts))}"] * bool(hosts)
+            lines.append(f"- {', '.join(parts)}: {'; '.join(why)}")
     if not lines:
         return description
-    return "\n".join(
-        [description, "", f"**Started {counted(len(starts), 'time')}**", "", *lines[-_MAX_STARTS_SHOWN:]]
-    ).strip()
+    title = f"**Started {counted(len(starts), 'time')}**"
+    return "\n".join([description, "", title, "", *lines[-_MAX_STARTS_SHOWN:]]).strip()

@@ -151,16 +151,12 @@ class WeightsOrigin:
 
     def tags(self) -> dict[str, str]:
         """Tags for an MLflow run."""
-        step = "" if self.step is None else str(self.step)
-        found = {
-            "": self.title,
-            "_checkpoint": self.path,
-            "_sha256": self.sha256,
-            "_run": self.run,
-            "_step": step,
-            "_score": self.score,
+        return {
+            "parent": self.title,
+            "parent_checkpoint": self.path,
+            "parent_sha256": self.sha256,
+            "parent_score": self.score,
         }
-        return {f"parent{name}": text for name, text in found.items() if text}
 
 
 @dataclass(frozen=True)
@@ -213,16 +209,6 @@ class RunFacts:
         tags = {"kind": self.kind, NOTE: self.description, **self.tags, **origin}
         tags |= {f"{relation}_run_id": run_id for relation, run_id in self.parents.items()}
         return {name: hide_passwords(text) for name, text in tags.items() if text}
-
-    def tags_at_end(self, outcome: str, description: str, result: str, collapse: str = "") -> dict[str, str]:
-        """How the run ended, and its description with the result after the first paragraph. Both are Markdown."""
-        tags = {"outcome": outcome[:500]}
-        if collapse:
-            tags["collapse"] = collapse[:500]
-        if result:
-            first, _, rest = description.partition("\n\n")  # The page shows the beginning, and more on request.
-            tags[NOTE] = "\n\n".join(part for part in (first, result, rest) if part)
-        return {name: hide_passwords(text) for name, text in tags.items()}
 
     def score_among(self, names: Collection[str]) -> str:
         """Which metric is the score: accuracy, if it is measured, also where the best checkpoint is chosen by the
@@ -281,22 +267,30 @@ def source_tags() -> dict[str, str]:
 
 @cache  # A sweep and a study make many runs from one process, which runs the code that it has imported.
 def _revision() -> dict[str, str]:
-    """Tags of the git revision of this code; fewer outside of git, or without it: a job's working folder, an installed
+    """Tags of the git revision of this code; none outside of git, or without it: a job's working folder, an installed
     package.
     """
-    tags = dict[str, str]()
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(_ROOT), *words], capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    # Installed, a repository around it would be another project's.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD")
-        tags["mlflow.source.git.branch"] = _git("rev-parse", "--abbrev-ref", "HEAD")
-        tags["mlflow.source.git.dirty"] = str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()
-    return tags
+        if (_ROOT / "pyproject.toml").exists():
+            return {
+                "mlflow.source.git.commit": git("rev-parse", "HEAD"),
+                "mlflow.source.git.branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+                "mlflow.source.git.dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+            }
+    return {}
 
 
 def installed_packages() -> list[str]:
     """NAME==VERSION of each installed package, as `pip freeze` lists them, from the names of their folders: that takes
     no time.
     """
-    folders = {found.name.removesuffix(".dist-info") for path in sys.path for found in Path(path).glob("*.dist-info")}
+    folders = {found.stem for path in sys.path for found in Path(path).glob("*.dist-info")}
     return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
 
 
@@ -311,10 +305,3 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError):  # A user ID without a name, as in many containers.
         return str(os.getuid())
-
-
-def _git(*arguments: str) -> str:
-    if not (_ROOT / "pyproject.toml").exists():
-        raise FileNotFoundError("installed: a repository around it would be another project's")
-    done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.words import on_one_line
-from pipeline.monitor.export import Scores, Sent, Update
+from pipeline.monitor.export import Exporter, Scores
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.page_folder import End
 from pipeline.monitor.run_page import RunFacts
 
 
-class TensorBoardExporter:
-    """An `Exporter`: points under the names of MLflow, figures, parameters and the description."""
+class TensorBoardExporter(Exporter):
+    """Points under the names of MLflow, figures, parameters and the description."""
 
     name = destination = "tensorboard"
 
@@ -21,15 +20,15 @@ class TensorBoardExporter:
         self.title = f"TensorBoard in {self.folder}"
         self.writer: Any = None
 
-    def connect(self, sent: Sent, update: Update) -> None:
+    def connect(self) -> None:
         from torch.utils.tensorboard import SummaryWriter  # Late: takes seconds.
 
         self.writer = SummaryWriter(str(self.folder))
-        if not sent.is_described:
+        if not self.sent.is_described:
             rows = "\n".join(f"| {name} | {value} |" for name, value in self.facts.parameters.items())
             self.writer.add_text("parameters", f"| parameter | value |\n|---|---|\n{rows}")
             self.writer.add_text("description", self.facts.description)
-            update(is_described=True)
+            self.update(is_described=True)
 
     def log(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -50,6 +49,3 @@ class TensorBoardExporter:
 
     def show_models(self, scores: Scores, ended: bool) -> None:
         self.writer.flush()  # The last call of a look; event files show no checkpoints.
-
-    def explain(self, error: Exception) -> str:
-        return f"cannot be written ({on_one_line(error)})"

@@ -8,6 +8,7 @@ file, so that each step has one record. After a kill they repeat the numbers tha
 """
 
 import contextlib
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
 from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
-from pipeline.monitor.run_page import RunFacts, hide_passwords, source_tags
+from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, source_tags
 from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
 
@@ -47,10 +48,12 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.start = folder / METRICS_FILE, start
         declared = {accepted_name(name): metric for name, metric in facts.metrics.items()}
-        texts = {name: hide_passwords(value) for name, value in facts.parameters.items() if isinstance(value, str)}
+        parameters = {
+            name: hide_passwords(value) if isinstance(value, str) else value for name, value in facts.parameters.items()
+        }
         facts = replace(
             facts,
-            parameters={**facts.parameters, **texts},
+            parameters=parameters,
             tags={**facts.tags, **source_tags()},
             metrics=declared,
             score=accepted_name(facts.score),
@@ -58,7 +61,8 @@ class Tracker:
         self._page = PageFolder(folder)
         # With other settings, the steps that run again have other values. A resumed run knows of these itself.
         began = began or Start(time.time(), start or 0)
-        repeats = not began.changed and (start != 0 or self._page.has_parameters(facts.parameters))
+        saved, told = self._page.saved(), json.dumps(facts.parameters, default=str)
+        repeats = not began.changed and (start != 0 or saved is None or json.dumps(saved.facts.parameters) == told)
         self._page.begin(config.experiment, facts, began)
         self._exports = exports_of(config, out, folder, facts, timing, find_models)
         self.facts = facts
@@ -108,8 +112,12 @@ class Tracker:
         outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
         collapse: what was said of one, for a tag.
         """
-        description = describe(self.facts.description, self._page.starts())
-        end = End(status, self.facts.tags_at_end(outcome or status.lower(), description, result, collapse))
+        # The page shows the beginning of a description, and more on request.
+        first, *rest = describe(self.facts.description, self._page.starts()).split("\n\n", 1)
+        tags = {"outcome": (outcome or status.lower())[:500], "collapse": collapse[:500]}
+        if result:
+            tags[NOTE] = "\n\n".join(filter(None, (first, result, *rest)))
+        end = End(status, {name: hide_passwords(text) for name, text in tags.items() if text})
         try:
             self._page.end(end)
         finally:
@@ -156,22 +164,17 @@ def exports_of(
     """
     exporters: list[Exporter] = []
     if config.enabled:
-        exporters.append(_mlflow(config, out, folder, facts, find_models))
+        uri = config.uri or default_uri(out)
+        # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the
+        # command was started.
+        beside = database.parent if (database := sqlite_file(uri)) else out
+        is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+        artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
+        find = find_models or (lambda ended: [])
+        exporters.append(MlflowExporter(artifacts, replace(config, uri=uri), facts, folder, find))
     if config.tensorboard:
         exporters.append(TensorBoardExporter(folder, facts))
     return [FolderExport(folder, exporter, facts, timing or ExportTiming()) for exporter in exporters]
-
-
-def _mlflow(
-    config: TrackConfig, out: Path, folder: Path, facts: RunFacts, find_models: FindModels | None
-) -> MlflowExporter:
-    uri = config.uri or default_uri(out)
-    # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command
-    # was started.
-    beside = database.parent if (database := sqlite_file(uri)) else out
-    is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
-    artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
-    return MlflowExporter(uri, artifacts, replace(config, uri=uri), facts, folder, find_models or (lambda ended: []))
 
 
 def default_uri(out: Path) -> str:

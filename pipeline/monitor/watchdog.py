@@ -32,14 +32,12 @@ _WAITS_FOR_OTHERS = "(waits for other ranks)"
 
 @dataclass(frozen=True)
 class PublishedWait:
-    """A wait of a rank, as the other ranks read it. seconds: until its limit, from the time of writing. number: of the
-    wait.
-    """
+    """A wait of a rank, as the other ranks read it. seconds: until its limit, from the time of writing (`written`)."""
 
     host: str
     what: str
     seconds: float
-    number: int
+    written: float
 
 
 class Watchdog:
@@ -65,7 +63,6 @@ class Watchdog:
         self._over = threading.Event()
         self._waited_at = -float("inf")  # When a wait that may last was seen last.
         self._published: waits.Wait | None = None
-        self._num_published = 0
         self._of_others: dict[int, tuple[PublishedWait, float]] = {}  # Rank -> (wait, time of its limit).
         # Reports of an earlier hang, which are kept to be read. Not known by their age: clocks of hosts differ.
         self._earlier = {file.name: file.stat().st_mtime_ns for file in folder.glob("rank-*.txt")}
@@ -108,8 +105,7 @@ class Watchdog:
         if longest is None:
             self._withdraw()
             return
-        self._num_published += 1
-        shown = PublishedWait(self.hosts[self.rank], str(longest), longest.left, self._num_published)
+        shown = PublishedWait(self.hosts[self.rank], str(longest), longest.left, time.time())
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self._file_of_wait(self.rank), json.dumps(asdict(shown)), durable=False)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -70,25 +70,23 @@ def curves(records: Records) -> list[PngImage]:
     """
     losses, seeds = by_loss(records), seed_groups(records)
     loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
-    found: dict[tuple[str, str], dict[str, tuple[Series, bool]]] = {}
+    found: dict[tuple[str, str], dict[str, Series]] = {}
     for run, record in records.items():
-        for file, title, series, percent in lines_of(record, loss_of.get(run, "")):
-            found.setdefault((file, title), {})[run] = series, percent
+        for file, title, series in lines_of(record, loss_of.get(run, "")):
+            found.setdefault((file, title), {})[run] = series
     pictures: dict[str, list[PngImage]] = {}
     for (file, title), lines in found.items():
-        runs = {run: records[run] for run in records if run in lines}
-        percent = all(is_share for _, is_share in lines.values())
-        if content := draw_curves(runs, title, {run: series for run, (series, _) in lines.items()}, seeds, percent):
+        if content := draw_curves({run: records[run] for run in lines}, title, lines, seeds):
             of_file = pictures.setdefault(file, [])
             name = f"{file}_{len(of_file) + 1}.png" if of_file else f"{file}.png"
-            about = f"{title} of {listed(list(runs))} against steps, images seen and training FLOPs"
+            about = f"{title} of {listed(list(lines))} against steps, images seen and training FLOPs"
             of_file.append(PngImage(name, about, content))
     return [picture for of_file in pictures.values() for picture in of_file]
 
 
-def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series, bool]]:
-    """(file, title, values, whether they are shares) of each metric of a run that figures show: accuracy, losses, what
-    else was measured on the held-out split, by the objective and by probes. loss: added to the title of one.
+def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series]]:
+    """(file, title, values, shares in per cent) of each metric of a run that figures show: accuracy, losses, what else
+    was measured on the held-out split, by the objective and by probes. loss: added to the title of one.
     """
     train, split = record.dataset("training"), f"{record.split}_"
     trained = train.split if train else str(record.settings.get("data.train_split", "train"))
@@ -106,8 +104,10 @@ def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Seri
         shown.setdefault(name, ("metric_" + re.sub(r"[^\w.-]", "_", own), title))
     shown.pop(f"{split}top5", None)
     for name, (file, title) in shown.items():
-        if name in record.series:
-            yield file, title, record.series[name], record.metric(name).is_share
+        if series := record.series.get(name):
+            if record.metric(name).is_share:
+                title, series = f"{title}, %", replace(series, values=100 * series.values)
+            yield file, title, series
 
 
 def draw_curves(
@@ -115,13 +115,12 @@ def draw_curves(
     title: str,
     chosen: Mapping[str, Series],
     seeds: Sequence[Sequence[str]],
-    percent: bool,
 ) -> bytes | None:
     """PNG of one metric of all runs against steps, images and FLOPs, side by side; None if there is no value after step
     0.
 
     chosen: the metric of each run. seeds: groups of runs that differ in their seed only, which share a colour and a
-    line of the legend. percent: the values are shares.
+    line of the legend.
     """
     if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
@@ -136,12 +135,10 @@ def draw_curves(
             for name in group:
                 if per_step := axis.per_step(records[name]):
                     label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
-                    values = chosen[name].values * (100 if percent else 1)
-                    draw_line(axes, chosen[name].steps * per_step, values, look, label)
+                    draw_line(axes, chosen[name].steps * per_step, chosen[name].values, look, label)
         finish(axes, axis.name)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
-    figure.axes[0].set_ylabel("%" if percent else "")
     figure.suptitle(title)
     if legend_rows:
         lines = figure.axes[0].get_legend_handles_labels()
@@ -161,7 +158,7 @@ def draw_line(
     amounts: np.ndarray,
     values: np.ndarray,
     look: dict[str, str],
-    label: str | None,
+    label: str | None = None,
 ) -> None:
     """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)

@@ -2,15 +2,14 @@
 than noise.
 """
 
-import itertools
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.words import shorten
@@ -74,11 +73,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
     Raises UserError for an address that is not a run, and for damaged files, before anything is written.
     """
-    found = [read(address) for address in config.runs]
-    for (address, one), (again, other) in itertools.combinations(zip(config.runs, found, strict=True), 2):
-        if one.folder.resolve() == other.folder.resolve():
-            raise UserError(f"runs: {address} and {again} are the same run. Leave out one of them.")
-    records = named(found)
+    records = named([read(address) for address in config.runs])
     folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
     try_output("out", folder, holds="comparison")
     hold(folder)
@@ -105,18 +100,9 @@ def write_report(folder: Path, files: Mapping[str, bytes | str | None], told: Se
 
 
 def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Runs by name. Runs of the same name also get the name of the folder around theirs, or a number."""
-    names = [record.name for record in records]
-    found: dict[str, RunRecord] = {}
-    for record in records:
-        name = record.name
-        if names.count(name) > 1:
-            name = f"{name} ({record.folder.resolve().parent.name})"
-        number = 2
-        while name in found:
-            name, number = f"{record.name} ({number})", number + 1
-        found[name] = record
-    return found
+    """Runs by name, or by folder where several have the same name. A run that is given twice is there once."""
+    names = Counter(record.name for record in records)
+    return {record.name if names[record.name] == 1 else str(record.folder): record for record in records}
 
 
 def _folder_name(names: Sequence[str]) -> str:

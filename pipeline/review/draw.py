@@ -12,10 +12,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from pipeline.base.errors import UserError
 from pipeline.base.files import replacing
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
@@ -23,15 +21,14 @@ from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
-from pipeline.monitor.page_folder import FIGURES, RUN_FILE, PageFolder
+from pipeline.monitor.page_folder import FIGURES
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst
 from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
+from pipeline.review.record import PREDICTIONS, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 
-_MAX_OTHERS = 20
 _NUM_EXPLAINED = 4
 _MAX_SECONDS = 300
 
@@ -52,7 +49,7 @@ def draw(folder: Path, final: bool) -> list[str]:
         except Exception as error:  # Whatever a damaged file, a library or the disk raises.
             problems.append(f"{', '.join(names)} not drawn: {on_one_line(error)[:300] or type(error).__name__}")
 
-    attempt(("curves",), lambda: iter([draw_run(from_folder(folder), others(folder))]))
+    attempt(("curves",), lambda: iter([draw_run(from_folder(folder))]))
     if (folder / PREDICTIONS).exists():
         attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
@@ -64,23 +61,8 @@ def draw(folder: Path, final: bool) -> list[str]:
     return problems
 
 
-def others(folder: Path) -> list[RunRecord]:
-    """The newest runs of the same kind on the same data in the same folder of runs."""
-    found: list[RunRecord] = []
-    candidates = [file.parent for file in folder.resolve().parent.glob(f"*/{RUN_FILE}")]
-    with suppress(UserError, OSError):  # It is background: one that is damaged, or just being removed, ends the list.
-        own = PageFolder(folder).read_facts().facts
-        for candidate in sorted(candidates, key=lambda folder: -folder.stat().st_mtime):
-            facts = PageFolder(candidate).read_facts().facts
-            is_alike = (facts.kind, facts.tags.get("data")) == (own.kind, own.tags.get("data"))
-            if is_alike and candidate != folder.resolve() and len(found) < _MAX_OTHERS:
-                found.append(from_folder(candidate))
-    return found
-
-
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    file = folder / PREDICTIONS
-    found = parse_predictions(file.read_bytes(), str(file), "probability")
+    found = read_predictions(folder, "probability")
     config = read_settings(folder)
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)

@@ -2,14 +2,12 @@
 predictions.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.base.gallery import DPI
-from pipeline.base.page import COLOURS, add_legend, png, style_axes
+from pipeline.base.page import COLOURS, png, style_axes
 from pipeline.base.words import counted, shorten
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
@@ -18,7 +16,7 @@ from pipeline.data.loading.views import shown_view
 from pipeline.evaluate.classify import per_class
 from pipeline.evaluate.probes.features import read_pixels
 from pipeline.explain import galleries
-from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of, running_mean
+from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of
 from pipeline.review.record import LastPredictions, RunRecord, Series
 from pipeline.settings.run import RunConfig
 
@@ -31,37 +29,22 @@ _THREADS = 1
 
 
 # ---------------------------------------------------------------------- curves
-def draw_run(record: RunRecord, others: Sequence[RunRecord] = ()) -> bytes | None:
-    """PNG of the curves of one run; None if it has none. others: runs that are drawn in grey, where they compare.
-
-    Accuracies compare with all of them, losses and what objectives log only with those of the same `train.loss`, RankMe
-    also only at the same width.
-    """
-    loss, width = (record.settings.get(name) for name in ("train.loss", "model.width"))
-    alike = [other for other in others if other.settings.get("train.loss") == loss]
-    as_wide = [other for other in alike if other.settings.get("model.width") == width]
-    panels: list[tuple[str, Series, bool, list[Series]]] = []
-    for file, title, series, percent in lines_of(record):
-        beside = others if file == "accuracy" else as_wide if file == "metric_rankme" else alike
-        grey = [of_other for other in beside for name, _, of_other, _ in lines_of(other) if name == file]
-        panels.append((f"{title}, %" if percent else title, series, percent, grey))
+def draw_run(record: RunRecord) -> bytes | None:
+    """PNG of the curves of one run; None if it has none."""
+    panels = [(title, series) for _, title, series in lines_of(record)]
     for name, title in (("lr", "learning rate"), ("images_per_second", "images/s")):
-        if name in record.series:
-            panels.append((title, record.series[name], False, []))
+        if series := record.series.get(name):
+            panels.append((title, series))
     shares = {part: record.series[metric] for metric, part in _PARTS.items() if metric in record.series}
     num_panels = len(panels) + bool(shares)
     if not num_panels:
         return None
     rows = (num_panels + 1) // 2
     figure = Figure(figsize=(11, 3.3 * rows), dpi=110, layout="constrained")
-    for number, (title, series, percent, greys) in enumerate(panels, 1):
-        axes, scale = figure.add_subplot(rows, 2, number), 100.0 if percent else 1.0
-        for place, grey in enumerate(greys):
-            label = None if place else f"other runs ({len(greys)})"
-            axes.plot(grey.steps, scale * running_mean(grey.values), color="0.8", linewidth=1, label=label)
-        values = scale * series.values
-        draw_line(axes, series.steps, values, {"color": COLOURS[0]}, "this run" if greys else None)
-        _leave_out_spikes(axes, values)
+    for number, (title, series) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, 2, number)
+        draw_line(axes, series.steps, series.values, {"color": COLOURS[0]})
+        _leave_out_spikes(axes, series.values)
         _finish(axes, title)
     if shares:
         axes = figure.add_subplot(rows, 2, num_panels)
@@ -75,7 +58,7 @@ def _leave_out_spikes(axes: Axes, values: np.ndarray) -> None:
     points = values[np.isfinite(values)]
     if len(points) >= SMOOTH_FROM:
         low, high = np.percentile(points, _PERCENTILES)
-        if high > low and points.max() > high + 2 * (high - low):
+        if points.max() > high + 2 * (high - low) > high:
             axes.set_ylim(low - 0.05 * (high - low), high + 0.2 * (high - low))
 
 
@@ -91,8 +74,6 @@ def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=10)
     finish(axes, "step")
     axes.set_xlim(left=0)
-    if axes.get_legend() is None and len(axes.get_legend_handles_labels()[0]) > 1:
-        add_legend(axes, fontsize=8)
 
 
 # ---------------------------------------------------------------------- the last evaluation
@@ -105,23 +86,15 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     worst = tested[np.argsort(of_class.recall[tested], kind="stable")[:_NUM_WORST]]
     figure = Figure(figsize=(9, 1.2 + 0.27 * len(worst)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    places = np.arange(len(worst))
-    axes.barh(places, 100 * of_class.recall[worst], color=COLOURS[0], height=0.7)
-    labels = [f"{shorten(names[c], 40)} ({of_class.support[c]:,})" for c in worst.tolist()]
-    axes.set_yticks(places, labels, fontsize=8, parse_math=False)
-    for place, c in zip(places, worst.tolist(), strict=True):
-        axes.text(
-            100 * of_class.recall[c] + 1, float(place), f"{100 * of_class.recall[c]:.0f} %", va="center", fontsize=8
-        )
+    bars = axes.barh(range(len(worst)), 100 * of_class.recall[worst], color=COLOURS[0], height=0.7)
+    axes.bar_label(bars, fmt="{:.0f} %", padding=3, fontsize=8)
+    labels = [f"{shorten(names[c], 40)} ({of_class.support[c]:,})" for c in worst]
+    axes.set_yticks(range(len(worst)), labels, fontsize=8, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 108)
     axes.set_xlabel("recall, %")
-    which = (
-        "All classes"
-        if len(worst) == len(tested)
-        else f"The {counted(len(worst), 'class')} of {len(tested):,} with the lowest recall"
-    )
-    axes.set_title(f"{which} (number of images)", fontsize=10)
+    of_all = f"{len(worst)} of {counted(len(tested), 'class')}"
+    axes.set_title(f"{of_all} with the lowest recall (number of images)", fontsize=10)
     style_axes(axes, "x")
     return png(figure)
 

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
-from pipeline.monitor.metrics_file import METRICS_FILE, read_metrics
+from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile
 from pipeline.monitor.run_page import RunFacts
@@ -62,15 +62,13 @@ def from_folder(folder: Path) -> RunRecord:
     facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})
     if not word and saved.end:
         word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS[saved.end.status]
-    records, num_damaged = [], 0
+    records, num_damaged = list[Record](), 0
     with contextlib.suppress(FileNotFoundError):
         records, num_damaged = read_metrics(folder / METRICS_FILE)
-    points: dict[str, list[tuple[int, float, int]]] = {}
-    for record in records:
-        for name, value in record.metrics.items():
-            points.setdefault(name, []).append((record.step, value, record.time))
+    series = {name: Series.of(points) for name, points in by_name(records).items()}
+    times = [record.time / 1000 for record in records] or [0.0]
     settings, evaluated = dict(facts.parameters), facts.dataset("evaluation")
-    splits = [evaluated.split] if evaluated else [name[:-5] for name in points if name.endswith("_top1")]
+    splits = [evaluated.split] if evaluated else [name[:-5] for name in series if name.endswith("_top1")]
     if has_all_settings := (folder / SETTINGS_FILE).exists():
         config = read_settings(folder)
         splits = config.data.evaluated
@@ -86,7 +84,8 @@ def from_folder(folder: Path) -> RunRecord:
         settings=settings,
         has_all_settings=has_all_settings,
         split=next(iter(splits), ""),
-        series={name: Series.of(found) for name, found in points.items()},
+        series=series,
+        period=(min(times), max(times)),
         starts=saved.starts,
         results=results,
         num_damaged=num_damaged,

@@ -4,7 +4,7 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,18 +28,16 @@ _TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
 
 @dataclass(frozen=True)
 class Series:
-    """One metric. steps: int64 (n,), ascending. values: float64 (n,). times: float64 (n,), seconds since 1970."""
+    """One metric. steps: int64 (n,), ascending. values: float64 (n,)."""
 
     steps: np.ndarray
     values: np.ndarray
-    times: np.ndarray
 
     @classmethod
-    def of(cls, points: Sequence[tuple[int, float, int]]) -> "Series":
-        """points: (step, value, milliseconds since 1970). Of the points of one step, the last counts."""
-        found = {step: (step, value, time / 1000) for step, value, time in points}
-        steps, values, times = zip(*(found[step] for step in sorted(found)), strict=True)
-        return cls(np.array(steps, np.int64), np.array(values, np.float64), np.array(times, np.float64))
+    def of(cls, points: Mapping[int, float]) -> "Series":
+        """points: step -> value."""
+        steps = sorted(points)
+        return cls(np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -71,11 +69,11 @@ class LastPredictions:
     probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-def parse_predictions(content: bytes, where: str, *more: str) -> LastPredictions:
-    """The content of predictions.npz, with the probability if `more` names it. Raises UserError for a damaged file."""
-    return LastPredictions(
-        **npz.read_arrays(content, where, ("rows", "true", "predicted", *more), optional=("groups",))
-    )
+def read_predictions(folder: Path, *more: str) -> LastPredictions:
+    """predictions.npz of a run folder, with the probability if `more` names it. Raises UserError for a damaged file."""
+    file = folder / PREDICTIONS
+    names = ("rows", "true", "predicted", *more)
+    return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,8 @@ class RunRecord(RunFacts):
 
     settings: by dotted name, complete if the folder has a config.yaml (has_all_settings), else those that differ from
     the defaults; `model.*` is the architecture as built. split: name of the split that the run is evaluated on, as its
-    metrics begin. results: of a grid, a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read.
+    metrics begin. period: times of the first and the last record, seconds since 1970; (0, 0) without metrics. results:
+    of a grid, a study or a sweep. num_damaged: lines of metrics.jsonl that could not be read.
     """
 
     folder: Path
@@ -128,6 +127,7 @@ class RunRecord(RunFacts):
     has_all_settings: bool
     split: str
     series: dict[str, Series]
+    period: tuple[float, float]
     starts: tuple[Start, ...]
     results: dict[str, Any]
     num_damaged: int
@@ -176,12 +176,6 @@ class RunRecord(RunFacts):
     @property
     def ranks(self) -> int:
         return int(self.parameters.get("ranks", 0))
-
-    @cached_property
-    def period(self) -> tuple[float, float]:
-        """Times of the first and the last record, seconds since 1970; (0, 0) without metrics."""
-        times = np.concatenate([series.times for series in self.series.values()] or [np.zeros(1)])
-        return float(times.min()), float(times.max())
 
     # ------------------------------------------------------------------ scores
     @cached_property

@@ -238,8 +238,8 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
     found, problem = weights_of(record)
     if not found:
         return None, problem
-    states, _ = read_states(record.folder / STATE_FILE)
-    sent = {sha256: model.model_id for state in states.values() for sha256, model in state.models.items()}
+    states = read_states(record.folder / STATE_FILE).values()
+    sent = {sha256: model.model_id for state in states for sha256, model in state.models.items()}
     rows = [
         (
             ", ".join(one.roles) or "–",

@@ -1,5 +1,6 @@
 """Lists the samples of a step, or the steps of a sample. Computed from the order alone, for past and future steps."""
 
+import json
 import math
 import sys
 from contextlib import suppress
@@ -37,15 +38,14 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     """Print or write the requested table; returns its rows. Raises UserError for a user's mistake."""
     path = Path(config.run)
     state = _newest_state(path)
-    trained = state.step if state else 0
-    skipped_batches = state.left_out if state else []
+    trained, skipped_batches = (state.step, state.left_out) if state else (0, [])
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
     of_run = replace(of_run, data=_where_it_is(of_run.data, config))
     data = open_run_data(of_run.data, of_run.seed, batch, of_run.labels)
-    dataset, split = data.dataset, data.split
+    split = data.split
     if state:
-        _refuse_other_data(state, dataset, split)
+        _refuse_other_data(state, data.dataset, split)
     if batch % config.ranks:
         raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
     order = train_order(split, of_run.data, of_run.seed, batch)
@@ -58,7 +58,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     if config.step:
         number = batch_of_step(config.step - 1, skipped_batches)
         rows, uses = order.slice(number, config.rank, config.ranks)
-        table = _of_step(dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
+        table = _of_step(data.dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
         if config.sheet:
             _draw(of_run, split, rows, uses, Path(config.sheet))
         when = "trained" if config.step <= trained else "not trained yet"
@@ -68,16 +68,20 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     else:
         table = []
         for row in split.rows_of(config.sample):
-            uses_of_row = _of_sample(order, row, steps, trained, config.ranks, skipped_batches)
             of_set = {"set": split.set_names[split.set_of(np.array([row]))[0]]} if isinstance(split, MixedSplit) else {}
-            table += [{**of_set, **use} for use in uses_of_row]
+            uses_of_row = _of_sample(order, row, steps, trained, config.ranks, skipped_batches)
+            table += [of_set | use for use in uses_of_row]
         table.sort(key=lambda use: (use["step"], use["place"]))
-        seen = sum(row["trained"] == "yes" for row in table)
+        seen = sum(use["trained"] == "yes" for use in table)
         said = (
             f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in"
             f" all {steps:,}"
         )
-    _show(table, config.csv)
+    if config.csv:
+        with replacing(Path(config.csv)) as out:
+            out.write(table_csv(table))
+    elif table:
+        print(*aligned([list(table[0]), *(list(map(str, use.values())) for use in table)]), sep="\n")
     for line in [*split.notes(), said]:
         print(line, file=sys.stderr)
     return table
@@ -103,15 +107,9 @@ def _newest_state(path: Path) -> State | None:
 def _settings(path: Path, state: State | None) -> RunConfig:
     """Return a run's settings: from its newest checkpoint, else the run folder, else a YAML file."""
     if state:
-        tree: dict[str, Any] = {}
-        for name, value in state.identity.items():
-            if fact_of(name, facts_of(RunConfig)):  # The identity has other entries, too.
-                *sections, field = name.split(".")
-                section = tree
-                for part in sections:
-                    section = section.setdefault(part, {})
-                section[field] = value
-        return schema.build(RunConfig, tree, str(path))
+        known = facts_of(RunConfig)  # The identity has other entries, too.
+        given = {name: value for name, value in state.identity.items() if fact_of(name, known)}
+        return schema.load(RunConfig, None, [f"{name}={json.dumps(value)}" for name, value in given.items()])
     if path.is_dir():
         try:
             return read_settings(path)
@@ -160,26 +158,22 @@ def _of_step(
     """Return one row per sample, in batch order. first: position of the first one. uses: how often each was used
     before.
     """
-    table = []
-    epochs = order.epochs(np.arange(first, first + len(rows)))
-    manifest_rows, shards = split.manifest_rows(rows), split.shard_of(rows)
-    names = [split.set_names[i] for i in split.set_of(rows)] if isinstance(split, MixedSplit) else []
-    for i, key in enumerate(split.keys(rows)):
-        labels = split.labels_of(rows[i]).tolist()
-        table.append(
-            {
-                "place": (first + i) % order.global_batch,
-                "key": key,
-                "row": int(manifest_rows[i]),
-                "shard": to_path(split.shard_paths[shards[i]]).name,
-                **({"set": names[i]} if names else {}),
-                "label": " ".join(map(str, labels)),
-                "class": "; ".join(dataset.classes[label] for label in labels),
-                "epoch": int(epochs[i]),
-                **({"used before": int(uses[i])} if order.is_balanced else {}),
-            }
-        )
-    return table
+    positions = np.arange(first, first + len(rows))
+    labels = [split.labels_of(row).tolist() for row in rows]
+    columns: dict[str, Any] = {
+        "place": (positions % order.global_batch).tolist(),
+        "key": split.keys(rows),
+        "row": split.manifest_rows(rows).tolist(),
+        "shard": [to_path(split.shard_paths[shard]).name for shard in split.shard_of(rows)],
+    }
+    if isinstance(split, MixedSplit):
+        columns["set"] = [split.set_names[number] for number in split.set_of(rows)]
+    columns["label"] = [" ".join(map(str, of)) for of in labels]
+    columns["class"] = ["; ".join(dataset.classes[label] for label in of) for of in labels]
+    columns["epoch"] = order.epochs(positions).tolist()
+    if order.is_balanced:
+        columns["used before"] = uses.tolist()
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _of_sample(
@@ -195,16 +189,6 @@ def _of_sample(
             rank = place // (batch // ranks)
             table.append({"epoch": epoch, "step": step + 1, "place": place, "rank": rank, "trained": seen})
     return table
-
-
-def _show(table: list[dict[str, Any]], file: str) -> None:
-    if file:
-        with replacing(Path(file)) as out:
-            out.write(table_csv(table))
-        return
-    lines = [list(table[0]), *(list(map(str, row.values())) for row in table)] if table else []
-    for line in aligned(lines):
-        print(line)
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
@@ -225,18 +209,14 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
     scale = min(1, _TILE / max(max(view.shape[1:3]) for view in views))
     sizes = [[round(scale * side) for side in view.shape[1:3]] for view in views]
-    height = max(size[0] for size in sizes)
-    strips = []
-    for i in range(len(rows)):
-        parts = [
-            cv2.resize(view[i], (w, h), interpolation=cv2.INTER_AREA) for view, (h, w) in zip(views, sizes, strict=True)
-        ]
-        strips.append(
-            np.concatenate([np.pad(part, ((0, height - len(part)), (0, 0), (0, 0))) for part in parts], axis=1)
-        )
+    parts = []
+    for view, (height, width) in zip(views, sizes, strict=True):
+        small = np.stack([cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA) for image in view])
+        parts.append(np.pad(small, ((0, 0), (0, max(sizes)[0] - height), (0, 0), (0, 0))))
+    strips = np.concatenate(parts, 2)  # (samples, height, width of all views, 3)
     across = math.ceil(math.sqrt(len(rows) / len(views)))
-    strips += [np.zeros_like(strips[0])] * (-len(strips) % across)
-    sheet = np.concatenate([np.concatenate(strips[at : at + across], 1) for at in range(0, len(strips), across)])
+    strips = np.pad(strips, ((0, -len(rows) % across), (0, 0), (0, 0), (0, 0)))
+    sheet = strips.reshape(-1, across, *strips.shape[1:]).swapaxes(1, 2).reshape(-1, across * strips.shape[2], 3)
     if caption := split.pixels.describe_shown():
         print(caption, file=sys.stderr)
     with replacing(file) as out:

@@ -20,7 +20,7 @@ from pipeline.evaluate.differences import (
     of_seeds,
 )
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, RunRecord, parse_predictions
+from pipeline.review.record import PREDICTIONS, RunRecord, read_predictions
 from pipeline.settings import changes
 from pipeline.settings.run import RunConfig
 
@@ -140,10 +140,10 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     Predictions that do not give the last score are of another evaluation, and are not used. Raises UserError for a
     damaged file.
     """
-    file = contender.record.folder / PREDICTIONS
-    if len(contender.values) > 1 or not file.exists():
+    folder = contender.record.folder
+    if len(contender.values) > 1 or not (folder / PREDICTIONS).exists():
         return None
-    found = parse_predictions(file.read_bytes(), str(file))
+    found = read_predictions(folder)
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None

@@ -1,6 +1,5 @@
 """Exports run folders after the fact: what a run could not send, or all of it to another MLflow server."""
 
-import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +8,13 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.cluster.logged_models import logged_models
-from pipeline.cluster.status_files import holder, last_end_in_words, read_settings, read_status
+from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_words, read_settings, read_status
 from pipeline.monitor.mlflow.state import last_uri
 from pipeline.monitor.page_folder import RUN_FILE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts
 from pipeline.monitor.tracking import default_uri, exports_of
 from pipeline.settings.commands.reports import SyncConfig
-from pipeline.settings.run import RunConfig, TrackConfig
+from pipeline.settings.run import TrackConfig
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED"}
 
@@ -54,7 +53,8 @@ def find_runs(path: Path) -> list[Path]:
 def send(folder: Path, uri: str = "") -> None:
     """Send what MLflow lacks of a run folder that no process uses. Raises UserError as `run`."""
     page = PageFolder(folder)
-    saved, settings = page.read_facts(), _settings(folder)
+    saved = page.read_facts()
+    settings = read_settings(folder) if (folder / SETTINGS_FILE).exists() else None
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or last_uri(folder)
     uri = uri or (settings.track.uri if settings else "") or default_uri(folder.parent)
     if "***" in uri:
@@ -66,14 +66,13 @@ def send(folder: Path, uri: str = "") -> None:
         return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []
 
     track = replace(settings.track if settings else TrackConfig(), enabled=True, uri=uri, experiment=saved.experiment)
-    if (end := page.read_end()) is None:
+    if (end := saved.end) is None:
         page.end(end := _end_without_word(folder))
     for export in exports_of(track, folder.parent, folder, saved.facts, find_models=models):
         try:
             export.send_all(end)
         except Exception as error:  # Whatever the server or its client raises.
-            what = str(error) if isinstance(error, UserError) else export.exporter.explain(error)
-            raise UserError(f"{folder}: {export.exporter.title} {what}. The same command sends the rest.") from None
+            raise UserError(f"{folder}: {export.what_failed(error)}. The same command sends the rest.") from None
         run_id = f", run {export.sent.run_id}" * bool(export.sent.run_id)
         print(f"{folder}: sent to {export.exporter.title}{run_id}")
 
@@ -83,10 +82,3 @@ def _end_without_word(folder: Path) -> End:
     status = read_status(folder)
     name = _MLFLOW_STATUS.get(status.status, "FAILED") if status else "FINISHED"
     return End(name, {"outcome": last_end_in_words(folder)} if status else {})
-
-
-def _settings(folder: Path) -> RunConfig | None:
-    """The settings of a training run; None for a report."""
-    with contextlib.suppress(FileNotFoundError):
-        return read_settings(folder)
-    return None

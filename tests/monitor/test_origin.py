@@ -81,8 +81,6 @@ def test_tags_say_all_of_it() -> None:
         "parent": "large, step 200",
         "parent_checkpoint": "/r/w",
         "parent_sha256": "c0ffee",
-        "parent_run": "large",
-        "parent_step": "200",
         "parent_score": "4.55 % flowers:val",
         "parent_run_id": "f00",
     }

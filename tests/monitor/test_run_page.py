@@ -48,7 +48,7 @@ def test_a_start_never_shows_the_end_of_the_one_before(out: Path) -> None:
     page = PageFolder(out)
     for step in (0, 10):
         page.begin("vit", RunFacts("a", "pretrain", steps=20), Start(1.0, step, []))
-        assert page.read_end() is None
+        assert page.read_facts().end is None
         page.end(End("FINISHED", {"outcome": "finished"}))
     assert [start.step for start in page.starts()] == [0, 10]
     page.file.write_text(page.file.read_text().replace('"format": 1', '"format": 2'))

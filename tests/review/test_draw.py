@@ -16,7 +16,6 @@ from ranks import settings
 from review_runs import write_run
 
 from pipeline import model as models
-from pipeline.base.metric import SPREAD, Metric
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import score_report
@@ -27,10 +26,8 @@ from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
-from pipeline.review.draw import _of_weights, draw, others
-from pipeline.review.figures import draw_run
-from pipeline.review.reader import from_folder
-from pipeline.review.record import parse_predictions
+from pipeline.review.draw import _of_weights, draw
+from pipeline.review.record import read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
@@ -93,7 +90,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
-    found = parse_predictions((trained / "page" / "predictions.npz").read_bytes(), "", "probability")
+    found = read_predictions(trained, "probability")
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
     scores = score_report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]
@@ -127,26 +124,6 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------------- single figures
-def test_other_runs_on_the_same_data_are_in_the_background(tmp_path: Path) -> None:
-    own = write_run(tmp_path / "own", evaluations={10: 0.5, 20: 0.75})
-    same = write_run(tmp_path / "same", evaluations={10: 0.25, 20: 0.5})
-    write_run(tmp_path / "finetuned", "init.weights=x", evaluations={20: 0.5})
-    assert [record.folder for record in others(own)] == [same]
-
-
-def test_losses_of_other_objectives_are_not_in_the_background(tmp_path: Path) -> None:
-    declared = {"test_loss": Metric("loss", "lower", "eval"), **SPREAD}
-    settings = ("train.loss=mae", "model.representation=false", "model.pool=gap")
-    own = write_run(tmp_path / "own", *settings, evaluations={10: 0.5, 20: 0.75}, declared=declared)
-    alone = draw_run(from_folder(own))
-    others_objective = ("train.loss=lejepa", "model.representation=false", "model.pool=gap")
-    write_run(tmp_path / "other", *others_objective, evaluations={10: 8.0, 20: 6.0}, declared=declared)
-    assert len(others(own)) == 1
-    assert draw_run(from_folder(own), others(own)) == alone
-    write_run(tmp_path / "same", *settings, evaluations={10: 0.25, 20: 0.5}, declared=declared)
-    assert draw_run(from_folder(own), others(own)) != alone
-
-
 def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its comma made two folders of it, which do not exist. With a dev split, the data set may have no other held-out
     one.
@@ -183,7 +160,7 @@ def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp
     drawing = DrawingProcess(tmp_path, "not_used", every=math.inf)
     drawing._begun = time.monotonic()
     drawing.begin(predictions_of(split), split)
-    found = parse_predictions((tmp_path / "page" / "predictions.npz").read_bytes(), "")
+    found = read_predictions(tmp_path)
     assert found.groups.tolist() == [row // 3 for row in range(len(split))]
 
 

@@ -193,7 +193,7 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
     for i, (name, of) in enumerate(right.items(), 1):
         folder = write_run(tmp_path / name, f"optimizer.lr=0.00{i}", evaluations={20: float(of.mean())})
         predictions(folder, of, groups=groups)
-        effective = Series.of([(20, 55.5, 0)])
+        effective = Series.of({20: 55.5})
         record = from_folder(folder)
         records[name] = replace(record, series=record.series | {"test_top1_effective_images": effective})
     (pair,) = statistics.pairs_of(statistics.contenders(records))

@@ -231,6 +231,6 @@ def test_a_set_up_that_fails_late_ends_what_it_began(forge: Forge, dataset: Path
     """The watchdog would end a process that lives on, and MLflow showed a run that goes on for ever."""
     rank = forge.start_work(1, "test_start:train_without_temporary_files", settings(dataset, tmp_path, "x"))
     assert rank.wait() == [3], rank.said()
-    end = PageFolder(tmp_path / "x").read_end()
+    end = PageFolder(tmp_path / "x").read_facts().end
     assert end is not None
     assert (end.status, "refused before training began: " in str(end.tags)) == ("FAILED", True)

@@ -159,14 +159,10 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), number), _CONNECT_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise _no_cluster(address, str(error)) from None
-
-
-def _no_cluster(address: str, reason: str) -> UserError:
-    return UserError(
-        f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({reason}). Start one (ray start --head), give the"
-        " address of its head node, or unset RAY_ADDRESS to use this machine alone."
-    )
+        raise UserError(
+            f"RAY_ADDRESS = {address[:200]}: there is no Ray cluster ({error}). Start one (ray start --head), give the"
+            " address of its head node, or unset RAY_ADDRESS to use this machine alone."
+        ) from None
 
 
 def first_line(error: Exception) -> str:

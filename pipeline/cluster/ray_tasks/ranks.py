@@ -154,9 +154,6 @@ def wait_for_ranks(
     codes: list[int | None] = [None] * num_ranks
     terminated, deadline = False, math.inf
     while None in codes and time.monotonic() < deadline:
-        if stopping() and not terminated:
-            terminated = True
-            terminate()
         for rank, (lines, code) in enumerate(poll()):
             last_lines[rank].extend(lines)
             for line in lines if rank == 0 else ():
@@ -168,7 +165,7 @@ def wait_for_ranks(
                 say(f"rank {rank} ended with exit code {code}")
             codes[rank] = code
         # Rank 0 has said the mistake that the others have made, too: they wait to be ended.
-        if codes[0] == 2 and not terminated:
+        if not terminated and (codes[0] == 2 or stopping()):
             terminated = True
             terminate()
         time.sleep(_POLL_SECONDS)

@@ -5,7 +5,6 @@ lost.
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from pipeline.base.errors import UserError
@@ -112,12 +111,13 @@ def run_tasks(
     options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
     remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     remaining = enumerate(arguments)
-    in_flight: dict[Any, _RunningTask] = {}
+    # Task -> (index, reference to the argument for a retry, pauses that are left, when it was submitted).
+    in_flight: dict[Any, tuple[int, Any, Iterator[float], float]] = {}
 
     def start_more() -> None:
         for index, argument in itertools.islice(remaining, limit - len(in_flight)):
-            task = _RunningTask(index, ray.put(argument))
-            in_flight[remote.remote(task.argument, 0.0)] = task
+            reference = ray.put(argument)
+            in_flight[remote.remote(reference, 0.0)] = index, reference, iter(RETRY_PAUSES), time.monotonic()
 
     longest = 0.0
 
@@ -137,46 +137,30 @@ def run_tasks(
         start_more()
         while in_flight:
             reference = next_to_end()
-            task = in_flight.pop(reference)
+            index, argument, pauses, begin = in_flight.pop(reference)
             try:
                 result = _result(reference)
             except Exception as error:
-                pause = task.retry_pause(error, retry_any=on_failure is not None)
+                # With on_failure, all errors but a UserError.
+                is_retried = isinstance(error, LostError) or not (on_failure is None or isinstance(error, UserError))
+                pause = next(pauses, None) if is_retried else None
                 if pause is not None:
                     on_retry(_in_one_line(error))
-                    in_flight[remote.remote(task.argument, pause)] = task
+                    in_flight[remote.remote(argument, pause)] = index, argument, pauses, begin
                 elif on_failure is None:
                     raise _final_error(error) from None
                 else:
-                    on_failure(task.index, _in_one_line(_final_error(error)))
+                    on_failure(index, _in_one_line(_final_error(error)))
                     start_more()
                 continue
-            longest = max(longest, time.monotonic() - task.begin)
+            longest = max(longest, time.monotonic() - begin)
             start_more()
-            yield task.index, result
+            yield index, result
     except ray.exceptions.RayError as error:  # Not of a task: the cluster itself is gone.
         in_flight.clear()
         raise _cannot_run(error) from None
     finally:
         _cancel(list(in_flight))
-
-
-@dataclass
-class _RunningTask:
-    """A task in flight. argument: reference to it in Ray's object store, for a retry. begin: when it was submitted."""
-
-    index: int
-    argument: Any
-    pauses: Iterator[float] = field(default_factory=lambda: iter(RETRY_PAUSES))
-    begin: float = field(default_factory=time.monotonic)
-
-    def retry_pause(self, error: Exception, retry_any: bool) -> float | None:
-        """Seconds to wait before the task is retried after this error; None if it is not.
-
-        retry_any: retry after all errors but UserError, not after LostError alone.
-        """
-        is_retried = isinstance(error, LostError) or (retry_any and not isinstance(error, UserError))
-        return next(self.pauses, None) if is_retried else None
 
 
 def _final_error(error: Exception) -> Exception:

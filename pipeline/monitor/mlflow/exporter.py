@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.words import counted
-from pipeline.monitor.export import Scores, Sent, Update, warn
+from pipeline.monitor.export import Sent, warn
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.connection import active_run, connect, experiment_id
 from pipeline.monitor.mlflow.models import LoggedModels
@@ -36,8 +36,8 @@ _MAX_VALUE, _MAX_TAG = 6000, 8000
 _MAX_PARAMETERS = 100
 
 
-class MlflowExporter:
-    """An `Exporter` to one MLflow server or database.
+class MlflowExporter(LoggedModels):
+    """An `Exporter` to the MLflow server or database `config.uri`.
 
     artifacts: URI of those of an experiment that is created here; None leaves the choice to the server.
     """
@@ -45,51 +45,42 @@ class MlflowExporter:
     name = "mlflow"
 
     def __init__(
-        self,
-        uri: str,
-        artifacts: str | None,
-        config: TrackConfig,
-        facts: RunFacts,
-        folder: Path,
-        find_models: FindModels,
+        self, artifacts: str | None, config: TrackConfig, facts: RunFacts, folder: Path, find_models: FindModels
     ) -> None:
-        self.uri, self.destination = uri, hide_passwords(uri)
+        self.destination = hide_passwords(config.uri)
         self.title = f"MLflow at {self.destination}"
         self.artifacts, self.config, self.facts, self.page = artifacts, config, facts, PageFolder(folder)
         self.find_models = find_models
         self.refusals = Refusals(lambda: active_run(self.client, self.sent.run_id) is not None)
         self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
-        self.client: Any = None
-        self.sent = Sent()
 
-    def connect(self, sent: Sent, update: Update) -> None:
-        self.sent, self._update = sent, update
-        if not sent.key:
+    def connect(self) -> None:
+        sent, update = self.sent, self.update
+        if not sent.key:  # Also says which store was tried.
             update(key=uuid.uuid4().hex)
-        client = self.client = connect(self.uri)
-        experiment = experiment_id(client, self.config.experiment, self.artifacts)
+        client = self.client = connect(self.config.uri)
+        self.experiment_id = experiment_id(client, self.config.experiment, self.artifacts)
         run = active_run(client, sent.run_id)  # After that: one that is in a deleted experiment is not made again.
         if run is None and sent.run_id:
             warn(f"{self.title} has no run {sent.run_id} (deleted?): all is sent to a new one.")
-            update(run_id="", is_described=False, last={}, rollbacks=(), files={}, models={}, key=uuid.uuid4().hex)
+            update(**vars(Sent(uuid.uuid4().hex)))
+        starts = self.page.starts()
         if run is None:
-            found = client.search_runs([experiment], f"tags.{KEY_TAG} = '{sent.key}'", max_results=1)
-            run = found[0] if found else self._create(experiment)
+            found = client.search_runs([self.experiment_id], f"tags.{KEY_TAG} = '{sent.key}'", max_results=1)
+            started = round(1000 * starts[0].time) if starts else self._started
+            run = (
+                found[0]
+                if found
+                else client.create_run(self.experiment_id, started, {KEY_TAG: sent.key}, self.facts.name)
+            )
             update(run_id=run.info.run_id)
         if not sent.is_described:
             self._describe()
             update(is_described=True)
-        self._models = LoggedModels(client, run.info.experiment_id, self.facts, self.config, self.refusals)
         client.update_run(sent.run_id, status="RUNNING")
-        starts = self.page.starts()
         count = {"starts": str(len(starts))} if starts else {}
         tags = {**self.facts.all_tags(), **count, NOTE: describe(self.facts.description, starts)}
         self._set_tags("the tags", tags)
-
-    def _create(self, experiment: str) -> Any:
-        starts = self.page.starts()
-        started = round(1000 * starts[0].time) if starts else self._started
-        return self.client.create_run(experiment, started, {KEY_TAG: self.sent.key}, self.facts.name)
 
     def _describe(self) -> None:
         """Send parameters, cut to MLflow's limit, and which data the run uses."""
@@ -144,9 +135,6 @@ class MlflowExporter:
     def finish(self, end: End) -> None:
         self._set_tags("how the run ended", end.tags)
         self.client.set_terminated(self.sent.run_id, end.status)
-
-    def show_models(self, scores: Scores, ended: bool) -> None:
-        self._models.show(self.find_models(ended), scores, self.sent, self._update, ended)
 
     def explain(self, error: Exception) -> str:
         return what_failed(error)

@@ -18,12 +18,11 @@ _TOO_LARGE = "failed with error code 413 "
 class Refusals:
     """Items that a store refused and would refuse again: each is reported once and skipped.
 
-    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store,
-    with the reason.
+    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store.
     """
 
     def __init__(self, is_active: Callable[[], bool]) -> None:
-        self.names: dict[str, str] = {}
+        self.names = set[str]()
         self._is_active = is_active
 
     def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
@@ -33,33 +32,31 @@ class Refusals:
         """
         if name in self.names:
             return False
-        if (reason := self._reason(request, optional)) is None:
-            return True
-        self.names[name] = reason
-        warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
-        return False
+        if reason := self._reason(request, optional):
+            self.names.add(name)
+            warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
+        return not reason
 
     def send_each(self, items: Sequence[T], name: Callable[[T], str], request: Callable[[Sequence[T]], object]) -> None:
         """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left
         out.
         """
-        if self._reason(partial(request, items)) is not None:
+        if self._reason(partial(request, items)):
             for item in items:
                 self.allows(name(item), partial(request, [item]))
 
-    def _reason(self, request: Callable[[], object], optional: bool = False) -> str | None:
-        """Why the store refused a request; None if it did not. Raises other errors."""
+    def _reason(self, request: Callable[[], object], optional: bool = False) -> str:
+        """Why the store refused a request; "" if it did not. Raises other errors."""
         try:
             request()
         except Exception as error:
             # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
             # models; a server that does not know the request for metrics is not MLflow.
-            missing = {"RESOURCE_DOES_NOT_EXIST", *(["ENDPOINT_NOT_FOUND"] if optional else [])}
-            is_missing = getattr(error, "error_code", "") in missing
-            if not (is_refusal(error) or is_missing) or not self._is_active():
+            missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")[: 1 + optional]
+            if not (is_refusal(error) or getattr(error, "error_code", "") in missing) or not self._is_active():
                 raise
             return one_line(error)
-        return None
+        return ""
 
 
 def is_refusal(error: Exception) -> bool:

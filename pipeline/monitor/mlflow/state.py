@@ -1,7 +1,9 @@
 """mlflow.json: which MLflow run belongs to a run folder. Its content is explained in `monitor/export.py`."""
 
+import contextlib
 from pathlib import Path
 
+from pipeline.base.errors import UserError
 from pipeline.monitor.export import Sent, read_states
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import run_of_checkpoint
@@ -11,12 +13,12 @@ STATE_FILE = "mlflow.json"
 
 def sent_to(folder: Path, uri: str) -> Sent:
     """What a tracking URI has received of a folder; without a run_id if it has no run of it."""
-    return read_states(folder / STATE_FILE)[0].get(hide_passwords(uri), Sent())
+    return read_states(folder / STATE_FILE).get(hide_passwords(uri), Sent())
 
 
 def last_uri(folder: Path) -> str:
     """The tracking URI that a folder was sent to last, or tried, without its password; "" if there is none."""
-    return next(reversed(read_states(folder / STATE_FILE)[0]), "")
+    return next(reversed(read_states(folder / STATE_FILE)), "")
 
 
 def tracked_folder_of(weights: str) -> Path | None:
@@ -36,8 +38,6 @@ def run_of_weights(weights: str) -> str | None:
 
 def run_id_of(folder: Path) -> str | None:
     """ID of a folder's MLflow run at the tracking URI that was used last; None if it was never sent."""
-    try:
-        states, _ = read_states(folder / STATE_FILE)
-    except OSError:
-        return None
-    return next((sent.run_id for sent in reversed(states.values()) if sent.run_id), None)
+    with contextlib.suppress(OSError, UserError):
+        return next((sent.run_id for sent in reversed(read_states(folder / STATE_FILE).values()) if sent.run_id), None)
+    return None
