@@ -248,8 +248,8 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
     notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
-    mixed = isinstance(split, MixedSplit)
-    source = f"manifests; {split.describe()}" if mixed else f"manifest of {config.data.path}"
+    of_set = f"manifest of {config.data.path}"
+    source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
     classes = found.dataset.num_classes
     data = Data(len(split), found.epoch_samples, classes, used, source, list(filter(None, notes)), split.pixels)
     return config, data, found.dataset.classes
