@@ -25,4 +25,4 @@ from pipeline.settings.command import main
 from pipeline.settings.commands.operate import PlanConfig
 
 if __name__ == "__main__":
-    main(PlanConfig, "pipeline.estimate.forecast_text", __doc__)
+    main(PlanConfig, "pipeline.estimate.forecast", __doc__)

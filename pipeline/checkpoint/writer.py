@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, is_outage, mistake_in_words
+from pipeline.base.errors import CrashError, UserError, is_outage, mistake_in_words
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.sharded_tensors import (
     BYTES,
@@ -59,14 +59,6 @@ from pipeline.process.committed import Checksum
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
 _CHUNK = 2**23
-
-
-class WriterError(Exception):
-    """A save failed; the message is one line."""
-
-
-class LostWriterError(WriterError):
-    """A save failed because another rank's writer is lost, or the disk failed: a crash, not a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,8 @@ class Reply:
 
 
 def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: bool = False) -> None:
-    """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises WriterError.
+    """Write this rank's part from `memory` (a file descriptor); on rank 0 also commit. Raises UserError, or CrashError
+    if another rank's writer is lost or the disk failed.
 
     give_up: timeout in seconds for another rank's writer without a heartbeat. again: see `Request`.
     """
@@ -173,16 +166,16 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
             _retain(checkpoints, final, job.commit.retention)
         else:
             write_status(path, job.rank, job.token, WriterStatus(part=part))
-    except (OSError, StorageError, WriterError) as error:
+    except (OSError, UserError, CrashError) as error:
         line = _one_line(error, checkpoints.folder)
-        crash = isinstance(error, LostWriterError) or is_outage(error)
+        crash = isinstance(error, CrashError) or is_outage(error)
         if path is not None:
             with contextlib.suppress(OSError, StorageError):
                 if job.commit is None:
                     write_status(path, job.rank, job.token, WriterStatus(error=line, crash=crash))
                 elif not committed:
                     checkpoints.discard(path)
-        raise (LostWriterError if crash else WriterError)(line) from error
+        raise (CrashError if crash else UserError)(line) from error
 
 
 def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
@@ -198,7 +191,7 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
         for begin in range(0, size, _CHUNK):
             with data[begin : begin + _CHUNK] as chunk:
                 if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
-                    raise WriterError(
+                    raise UserError(
                         f"weights or moments of step {job.step:,} are non-finite (NaN or Inf) on rank {job.rank}."
                     )
                 digest.update(chunk)
@@ -213,7 +206,7 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
 
 
 def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
-    """Wait for every rank's part. Raises WriterError if one failed, LostWriterError after `give_up` seconds of silence.
+    """Wait for every rank's part. Raises UserError if one failed, CrashError after `give_up` seconds of silence.
 
     reach: silence counts only while this writer reaches the storage.
     """
@@ -225,14 +218,14 @@ def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, 
             with reach.request():
                 status = read_status(path, rank, job.token)
             if status.error is not None:
-                raise (LostWriterError if status.crash else WriterError)(f"rank {rank}: {status.error}")
+                raise (CrashError if status.crash else UserError)(f"rank {rank}: {status.error}")
             if status.part is not None:
                 parts[rank] = status.part
             last, since = heard.get(rank, (WriterStatus(), 0.0))
             if rank not in heard or status != last:
                 heard[rank] = status, time.monotonic()
             elif reach.seconds_since(since) > give_up:
-                raise LostWriterError(
+                raise CrashError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
                     f"nothing for {give_up:.0f} s."
                 )
@@ -314,26 +307,19 @@ def _one_line(error: Exception, folder: AnyPath) -> str:
     return mistake_in_words(error) or f"{folder}: {type(error).__name__}: {on_one_line(error)}."
 
 
-def mark_best(best: Best) -> None:
-    """Apply Checkpoints.keep_if_best."""
-    checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry, "data.retry_minutes")))
-    checkpoints.keep_if_best(step_name(best.step), best.metric, best.value, best.lower_is_better)
-
-
 def answer(line: str, memory: int) -> Reply:
     """Execute one request; returns the reply."""
     begin = time.perf_counter()
     error, crash = None, False
     try:
         request = json_record.parse(line, Request, "a request to the checkpoint writer")
-        if request.best is not None:
-            mark_best(request.best)
+        if best := request.best:
+            checkpoints = Checkpoints(to_path(best.folder, Retry(best.retry, "data.retry_minutes")))
+            checkpoints.keep_if_best(step_name(best.step), best.metric, best.value, best.lower_is_better)
         if request.job is not None:
             save(request.job, memory, again=request.again)
-    except WriterError as failed:
-        error, crash = str(failed), isinstance(failed, LostWriterError)
-    except UserError as failed:  # A damaged kept.json.
-        error = str(failed)
+    except (UserError, CrashError) as failed:
+        error, crash = str(failed), isinstance(failed, CrashError)
     except Exception as failed:  # Report everything: the rank waits for a reply.
         error, crash = f"the checkpoint writer failed: {type(failed).__name__}: {on_one_line(failed)}.", True
     return Reply(error, crash, time.perf_counter() - begin)

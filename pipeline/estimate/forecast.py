@@ -1,30 +1,152 @@
-"""Predicts a run before it is queued: steps, FLOPs, memory, checkpoints, and hours from a measured speed.
+"""Predicts a run before it is queued, as launch/plan.py prints it: steps, FLOPs, memory, checkpoints, hours from a
+measured speed, and the best layout on a cluster (ZeRO stage, micro-batch, accumulation, activation checkpointing).
 
 Everything is computed from the settings and the manifest; no GPU is needed.
 """
 
+import json
+import math
+import re
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline import model as models
 from pipeline import objectives
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
+from pipeline.base.files import as_bytes
+from pipeline.base.progress import duration
+from pipeline.base.words import aligned, counted, of_classes
 from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.estimate.cluster import HEADROOM, Choice, Cluster, choose, lay_out
-from pipeline.estimate.memory import Memory, checkpoint_bytes, most_images, rank_memory
+from pipeline.data.storage.atomic import replacing
+from pipeline.estimate.memory import (
+    Memory,
+    checkpoint_bytes,
+    largest_micro_batch,
+    most_images,
+    rank_memory,
+    refuse_too_large,
+)
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.model import Config
+from pipeline.model import Config, ViTConfig
+from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
+from pipeline.settings.quantities import ImageSize
+from pipeline.settings.run import RunConfig
+
+# Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
+HEADROOM = 0.9
+# Tokens per forward pass that keep a large GPU busy. A rule of thumb, not measured.
+_BUSY_TOKENS = 4096
+_Run = TypeVar("_Run", bound=RunConfig)
+_GIB = 2**30
+_COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
 
+# ---------------------------------------------------------------------- layout on a cluster
+@dataclass(frozen=True)
+class Cluster:
+    """nodes x gpus_per_node GPUs of one kind."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Parse "8x8xH100-80GB", 8 nodes of 8 GPUs. Raises UserError for anything else."""
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(.+)", text)
+        if match is None:
+            raise UserError(f"cluster = {text}: write nodes x GPUs x kind, as 8x8xH100-80GB or 1x4xA100-40GB.")
+        gpu = find_gpu(match[3])
+        if gpu is None:
+            raise UserError(f"cluster = {text}: {match[3]!r} is not a known GPU. Known: {known_gpus()}.")
+        return cls(int(match[1]), int(match[2]), gpu)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen layout. memory: at the peak of a rank."""
+
+    zero_stage: int
+    activation_checkpointing: bool
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            f"engine.zero_stage={self.zero_stage}",
+            f"engine.activation_checkpointing={str(self.activation_checkpointing).lower()}",
+            f"train.micro_batch={self.micro_batch}",
+        ]
+
+
+def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
+    """Choose the layout that should train fastest. Raises UserError if none fits.
+
+    Prefers no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
+    `HEADROOM` of the memory with a micro-batch that keeps a GPU busy. If there are none, the largest micro-batch
+    decides.
+    """
+    world_size = cluster.num_gpus
+    share = config.train.global_batch // world_size
+    limit = HEADROOM * cluster.gpu.memory
+    smallest = share if OBJECTIVES[config.train.loss].of_whole_batch else 1
+    busy = max(smallest, min(share, math.ceil(_BUSY_TOKENS / _places(model))))
+    layouts = [layout for layout in layouts_of(config) if layout.engine.zero_stage]
+    largest, chosen = 0, layouts[-1]
+    for layout in layouts:
+        micro_batch = largest_micro_batch(layout, model, share, world_size, limit)
+        if micro_batch > largest:
+            largest, chosen = micro_batch, layout
+        if micro_batch >= busy:
+            break
+    if largest < smallest:
+        least = rank_memory(model, layouts[-1], smallest, share // smallest, world_size).total
+        raise UserError(
+            f"this model does not fit {world_size} x {cluster.gpu.kind}: even with"
+            f" engine.zero_stage={config.zero_stages[-1]}, engine.activation_checkpointing=true and"
+            f" train.micro_batch={smallest} a rank needs {least / _GIB:.1f} GiB of {limit / _GIB:.1f} ({HEADROOM:.0%}"
+            f" of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a smaller model.image_size."
+        )
+    memory = rank_memory(model, chosen, largest, share // largest, world_size)
+    engine = chosen.engine
+    return Choice(engine.zero_stage, engine.activation_checkpointing, largest, share // largest, memory)
+
+
+def layouts_of(config: _Run) -> list[_Run]:
+    """The same run at each ZeRO stage that fits it, without and with activation checkpointing."""
+    return [
+        replace(config, engine=replace(config.engine, zero_stage=stage, activation_checkpointing=again))
+        for again in (False, True)
+        for stage in config.zero_stages
+    ]
+
+
+def _places(model: Config) -> int:
+    """Positions per image that are computed in parallel: a ViT's tokens, or places of a ResNet's feature map at stride
+    16.
+    """
+    return model.num_tokens if isinstance(model, ViTConfig) else model.image_size[0] * model.image_size[1] // 16**2
+
+
+# ---------------------------------------------------------------------- the figures
 @dataclass(frozen=True)
 class Data:
     """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`.
@@ -101,16 +223,13 @@ def make_forecast(config: PlanConfig) -> Forecast:
     config, data, names = _data(config)
     model = _model(config, data.classes, names, data.pixels)
     num_gpus = cluster.num_gpus if cluster else 1
-    plan = make_plan(config, data.epoch_samples, num_gpus)
-    plan = plan.measuring(objectives.metrics(config), objectives.measures_held_out(config))
-    plan = replace(plan, best_from=objectives.best_from(config, data.classes))
+    plan = make_plan(config, data.epoch_samples, num_gpus).measuring(config, data.classes)
     layouts = []
-    for checkpointing in (False, True):
-        for stage in config.zero_stages:
-            trial = lay_out(config, stage, checkpointing)
-            memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
-            largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
-            layouts.append(LayoutMemory(stage, checkpointing, memory, largest))
+    for trial in layouts_of(config):
+        memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
+        largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
+        engine = trial.engine
+        layouts.append(LayoutMemory(engine.zero_stage, engine.activation_checkpointing, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     return Forecast(config, cluster, data, model, plan, layouts, choice)
 
@@ -128,20 +247,11 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split))
     used = int(np.count_nonzero(split.shard_sizes))
-    balance = describe_balance(split.parts[0], found.own.classes, config.data.balance)
-    notes = [*([balance] if balance else []), *found.notes()]
-    source = f"manifest of {config.data.path}"
-    if isinstance(split, MixedSplit):
-        source = f"manifests; {split.describe()}"
-    data = Data(
-        len(split),
-        found.epoch_samples,
-        found.dataset.num_classes,
-        used,
-        source,
-        notes,
-        split.pixels,
-    )
+    notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
+    of_set = f"manifest of {config.data.path}"
+    source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
+    classes = found.dataset.num_classes
+    data = Data(len(split), found.epoch_samples, classes, used, source, list(filter(None, notes)), split.pixels)
     return config, data, found.dataset.classes
 
 
@@ -163,3 +273,119 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: P
         except UserError as error:
             raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))
+
+
+# ---------------------------------------------------------------------- as text and JSON
+def run(config: PlanConfig) -> Forecast:
+    """Print the forecast of a run. Raises UserError for what training would refuse; memory errors follow the output."""
+    forecast = make_forecast(config)
+    if config.json:
+        with replacing(Path(config.json)) as file:
+            file.write(as_bytes(json.dumps(to_dict(forecast), indent=1)))
+    print("\n".join(describe(forecast)))
+    sys.stdout.flush()
+    if forecast.cluster:
+        refuse_too_large(config, forecast.plan, forecast.model, forecast.cluster.gpu.memory)
+    return forecast
+
+
+def describe(forecast: Forecast) -> list[str]:
+    """The forecast as lines of text."""
+    model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
+    name = config.model.name or config.variant or config.init.weights
+    notes = [*data.notes, *objectives.without_effect(config)]
+    time = "needs cluster=... and measured=..., the images/s of one GPU in launch/bench.py gpu or in a short run"
+    if forecast.hours is not None and forecast.cluster:
+        gpu_hours = forecast.hours * forecast.cluster.num_gpus
+        time = (
+            f"{duration(3600 * forecast.hours)} = {gpu_hours:,.1f} GPU hours at the measured speed, without evaluation"
+        )
+    advice = []
+    if choice := forecast.choice:
+        needed = f"Advice for {config.cluster}: {choice.memory.total / _GIB:.1f} GiB a rank"
+        advice = [needed, f"  {' '.join(choice.overrides)}", ""]
+    kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
+    return [
+        (
+            f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f}"
+            f" M parameters, {config.engine.precision}"
+        ),
+        *filter(None, notes),
+        "",
+        f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
+        f"  plan         {plan.describe()}",
+        (
+            f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP"
+            " in total"
+        ),
+        (
+            f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most"
+            f" {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
+        ),
+        f"  time         {time}",
+        *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
+        *(f"  {line}" for line in readers(forecast)),
+        "",
+        *_describe_memory(forecast),
+        *advice,
+        "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL.",
+    ]
+
+
+def readers(forecast: Forecast) -> list[str]:
+    """Lines about too few streams or shards for the ranks that read them."""
+    streams, ranks, data = forecast.config.data.streams, forecast.plan.world_size, forecast.data
+    lines = []
+    if streams < ranks:
+        lines.append(f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}. Use data.streams={ranks}.")
+    # In a window that holds a whole stream, samples are shuffled together however few shards there are.
+    if 0 < data.shards < streams and data.samples > streams * forecast.config.data.window:
+        lines.append(
+            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}, which shuffles less. Shard again"
+            f" with samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
+        )
+    return lines
+
+
+def _describe_memory(forecast: Forecast) -> list[str]:
+    cluster, engine = forecast.cluster, forecast.config.engine
+    limit = cluster.gpu.memory if cluster else math.inf
+    rows = [["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
+    for layout in forecast.layouts:
+        m = layout.memory
+        configured = (layout.zero_stage, layout.activation_checkpointing)
+        is_configured = configured == (engine.zero_stage, engine.activation_checkpointing)
+        rows.append(
+            [
+                f"{'*' if is_configured else ' '} {layout.zero_stage}",
+                "yes" if layout.activation_checkpointing else "no",
+                *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
+                f"{m.total / _GIB:.2f}{' !' if m.total > limit else ''}",
+                m.when,
+                "-" if layout.largest is None else str(layout.largest),
+            ]
+        )
+    return [
+        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
+        *(f"  {line}" for line in aligned(rows, 0)),
+        "",
+    ]
+
+
+def to_dict(forecast: Forecast) -> dict[str, Any]:
+    """All figures as plain JSON data, in bytes, FLOPs and hours."""
+    choice, plan = forecast.choice, forecast.plan
+    return {
+        "name": forecast.config.name,
+        "cluster": asdict(forecast.cluster) if forecast.cluster else None,
+        "data": asdict(forecast.data),
+        "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
+        "plan": {**asdict(plan), "epochs": plan.epochs},
+        "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
+        "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
+        **{
+            name: getattr(forecast, name)
+            for name in ("flops_per_image", "flops", "checkpoint_bytes", "disk_bytes", "hours")
+        },
+        "checkpoints": len(plan.saves),
+    }

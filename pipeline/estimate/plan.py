@@ -54,10 +54,17 @@ class Plan:
     at_end: Mapping[str, int] = field(default_factory=dict)
     measures_held_out: bool = True
 
-    def measuring(self, metrics: Mapping[str, Mapping[str, object]], measures_held_out: bool) -> "Plan":
-        """The plan without the evaluators that measure nothing. metrics: of each evaluator, by name."""
-        every = {name: every for name, every in self.evaluate_every.items() if metrics[name]}
-        return replace(self, evaluate_every=every, measures_held_out=measures_held_out)
+    def measuring(self, config: RunConfig, num_classes: int) -> "Plan":
+        """The plan without the evaluators that measure nothing. Raises UserError if none measures checkpoint.best."""
+        from pipeline import objectives  # Late: imports torch.
+
+        metrics = objectives.metrics(config)
+        return replace(
+            self,
+            evaluate_every={name: every for name, every in self.evaluate_every.items() if metrics[name]},
+            measures_held_out=objectives.measures_held_out(config),
+            best_from=objectives.best_from(config, num_classes),
+        )
 
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""

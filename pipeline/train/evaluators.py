@@ -6,10 +6,9 @@ to make up an evaluation that was due but did not finish.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from pipeline import objectives
 from pipeline.base import json_record
@@ -17,7 +16,6 @@ from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import Batch
 from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
 from pipeline.evaluate.measured import Means, means
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
@@ -73,20 +71,27 @@ class Evaluator:
 
     def evaluate_on_all_ranks(self, step: int) -> None:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
-        with self.run.engine.averaged():
+        run = self.run
+        with run.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        if self.run.plan.best_from == self.name:
-            self._mark_best(step, found.metrics[self.run.config.checkpoint.best])
-        self.run.console.say(f"step {step:,}: {found.line}")
-        for line in self.run.collapses.changed(self.name, step, found.collapse):
-            self.run.console.say(line)
-        if self.run.tracker:
-            self.run.tracker.log(step, found.metrics)
-            write_text(
-                self.run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content}))
-            )
-        if self.run.drawing:
-            self.run.drawing.begin(found.predictions, self.run.data.evaluation)
+        if run.plan.best_from == self.name:
+            self._mark_best(step, found.metrics[run.config.checkpoint.best])
+        for line in [f"step {step:,}: {found.line}", *run.collapses.changed(self.name, step, found.collapse)]:
+            run.console.say(line)
+        if run.tracker:
+            run.tracker.log(step, found.metrics)
+            write_text(run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content})))
+        if run.drawing:
+            run.drawing.begin(found.predictions, run.data.evaluation)
+
+    def watched(self, step: int, where: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of a batch whose calls the watchdog sees."""
+
+        def call(batch: Any) -> Any:
+            self.run.watchdog.at(step, where)
+            return function(batch)
+
+        return call
 
     def mark_best_again(self, start: int) -> None:
         """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record
@@ -123,16 +128,7 @@ class SplitEvaluator(Evaluator):
         return Evaluation(metrics, content, line, predictions)
 
     def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
-        config = self.run.config
-
-        def forward(images: Tensor) -> Tensor:
-            self.run.watchdog.at(step, "evaluation")
-            return self.run.engine.forward(images)
-
-        def measure(batch: Batch) -> dict[str, Tensor]:
-            self.run.watchdog.at(step, "evaluation")
-            return self.run.engine.measure(batch)
-
+        config, engine, objective = self.run.config, self.run.engine, self.run.engine.objective
         reader = SplitReader(
             split,
             config.model.image_size,
@@ -140,17 +136,16 @@ class SplitEvaluator(Evaluator):
             config.evaluate.batch,
             config.data.threads,
             self.run.ranks,
-            pixels=self.run.engine.objective.pixels,
+            pixels=objective.pixels,
             stop=self.run.stop,
             budget=BadBudget(config.data.max_bad_share),
             seed=config.seed,
-            views=() if self.run.engine.objective.predicts_classes else self.run.engine.objective.views(config),
+            views=() if objective.predicts_classes else objective.views(config),
         )
-        if not self.run.engine.objective.predicts_classes:
-            return means(measure, reader), None
-        kind, num_classes = self.run.engine.objective.loss_kind, self.run.data.dataset.num_classes
-        predictions = predict(forward, reader, kind)
-        return score(predictions, split, num_classes, kind), predictions
+        if not objective.predicts_classes:
+            return means(self.watched(step, "evaluation", engine.measure), reader), None
+        predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)
+        return score(predictions, split, self.run.data.dataset.num_classes, objective.loss_kind), predictions
 
 
 class ProbeEvaluator(Evaluator):
@@ -163,16 +158,14 @@ class ProbeEvaluator(Evaluator):
         probe = self.run.run_probe
         assert probe is not None, "start.prepare opens it where probe.every is set"
 
-        def features(images: Tensor) -> Tensor:
-            self.run.watchdog.at(step, "probe")
-            return self.run.engine.features(images)
-
-        scores = probe.scores(features, self.run.ranks, self.run.stop, self.run.engine.objective.pixels)
-        metrics = probe_metrics(scores, self.run.config.probe.prefix)
+        run = self.run
+        features = self.watched(step, "probe", run.engine.features)
+        scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
+        metrics = probe_metrics(scores, run.config.probe.prefix)
         # Classes may well collapse to a few directions: of two classes, one is enough.
-        is_judged = "spread" in scores and not self.run.config.needs_labels
+        is_judged = "spread" in scores and not run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
-        trained = probe.trained_by(self.run.trained_on)
+        trained = probe.trained_by(run.trained_on)
         line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
         content = scores | {TRAINED_BY: trained}
         return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), content, line, collapse=found)

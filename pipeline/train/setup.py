@@ -256,7 +256,7 @@ class TrainingRun(StartingPoint):
             with waits.waiting(
                 "an earlier checkpoint to be read", 60 * config.commit_minutes, "checkpoint.wait_minutes"
             ):
-                state = go_back_on_all_ranks(self.checkpoints, engine, roll_back_before, self.ranks, console)
+                state = self._go_back_on_all_ranks(roll_back_before)
         if state is None:
             return False
         progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
@@ -271,6 +271,23 @@ class TrainingRun(StartingPoint):
         for line in tracker.go_back(state.step) if tracker else []:
             console.say(line)
         return True
+
+    def _go_back_on_all_ranks(self, spike: int) -> State | None:
+        """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
+
+        No save may be in flight.
+        """
+        ranks, checkpoints = self.ranks, self.checkpoints
+        for path in ranks.on_main(checkpoints.candidates):
+            if step_of(path) < spike and not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
+                state = read_state(path)
+                # From here on, a killed run must not resume from a checkpoint after the spike.
+                ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
+                self.engine.load(ShardedTensors.open(path), state.engine)
+                self.console.say(f"back to {path}, continuing with the data after the spike")
+                return state
+        self.console.say("no checkpoint before the spike to roll back to: continuing")
+        return None
 
     # ------------------------------------------------------------------ log, save
     def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
@@ -464,27 +481,6 @@ class TrainingRun(StartingPoint):
                 f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
             )
         return "; ".join(told)
-
-
-def go_back_on_all_ranks(
-    checkpoints: Checkpoints, engine: "Engine", spike: int, ranks: Ranks, console: Console
-) -> State | None:
-    """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
-
-    No save may be in flight.
-    """
-    for path in ranks.on_main(checkpoints.candidates):
-        if step_of(path) >= spike:
-            continue
-        if not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
-            state = read_state(path)
-            # From here on, a killed run must not resume from a checkpoint after the spike.
-            ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
-            engine.load(ShardedTensors.open(path), state.engine)
-            console.say(f"back to {path}, continuing with the data after the spike")
-            return state
-    console.say("no checkpoint before the spike to roll back to: continuing")
-    return None
 
 
 # ---------------------------------------------------------------------- set-up

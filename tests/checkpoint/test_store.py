@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, metadata, names, newest_complete, save_all, tensors
 
 from pipeline import model as models
-from pipeline.base.errors import UserError
+from pipeline.base.errors import CrashError, UserError
 from pipeline.base.files import write_text
 from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
@@ -40,7 +40,7 @@ from pipeline.checkpoint.store import (
     verify,
     write_status,
 )
-from pipeline.checkpoint.writer import WriterError, save
+from pipeline.checkpoint.writer import save
 from pipeline.data.storage.retry import Retry
 from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
@@ -292,17 +292,17 @@ def test_a_part_that_is_there_is_not_written_again(tmp_path: Path) -> None:
 
 def test_a_part_that_never_comes_is_named_and_nothing_stays(tmp_path: Path) -> None:
     save_all(tmp_path, 10)
-    with pytest.raises(WriterError, match="rank 1's part of the checkpoint of step 20 does not come"):
+    with pytest.raises(CrashError, match="rank 1's part of the checkpoint of step 20 does not come"):
         save(*job(tmp_path, 20, 0, 2), give_up=0.2)
     assert names(tmp_path) == ["latest", "step-00000010"]
 
 
 @pytest.mark.parametrize(
     ("number", "kind", "way_out"),
-    [(errno.ENOSPC, WriterError, "checkpoint.keep"), (errno.EIO, writer.LostWriterError, "another folder")],
+    [(errno.ENOSPC, UserError, "checkpoint.keep"), (errno.EIO, CrashError, "another folder")],
 )
 def test_the_error_of_one_is_the_error_of_all_and_nothing_stays(
-    number: int, kind: type[WriterError], way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[Exception], way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of a file server is a crash: a supervisor starts the run again, which it does not after a mistake of the
     user.
@@ -481,12 +481,12 @@ def test_an_outage_longer_than_the_patience_for_another_writer_loses_no_save(
     folder = faulty_s3.bucket_path(f"{url}/a")
     write_status(Checkpoints(folder).begin(10, "t"), 1, "t", WriterStatus(beat=1))
     work, memory = job(folder, 10, 0, 2, retry=300.0)
-    failed: list[WriterError] = []
+    failed: list[Exception] = []
 
     def save_first() -> None:
         try:
             save(work, memory)
-        except WriterError as error:
+        except (UserError, CrashError) as error:
             failed.append(error)
 
     thread = threading.Thread(target=save_first)
@@ -515,7 +515,7 @@ def test_a_bucket_that_refuses_leaves_the_last_one(s3: tuple[faulty_s3.S3, str])
     # The upload of the last object: no checkpoint before it.
     for method in ("PUT", "POST"):
         server.fail(faulty_s3.answer(403, "AccessDenied"), f"{method} /{url[5:]}/a/step-00000020/checksums.json")
-    with pytest.raises(WriterError, match=r"access denied. Check that the credentials"):
+    with pytest.raises(UserError, match=r"access denied. Check that the credentials"):
         save_all(folder, 20)
     server.reset()
     assert [path.name for path in Checkpoints(folder).candidates()] == ["step-00000010"]

@@ -10,9 +10,7 @@ from forked import Forge
 from teacher_weights import teacher_for
 
 from pipeline.base.errors import UserError
-from pipeline.estimate.cluster import HEADROOM, Cluster, choose
-from pipeline.estimate.forecast import make_forecast
-from pipeline.estimate.forecast_text import describe, readers, run, to_dict
+from pipeline.estimate.forecast import HEADROOM, Cluster, choose, describe, make_forecast, readers, run, to_dict
 from pipeline.estimate.memory import rank_memory, refuse_too_large
 from pipeline.model import configure, create, save
 from pipeline.settings import schema
