@@ -133,22 +133,22 @@ def add_legend(to: Any, *lines: Any, **look: Any) -> None:
 
 
 def render(
-    template: Path, title: str, pictures: Sequence[PngImage] = (), **values: Any
+    template: Path, title: str, pictures: Sequence[PngImage] = (), parts: Path = _TEMPLATES, **values: Any
 ) -> dict[str, bytes | str | None]:
     """The files of a report by name: the pictures, and the template as Markdown and as HTML, for desktops, phones and
-    paper.
+    paper. parts: folder of templates that it includes.
     """
     values |= {"title": title, "pictures": pictures}
     return {
         **{picture.name: picture.png for picture in pictures},
-        "report.md": _fill(template, "markdown.j2", values),
-        "report.html": _fill(template, "html.j2", values),
+        "report.md": _fill(template, "markdown.j2", values, parts),
+        "report.html": _fill(template, "html.j2", values, parts),
     }
 
 
-def _fill(template: Path, macros: str, values: dict[str, Any]) -> str:
+def _fill(template: Path, macros: str, values: dict[str, Any], parts: Path = _TEMPLATES) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, _TEMPLATES]),
+        loader=jinja2.FileSystemLoader([template.parent, parts, _TEMPLATES]),
         autoescape=macros == "html.j2",
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

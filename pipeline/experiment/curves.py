@@ -15,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
-from pipeline.experiment.law import NUM_PARAMETERS, BestLaw, Estimate, best_law, fit_power_laws, leave_largest_out
+from pipeline.experiment.law import NUM_PARAMETERS, Estimate, fit_power_laws, leave_largest_out
 from pipeline.experiment.points import Line, Point, Tested, percent, points_of, tested
 from pipeline.experiment.study_figures import draw_scores
 from pipeline.experiment.table import StudyResults
@@ -32,7 +32,7 @@ _METHOD = (
     " the scatter of a new run. The next larger run is one average step further, at most 4 times; the check leaves the"
     " runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does one whose interval is"
     " wider than the range of all measured errors. A family's law goes through its best models only, so it is a little"
-    " too high. The probability of the best law is the share of resamples in which it is the best at that amount."
+    " too high."
 )
 
 
@@ -47,8 +47,6 @@ def answer(results: StudyResults) -> Iterator[Block]:
     if any(line.law for line in (*models, *families)):
         yield Heading("Laws, predictions and their check")
         yield _laws_table([*(line for line in families if line.law), *(line for line in models if line.law)], results)
-        if not results.counts_images and (best := best_laws(models, points)):
-            yield _best_table(best, results)
     yield Paragraph(_METHOD)
 
 
@@ -119,14 +117,6 @@ def next_larger(xs: Iterable[float]) -> float:
     return float(f"{sizes[-1] * min(step, _MAX_STEP):.3g}")
 
 
-def best_laws(models: Sequence[Line], points: Sequence[Point]) -> list[tuple[float, BestLaw]]:
-    """The best model by the laws at each budget of the study and at the next larger, where at least two predict."""
-    budgets = [group[0].x for group in _same(points, _SAME_BUDGET)]
-    laws = {line.name: line.law for line in models if line.law}
-    found = [(x, best_law(laws, x)) for x in [*budgets, next_larger(budgets)]] if len(laws) > 1 else []
-    return [(x, best) for x, best in found if best]
-
-
 # -------------------------------------------------------------------- who wins
 def leads(points: Sequence[Point], tolerance: float) -> list[Tested]:
     """The best and the second at each x; p is corrected for all pairs at all x. tolerance: of x, as a factor."""
@@ -194,11 +184,3 @@ def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
 
 def _score(error: Estimate) -> str:
     return percent(1 - error.value, 1 - error.high, 1 - error.low)
-
-
-def _best_table(found: Sequence[tuple[float, BestLaw]], results: StudyResults) -> Table:
-    header = ("best model by the laws", "its score, %", "probability that it is the best, %")
-    rows = [
-        (results.number(x), best.name, percent(1 - best.error), f"{100 * best.probability:.0f}") for x, best in found
-    ]
-    return Table((results.unit[1], *header), rows)

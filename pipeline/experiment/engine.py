@@ -10,7 +10,7 @@ results.parquet  what is known of each run (table.py), with results.csv, report.
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,16 +21,16 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import table_csv, write_text
-from pipeline.base.page import Block, PngImage, report
 from pipeline.base.progress import ProgressFile, duration
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
 from pipeline.cluster.status_files import RESUME
 from pipeline.data.storage.atomic import write_files
 from pipeline.experiment.identity import claim
-from pipeline.experiment.page import ExperimentPage
+from pipeline.experiment.page import ExperimentPage, uri_of_runs
 from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
+from pipeline.monitor.run_page import RunFacts
 from pipeline.settings.changes import Fact
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import TrackConfig
@@ -42,16 +42,13 @@ _ANSWER_SECONDS = 60.0
 
 @dataclass
 class ExperimentAnswer:
-    """metrics, summary (Markdown): for the tracker. blocks: of the report, [] while there is none. files: beside it.
+    """metrics, summary (Markdown): for the tracker. files: of the report, and beside it; the tracker shows its figures.
     result: what `run` returns.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     summary: str = ""
-    title: str = ""
-    blocks: list[Block] = field(default_factory=list)
     files: dict[str, bytes | str | None] = field(default_factory=dict)
-    pictures: dict[str, bytes] = field(default_factory=dict)
     result: Any = None
 
 
@@ -61,7 +58,7 @@ class Experiment:
 
     shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences
     beside the plan.
-    speeds: images/s by group, where lengths are given in minutes.
+    rates: FLOP/s of training by group, where lengths are given in minutes.
     """
 
     kind: str
@@ -71,7 +68,7 @@ class Experiment:
     specs: Sequence[Any]
     shared: Mapping[str, Any]
     notes: list[str]
-    speeds: Mapping[str, float] = {}
+    rates: Mapping[str, float] = {}
 
     @property
     def flops(self) -> float:
@@ -81,13 +78,24 @@ class Experiment:
     def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
         raise NotImplementedError
 
-    def page(self) -> ExperimentPage | None:
-        """What shows it in MLflow; None if it is not sent."""
+    def facts(self) -> RunFacts:
+        """What MLflow shows of it."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
-    def run_jobs(self, jobs: Iterable["Job"], run_jobs: RunJobs, *callbacks: Any) -> Iterable[tuple[int, Any]]:
-        return run_jobs(run_job, jobs, *callbacks)
+    def page(self) -> ExperimentPage | None:
+        """What sends it to MLflow; None if it is not sent."""
+        out, track = self.config.out, self.specs[0].config.track
+        uri = uri_of_runs(self.config.mlflow, track, out)
+        return ExperimentPage(self.facts(), self.folder, Path(out), uri, track.experiment) if uri else None
+
+    def job(self, specs: list[Any], page: ExperimentPage | None) -> Any:
+        """The argument of `work` that does these runs."""
+        track = page.tracking(specs[0].config.track) if page else None
+        return Job(specs, self.config, self.folder, track)
+
+    def work(self) -> Callable[[Any], Any]:
+        return run_job
 
     def ended(self, spec: Any, found: Any) -> None:
         """A run is done. found: what its job returned of it."""
@@ -115,9 +123,6 @@ class Experiment:
     def known_settings(self) -> Mapping[str, Fact]:
         losses = {spec.config.train.loss for spec in self.specs}
         return {name: fact for loss in losses for name, fact in objectives.facts(loss).items()}
-
-    def track(self, spec: Any) -> TrackConfig | None:
-        return spec.config.track
 
     # ---------------------------------------------------------------- what is known
     def known(self) -> tuple[list[Any], dict[str, Row]]:
@@ -215,14 +220,17 @@ def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) ->
         if row.state == "damaged":
             print(f"{row.name}: {row.reason}{'' if only_report else ' It runs again.'}", flush=True)
     with experiment.page() or nullcontext() as page:
-        if not only_report:
-            _run_all(experiment, run_jobs, page)
+        try:
+            if not only_report:
+                _run_all(experiment, run_jobs, page)
+        except StoppedError as stopped:
+            _exit_to_resume(stopped)
         answer, rows = _answer(experiment, page)
         failed = [row for row in rows.values() if row.state == "failed"]
         if page and failed:
             page.failure = f"{len(failed)} of {counted(len(rows), 'run')}, such as {failed[0].reason}"
     print(answer.summary, flush=True)
-    if answer.blocks:
+    if "report.md" in answer.files:
         print(f"report: {experiment.folder / 'report.md'}, report.html", flush=True)
     if failed:
         raise UserError(
@@ -269,52 +277,31 @@ def place(config: ExperimentConfig) -> tuple[RunJobs, int]:
 
 
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:
-    begun = set[str]()
+    begun, next_answer = set[str](), time.monotonic()
     with RunsProgress(experiment.folder, list(experiment.known()[1].values())) as progress:
         while True:
             specs, rows = experiment.known()
             todo = {spec.name for spec in specs if _is_to_run(spec, rows)} - begun
             if not todo:
                 return
+            begun |= todo
             experiment.claim(specs)
             jobs = [job for job in jobs_of(specs) if any(spec.name in todo for spec in job)]
-            try:
-                _run_jobs(experiment, jobs, todo, run_jobs, progress, page)
-            except StoppedError as stopped:
-                _exit_to_resume(stopped)
-            begun |= todo
+            given, fail = (experiment.job(job, page) for job in jobs), partial(_fail, experiment, progress, jobs)
+            for index, found in run_jobs(experiment.work(), given, progress.retried, fail):
+                for spec in jobs[index]:
+                    if spec.name in todo:
+                        experiment.ended(spec, found)
+                        progress.ended(experiment.row(spec), experiment.score)
+                if time.monotonic() >= next_answer:
+                    _answer(experiment, page)
+                    next_answer = time.monotonic() + _ANSWER_SECONDS
 
 
-def _run_jobs(
-    experiment: Experiment,
-    jobs: list[list[Any]],
-    todo: set[str],
-    run_jobs: RunJobs,
-    progress: "RunsProgress",
-    page: ExperimentPage | None,
-) -> None:
-    """todo: names of the runs of the jobs that are not done."""
-    next_answer = time.monotonic()
-
-    def to_run() -> Iterator[Job]:
-        for specs in jobs:
-            track = experiment.track(specs[0])
-            sent = page.tracking(track) if page and track else None
-            yield Job(specs, experiment.config, experiment.folder, sent)
-
-    def fail(index: int, reason: str) -> None:
-        spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
-        write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
-        progress.ended(experiment.row(spec), experiment.score)
-
-    for index, found in experiment.run_jobs(to_run(), run_jobs, progress.retried, fail):
-        for spec in jobs[index]:
-            if spec.name in todo:
-                experiment.ended(spec, found)
-                progress.ended(experiment.row(spec), experiment.score)
-        if time.monotonic() >= next_answer:
-            _answer(experiment, page)
-            next_answer = time.monotonic() + _ANSWER_SECONDS
+def _fail(experiment: Experiment, progress: "RunsProgress", jobs: list[list[Any]], index: int, reason: str) -> None:
+    spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
+    write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
+    progress.ended(experiment.row(spec), experiment.score)
 
 
 def _is_to_run(spec: Any, rows: Mapping[str, Row]) -> bool:
@@ -329,8 +316,7 @@ def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[Experi
     answer = experiment.answer(table)
     write_answer(answer, table, earlier, experiment.folder)
     if page:
-        pictures = {block.name: block.png for block in answer.blocks if isinstance(block, PngImage)}
-        page.show(answer.metrics, answer.summary, answer.pictures | pictures)
+        page.show(answer.metrics, answer.summary, {n: png for n, png in answer.files.items() if n.endswith(".png")})
     return answer, rows
 
 
@@ -339,7 +325,6 @@ def write_answer(answer: ExperimentAnswer, table: Sequence[Row], earlier: Sequen
     removed.
     """
     files: dict[str, bytes | str | None] = dict.fromkeys(file.name for file in folder.glob("*.png"))
-    files |= report(answer.title, answer.blocks) if answer.blocks else {}
     files |= {**answer.files, TABLE: parquet(table, earlier), "results.csv": table_csv(flat_rows(table))}
     write_files(folder, files, mark="results.json" if "results.json" in files else "report.html")
 
@@ -353,8 +338,8 @@ class RunsProgress:
     """A line for each run that ends, and progress.json. rows: of all runs, as they begin."""
 
     def __init__(self, folder: Path, rows: Sequence[Row]) -> None:
-        self.total, self.done = len(rows), sum(row.state not in TO_RUN for row in rows)
-        self.failed = self.retries = self.ends = 0
+        self._before = sum(row.state not in TO_RUN for row in rows)
+        self.counts = {"runs": len(rows), "done": self._before, "failed": 0, "retries": 0}
         self._file, self._begin = ProgressFile(folder), time.monotonic()
 
     def __enter__(self) -> Self:
@@ -366,29 +351,26 @@ class RunsProgress:
 
     def ended(self, row: Row, score: str) -> None:
         """A run is done, or is not tried again."""
-        self.ends += 1
-        self.done += row.state == "done"
-        self.failed += row.state != "done"
+        self.counts["done" if row.state == "done" else "failed"] += 1
+        left = self._write()
         shown = f" {score} {row.scores[score]:.2%}," if score in row.scores else ""
         line = f"{row.name}:{shown} {duration(3600 * (row.hours or 0.0))}"
         if row.state != "done":
             line = f"{row.state.upper()}: {row.name}: {row.reason}"
-        failed = f", {self.failed:,} failed" if self.failed else ""
-        left = f", {duration(seconds)} left" if (seconds := self._seconds_left()) else ""
-        print(f"[{self.done:,} of {counted(self.total, 'run')}{failed}{left}] {line}", flush=True)
-        self._write()
+        failed = f", {self.counts['failed']:,} failed" * bool(self.counts["failed"])
+        text = f"{self.counts['done']:,} of {counted(self.counts['runs'], 'run')}{failed}"
+        print(f"[{text}{f', {duration(left)} left' * bool(left)}] {line}", flush=True)
 
     def retried(self, reason: str) -> None:
         """A run is done again."""
-        self.retries += 1
-        print(f"{reason} It is run again; retries so far: {self.retries:,}", file=sys.stderr, flush=True)
+        self.counts["retries"] += 1
+        print(f"{reason} It is run again; retries so far: {self.counts['retries']:,}", file=sys.stderr, flush=True)
         self._write()
 
-    def _seconds_left(self) -> float:
-        """At the average rate of this start; 0 before the first run ends."""
-        left = self.total - self.done - self.failed
-        return round((time.monotonic() - self._begin) / self.ends * left, 1) if self.ends else 0.0
-
-    def _write(self) -> None:
-        state = {"runs": self.total, "done": self.done, "failed": self.failed, "retries": self.retries}
-        self._file.write(state | {"seconds_left": self._seconds_left()})
+    def _write(self) -> float:
+        """Returns the seconds left, at the average rate of this start; 0 before the first run ends."""
+        ended = self.counts["done"] + self.counts["failed"]
+        rate = (ended - self._before) / (time.monotonic() - self._begin + 1e-9)
+        left = round((self.counts["runs"] - ended) / rate, 1) if rate else 0.0
+        self._file.write(self.counts | {"seconds_left": left})
+        return left

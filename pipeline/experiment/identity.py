@@ -48,11 +48,8 @@ def claim(
             raise UserError(
                 f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
             ) from None
-    except UserError as error:
-        raise UserError(
-            f"{error} It says what the runs of this folder are: choose another folder, or remove this one."
-        ) from None
-    changed = [*_differences({"kind": then.kind}, {"kind": kind}), *_differences(then.shared, now.shared)]
+    pairs = [("kind", then.kind, kind), *((name, then.shared.get(name, of), of) for name, of in now.shared.items())]
+    changed = [f"{name} was {before}, is {of}" for name, before, of in pairs if before != of]
     for name, settings in now.runs.items():
         before = then.runs.get(name, settings)
         changed += [f"{change} in {name}" for change in changes.differences(before, settings, known, "comparison")]
@@ -67,10 +64,6 @@ def claim(
     if both != then:
         with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
             replacement.write(as_bytes(json.dumps(asdict(both), indent=1) + "\n"))
-
-
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [f"{name} was {then[name]}, is {now[name]}" for name in now if name in then and then[name] != now[name]]
 
 
 def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:

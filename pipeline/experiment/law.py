@@ -20,8 +20,6 @@ import numpy as np
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.evaluate.intervals import quantile
 
-# A law is not used beyond so many times the largest x measured, or below the smallest by the same factor.
-MAX_EXTRAPOLATION = 10.0
 NUM_PARAMETERS = 3
 # Published exponents are 0.05 (Kaplan et al. 2020, compute) to 0.34 (Hoffmann et al. 2022, parameters). Below the range
 # the law is a straight line in log(x), of which the floor cannot be told; above, a step from one size to the next.
@@ -71,35 +69,29 @@ class PowerLaw:
             return "the error does not fall"
         return "the fall of the error may be noise" if self.scale.low == 0 else ""
 
-    def law(self, x: np.ndarray) -> np.ndarray:
-        """The error at each x, whether or not the law says something there: (k,) -> (k,)."""
-        return _error((self.floor.value, self.scale.value, self.exponent.value), x / self.x.max())
+    def curve(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The error at each x, whether or not the law says something there, and its 95 % band: three of shape (k,)."""
+        law = _error((self.floor.value, self.scale.value, self.exponent.value), x / self.x.max())
+        low, high = np.quantile(self._refitted(x), _LEVELS, axis=1)
+        return law, np.minimum(low, law), np.maximum(high, law)
 
-    def refitted(self, x: np.ndarray) -> np.ndarray:
+    def _refitted(self, x: np.ndarray) -> np.ndarray:
         """The error of each refit: x (k,) -> (k, D)."""
         return _error(self.refits, x[:, None] / self.x.max())
-
-    def curve(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The law and its 95 % band: x (k,) -> error, low, high, each (k,)."""
-        law, (low, high) = self.law(x), np.quantile(self.refitted(x), _LEVELS, axis=1)
-        return law, np.minimum(low, law), np.maximum(high, law)
 
     def predict(self, x: float, num_runs: int = 1) -> Estimate | str:
         """The mean error of new runs at x, with an interval that includes their scatter; or why nothing can be said."""
         found, span = self.expected(x, num_runs), float(np.ptp(self.errors))
-        if self.why_not:
-            return self.why_not
-        if not self.x.min() / MAX_EXTRAPOLATION <= x <= self.x.max() * MAX_EXTRAPOLATION:
-            return f"more than {MAX_EXTRAPOLATION:g} times beyond the runs"
-        if found.high - found.low > span:
+        if not self.why_not and found.high - found.low > span:
             return f"its interval is wider than the range of all measured errors, {100 * span:.2f} points"
-        return found
+        return self.why_not or found
 
     def expected(self, x: float, num_runs: int = 1) -> Estimate:
         """Like `predict`, but never refuses."""
         at = np.array([float(x)])
         scatter = np.random.default_rng(self.seed).choice(self.noise, (self.refits.shape[1], num_runs)).mean(1)
-        return _estimate(float(self.law(at)[0]), *np.clip(np.quantile(self.refitted(at) + scatter, _LEVELS), 0, 1))
+        ends = np.clip(np.quantile(self._refitted(at) + scatter, _LEVELS), 0, 1)
+        return _estimate(float(self.curve(at)[0][0]), *ends)
 
 
 def _estimate(value: float, low: float, high: float) -> Estimate:
@@ -243,23 +235,3 @@ def leave_largest_out(law: PowerLaw, x: Sequence[float], errors: Sequence[float]
             return Holdout(found, float(of_runs[~is_left].mean()))
         why_not = found
     return why_not
-
-
-@dataclass(frozen=True)
-class BestLaw:
-    """The law with the lowest error at an x. probability: the share of resamples in which it is the lowest."""
-
-    name: str
-    error: float
-    probability: float
-
-
-def best_law(laws: Mapping[str, PowerLaw], x: float) -> BestLaw | None:
-    """The best of the laws that predict at x, if at least two do."""
-    usable = {name: law for name, law in laws.items() if isinstance(law.predict(x), Estimate)}
-    if len(usable) < 2:
-        return None
-    at, fits = np.array([x]), usable.values()
-    errors, drawn = [float(law.law(at)[0]) for law in fits], np.stack([law.refitted(at)[0] for law in fits])
-    best = int(np.argmin(errors))
-    return BestLaw(list(usable)[best], errors[best], float((drawn.argmin(0) == best).mean()))

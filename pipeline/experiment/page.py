@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.atomic import write_files
@@ -56,7 +56,7 @@ class ExperimentPage:
         self.folder, self.uri = folder, uri
         facts = replace(facts, artifacts=ARTIFACTS)
         self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
-        self._parent, self._wait, self._summary = "", _WAIT, ""
+        self._wait, self._summary = _WAIT, ""
 
     def __enter__(self) -> Self:
         return self
@@ -71,27 +71,22 @@ class ExperimentPage:
         else:  # Asked to stop, or Ctrl-C: the next start sends what is missing.
             self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
 
-    def show(self, metrics: Mapping[str, float], summary: str, pictures: Mapping[str, bytes]) -> None:
+    def show(self, metrics: Mapping[str, float], summary: str, pictures: Mapping[str, Any]) -> None:
         """Send what is known by now. summary: Markdown for the description."""
         self._tracker.log(0, dict(metrics))
         write_files(self.folder / FIGURES, pictures)
         self._summary = summary
 
     def tracking(self, track: TrackConfig) -> TrackConfig:
-        """The settings with which a run sends itself below this one."""
-        return replace(track, uri=self.uri, parent_run=self._parent_run()) if track.enabled else track
-
-    def _parent_run(self) -> str:
-        """ID of the parent; "" if the store has not answered in time."""
-        if self._parent:
-            return self._parent
+        """The settings with which a run sends itself below this one, if the store answers in time."""
+        if not track.enabled:
+            return track
         shown = hide_passwords(self.uri)
-        with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
+        if not self._tracker.run_id:
+            with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
+                while not self._tracker.run_id and wait.left > 0:
+                    time.sleep(0.2)
             self._wait = 1.0  # A store that is away is not waited for again.
-            while wait.left > 0:
-                if run_id := self._tracker.run_id:
-                    self._parent = run_id
-                    return self._parent
-                time.sleep(0.2)
-        warn(f"MLflow at {shown} has not answered: runs of {self.folder} are not shown below it.")
-        return ""
+        if not self._tracker.run_id:
+            warn(f"MLflow at {shown} has not answered: runs of {self.folder} are not shown below it.")
+        return replace(track, uri=self.uri, parent_run=self._tracker.run_id or "")

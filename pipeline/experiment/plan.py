@@ -13,13 +13,12 @@ from typing import Any
 
 from pipeline.base.files import as_bytes, replacing
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import aligned, counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.experiment import engine
 from pipeline.experiment.engine import Experiment, jobs_of
 from pipeline.experiment.table import TO_RUN, Row
 from pipeline.process.outputs import hold
-from pipeline.settings.commands.study import ExperimentConfig
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0
@@ -32,7 +31,7 @@ _SCRIPT = """\
 # {name}: {runs} runs in {jobs} array tasks. Submit it with: sbatch {file}
 # A task that is killed or preempted continues where it was: submit the script again. Tasks that are done end at once.
 # When all tasks have ended, this writes the report:
-#   {report}
+#   {command} report=true
 #SBATCH --job-name={name}
 #SBATCH --array=0-{last}
 #SBATCH --nodes=1
@@ -65,14 +64,13 @@ def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | No
         engine.run_one(experiment, config.cell)
         return None
     specs, rows = experiment.known()
+    cost = estimate(experiment, rows)
     if not (config.slurm or config.report):
-        print(
-            "\n".join(plan_table(experiment, rows, estimate(experiment, experiment.config, rows), at_a_time)),
-            flush=True,
-        )
+        runs, summary = plan_lines(experiment, rows, cost, at_a_time)
+        print("\n".join([*runs, *summary]), flush=True)
     if config.slurm:
         experiment.claim(specs)
-        write_script(experiment, rows, config.slurm)
+        write_script(experiment, cost, config.slurm)
     return None if config.plan or config.slurm else engine.run(experiment, run_jobs or own, config.report)
 
 
@@ -86,13 +84,13 @@ class CostEstimate:
     source: str
 
 
-def estimate(experiment: Experiment, config: ExperimentConfig, rows: Mapping[str, Row]) -> CostEstimate:
+def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
     """Estimate the hours of every run, by the speed of those that are done.
 
     Without them, it is the speeds of the models with `minutes`, `tflops` of the settings, or measured here if the runs
     compute on this CPU.
     """
-    specs = experiment.specs
+    config, specs = experiment.config, experiment.specs
     measured: dict[str, list[float]] = {}
     for spec in specs:
         if (row := rows.get(spec.name)) and row.hours and spec.flops:
@@ -102,29 +100,21 @@ def estimate(experiment: Experiment, config: ExperimentConfig, rows: Mapping[str
         usual = median(per_flop.values())
         hours = {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
         return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'run')} of these")
-    # How long it takes depends on the model and the device: measured hours include it.
-    compiles = any(spec.config.engine.compile for spec in specs)
-    without = ", without the time to compile the models (engine.compile)" if compiles else ""
-    fixed, devices = _SECONDS_OF_A_PROCESS / 3600, max(1, config.gpus)
-    if speeds := experiment.speeds:
-        per_image = {
-            spec.group: 1e18 * spec.facts["exaflops"] / spec.facts["images_seen"] for spec in specs if spec.facts
-        }
-        hours = {spec.name: spec.flops / (3600 * speeds[spec.group] * per_image[spec.group]) for spec in specs}
-        source = "at the models' speeds"
-    elif not all(spec.flops for spec in specs) or not (config.tflops or (config.on == "here" and not config.gpus)):
+    rate, source = 0.0, "at the models' speeds"
+    if config.tflops:
+        rate, source = config.tflops * 1e12 * max(1, config.gpus), f"with {config.tflops:g} TFLOP/s (tflops) a device"
+    elif not experiment.rates and config.on == "here" and not config.gpus and all(spec.flops for spec in specs):
+        rate = _SHARE_ON_A_CPU * _speed_of_this_cpu()
+        source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
+    rates = [experiment.rates.get(spec.group, rate) for spec in specs]
+    if not all(rates) or not all(spec.flops for spec in specs):
         return CostEstimate(
             {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
         )
-    else:
-        rate, source = config.tflops * 1e12 * devices, f"with {devices} x {config.tflops:g} TFLOP/s (tflops)"
-        if not config.tflops:
-            rate = _SHARE_ON_A_CPU * _speed_of_this_cpu()
-            source = (
-                f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
-            )
-        hours = {spec.name: spec.flops / rate / 3600 for spec in specs}
-    return CostEstimate({name: alone + fixed for name, alone in hours.items()}, source + without)
+    if any(spec.config.engine.compile for spec in specs):  # Measured hours include it.
+        source += ", without the time to compile the models (engine.compile)"
+    seconds = [spec.flops / rate + _SECONDS_OF_A_PROCESS for spec, rate in zip(specs, rates, strict=True)]
+    return CostEstimate({spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}, source)
 
 
 def _speed_of_this_cpu() -> float:
@@ -143,58 +133,53 @@ def _speed_of_this_cpu() -> float:
         torch.set_num_threads(threads)
 
 
-def plan_table(experiment: Experiment, rows: Mapping[str, Row], estimated: CostEstimate, at_a_time: int) -> list[str]:
-    """The lines of --plan: every run with its size, length, compute and hours, and the sums."""
-    width = max(map(len, rows))
-    lines = [
-        f"{'run':<{width}}  {'M par.':>7} {'images':>11} {'steps':>9} {'epochs':>7} {'exaFLOPs':>10} {'time':>8}  state"
-    ]
+def plan_lines(
+    experiment: Experiment, rows: Mapping[str, Row], cost: CostEstimate, at_a_time: int
+) -> tuple[list[str], list[str]]:
+    """Lines of --plan: all runs with their size, length, compute and hours, "-" where unknown; and the sums."""
+    table: list[tuple[str, ...]] = [("run", "M par.", "images", "steps", "epochs", "exaFLOPs", "time", "state")]
     for name, row in rows.items():
-        time = duration(3600 * estimated.hours[name]) if name in estimated.hours else "-"
-        epochs = row.images_seen / row.data_size if row.data_size else 0
-        lines.append(
-            f"{name:<{width}}  {row.parameters / 1e6:>7.2f} {row.data_size:>11,} {row.steps:>9,} {epochs:>7.1f} "
-            f"{row.exaflops:>10.3g} {time:>8}  {row.state}"
-        )
+        numbers = {
+            ".2f": row.parameters / 1e6,
+            ",": row.data_size,
+            ",d": row.steps,
+            ".1f": row.images_seen / (row.data_size or 1),
+            ".3g": row.exaflops,
+        }
+        shown = [format(value, look) if value else "-" for look, value in numbers.items()]
+        hours = cost.hours.get(name)
+        table.append((name, *shown, duration(3600 * hours) if hours else "-", row.state))
     left = [name for name, row in rows.items() if row.state in TO_RUN]
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
-    if estimated.hours and left:
-        hours = [estimated.hours[name] for name in left]
-        alone = max(sum(hours) / at_a_time, *hours)  # They may not divide evenly: never less than the longest.
-        summary += f"; those left take {duration(3600 * alone)} {estimated.source}, {at_a_time} at a time"
+    if cost.hours and left:
+        hours_left = [cost.hours[name] for name in left]
+        alone = max(sum(hours_left) / at_a_time, *hours_left)  # They may not divide evenly.
+        summary += f"; those left take {duration(3600 * alone)} {cost.source}, {at_a_time} at a time"
         gpus = experiment.config.gpus
-        summary += f", {sum(hours) * gpus:,.3g} GPU hours" if gpus else ""
+        summary += f", {sum(hours_left) * gpus:,.3g} GPU hours" if gpus else ""
     elif left:
-        summary += f"; {estimated.source}"
-    return [*lines, f"{summary}.", *experiment.notes]
+        summary += f"; {cost.source}"
+    return aligned(table, 1), [f"{summary}.", *experiment.notes]
 
 
-def write_script(experiment: Experiment, rows: Mapping[str, Row], file: str) -> None:
+def write_script(experiment: Experiment, cost: CostEstimate, file: str) -> None:
     """Write the script, or print it if file is '-'. It repeats the command line of this process."""
-    config, jobs, hours = (
-        experiment.config,
-        jobs_of(experiment.specs),
-        estimate(experiment, experiment.config, rows).hours,
-    )
+    config, jobs = experiment.config, jobs_of(experiment.specs)
+    # An empty slurm= if it is in the file of settings.
     given = [text for text in sys.argv[1:] if not text.startswith("slurm=")]
-    if given == sys.argv[1:]:  # It is in the file of settings.
-        given.append("slurm=")
-    command = shlex.join([sys.executable, sys.argv[0], *given])
-    longest = max(sum(hours.get(spec.name, 0.0) for spec in job) for job in jobs)
+    command = shlex.join([sys.executable, sys.argv[0], *given, *([] if len(given) < len(sys.argv) - 1 else ["slurm="])])
+    longest = max(sum(cost.hours.get(spec.name, 0.0) for spec in job) for job in jobs)
     minutes = math.ceil(60 * _MARGIN * longest)
     text = _SCRIPT.format(
         name=config.name,
         runs=len(experiment.specs),
         jobs=len(jobs),
         file=file if file != "-" else "FILE",
-        report=f"{command} report=true",
         last=len(jobs) - 1,
         gpus=f"#SBATCH --gpus-per-node={config.gpus}\n" if config.gpus else "",
         cpus=config.threads * max(1, config.gpus),
-        time=f"#SBATCH --time={minutes}  # minutes: {_MARGIN:g} x the estimate of the longest task\n"
-        if minutes
-        else "",
+        time=f"#SBATCH --time={minutes}  # minutes: {_MARGIN:g} x the longest task's estimate\n" if minutes else "",
         folder=shlex.quote(str(Path.cwd())),
         names="\n".join(f"  {shlex.quote(job[-1].name)}" for job in jobs),
         command=command,

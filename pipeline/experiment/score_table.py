@@ -2,8 +2,8 @@
 groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.page import Table
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.experiment.published import PAPER, Published
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
+from pipeline.settings import schema
 
+TITLES = {task.name: task.title for task in TASKS}
 OVERALL = "mean of 19 tasks"
 # Group or OVERALL -> names of its tasks.
 MEMBERS: dict[str, list[str]] = {
@@ -22,7 +25,6 @@ MEMBERS: dict[str, list[str]] = {
     OVERALL: [task.name for task in TASKS],
 }
 RESULTS_FILE = "results.json"
-_WAY_OUT = "Run its launch/vtab.py again: that writes the file anew from its cells."
 # MLflow tag of a sweep: the tasks that were not made from the published files.
 UNPUBLISHED_TAG = "not_published_files"
 
@@ -43,14 +45,12 @@ class TableScore:
 class Column:
     """A model's scores by a protocol. means: group or OVERALL -> mean, for complete groups only.
 
-    absent: names of the tasks without a score, in the order of TASKS. facts: the other content of results.json, and
-    "details" (task -> what was chosen); {} for a published column.
+    facts: the content of results.json; {} for a published column.
     """
 
     name: str
     tasks: dict[str, TableScore]
     means: dict[str, TableScore]
-    absent: list[str]
     facts: dict[str, Any]
 
     @property
@@ -63,15 +63,50 @@ class Column:
         members = [task for name in names for task in MEMBERS.get(name, [name])]
         return "†" if set(members) & set(self.unpublished) else ""
 
+    def choice(self, task: str) -> str:
+        """What was chosen for a task, in words; all choices if the seeds differ."""
+        choices = {choice_in_words(score) for score in self.facts["scores"] if score["task"] == task}
+        return "; ".join(sorted(choices - {""}))
+
+    # ---------------------------------------------------------------- what a page shows
+    def caveats(self) -> Iterator[str]:
+        """Lines that say which scores are not VTAB's, and which tasks have none and why."""
+        for line in unpublished_warning(self.unpublished):
+            yield f"{self.name}: {line}"
+        if absent := [name for name in TITLES if name not in self.tasks]:
+            reasons = dict.fromkeys(self.facts["missing"], "not prepared")
+            reasons |= {cell["task"]: "failed" for cell in self.facts["failed"]}
+            listed = ", ".join(f"{TITLES[name]} ({reasons.get(name, 'not run')})" for name in absent)
+            yield (
+                f"{self.name} is not complete, and a mean over an incomplete group is not shown. Without a score:"
+                f" {listed}."
+            )
+
+    def origin(self) -> Table:
+        """The settings and files that it was made of."""
+        shown = ("method", "precision", "micro_batch", "checkpoint", "protocol")
+        flat = schema.flatten({name: self.facts[name] for name in shown})
+        return Table(["", "value"], [(name, str(value)) for name, value in flat.items()])
+
+    def details(self) -> Table:
+        """What was chosen for each task, and the images that it was scored on."""
+        rows = []
+        for name, score in self.tasks.items():
+            copies = self.facts["contamination"].get(name)
+            searched = "not searched" if copies is None else f"{copies:,}"
+            data = self.facts["data"].get(name, "")[:16]
+            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", searched, data))
+        header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
+        return Table(header, rows)
+
 
 def unpublished_warning(tasks: Sequence[str]) -> list[str]:
     """What is said wherever scores of these tasks are shown, or their mean; [] for no task."""
     if not tasks:
         return []
-    titles = {task.name: task.title for task in TASKS}
     return [
         "Not VTAB-1k scores, because made from other files than the published ones (†):"
-        f" {', '.join(titles[name] for name in tasks)}."
+        f" {', '.join(TITLES[name] for name in tasks)}."
     ]
 
 
@@ -83,7 +118,7 @@ def read_results(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
     except UserError as error:
-        raise UserError(f"{error} {_WAY_OUT}") from None
+        raise UserError(f"{error} Run its launch/vtab.py again: that writes the file anew from its cells.") from None
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:
@@ -91,22 +126,10 @@ def column_of(name: str, results: dict[str, Any]) -> Column:
     by_task: dict[str, dict[int, dict[str, Any]]] = {}
     for score in results["scores"]:
         by_task.setdefault(score["task"], {})[score["seed"]] = score
-    tasks, means = {}, {}
-    for task in TASKS:
-        if by_seed := by_task.get(task.name):
-            tasks[task.name] = _of_task(list(by_seed.values()))
-    for mean, names in MEMBERS.items():
-        if all(name in tasks for name in names):
-            means[mean] = _of_mean([by_task[name] for name in names])
-    absent = [task.name for task in TASKS if task.name not in tasks]
-    facts = {key: value for key, value in results.items() if key != "scores"}
-    return Column(name, tasks, means, absent, {**facts, "details": details(by_task)})
-
-
-def details(by_task: dict[str, dict[int, dict[str, Any]]]) -> dict[str, str]:
-    """Task -> what was chosen, in words; all choices if the seeds differ."""
-    choices = {task: {choice_in_words(score) for score in by_seed.values()} for task, by_seed in by_task.items()}
-    return {task: "; ".join(sorted(choice - {""})) for task, choice in choices.items()}
+    tasks = {task.name: _mean_of([by_task[task.name]]) for task in TASKS if task.name in by_task}
+    complete = {mean: names for mean, names in MEMBERS.items() if set(names) <= set(tasks)}
+    means = {mean: _mean_of([by_task[name] for name in names]) for mean, names in complete.items()}
+    return Column(name, tasks, means, results)
 
 
 def choice_in_words(score: dict[str, Any]) -> str:
@@ -126,12 +149,9 @@ def choice_in_words(score: dict[str, Any]) -> str:
 
 def column_as_published(published: Published) -> Column:
     """A column of the paper. Its means are computed from the tasks' printed scores; intervals are unknown."""
-    tasks = {task.name: TableScore(value / 100, None, 0, 0) for task, value in zip(TASKS, published.tasks, strict=True)}
-    means = {
-        mean: TableScore(float(np.mean([tasks[name].accuracy for name in names])), None, 0, 0)
-        for mean, names in MEMBERS.items()
-    }
-    return Column(published.name, tasks, means, [], {})
+    shares = zip(TASKS, published.tasks, strict=True)
+    scores = [{"task": task.name, "seed": 0, "accuracy": value / 100, "num_test": 0} for task, value in shares]
+    return replace(column_of(published.name, {"scores": scores}), facts={})
 
 
 def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
@@ -140,8 +160,7 @@ def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
     names = names or [default_name(path, results) for path, results in zip(sweeps, read, strict=True)]
     # Sweeps of the same name get a number.
     unique = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
-    ours = [column_of(name, results) for name, results in zip(unique, read, strict=True)]
-    return [*ours, *map(column_as_published, PAPER)]
+    return [*map(column_of, unique, read), *map(column_as_published, PAPER)]
 
 
 def default_name(sweep: Path, results: dict[str, Any]) -> str:
@@ -150,29 +169,27 @@ def default_name(sweep: Path, results: dict[str, Any]) -> str:
     """
     folder = sweep if sweep.suffix != ".json" else sweep.parent
     protocol = results["protocol"]["name"]
-    changed = f" ({protocol})" if "," in protocol else ""
-    return f"{folder.resolve().name}{changed}"
+    return folder.resolve().name + (f" ({protocol})" if "," in protocol else "")
 
 
-def _of_task(scores: list[dict[str, Any]]) -> TableScore:
-    accuracies = [score["accuracy"] for score in scores]
-    num_test = scores[0]["num_test"]
-    interval = of_seeds(accuracies, num_test) if len(scores) > 1 else of_samples(accuracies[0], num_test)
-    return TableScore(float(np.mean(accuracies)), interval, len(scores), num_test)
+def _mean_of(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
+    """The score of a task, or the unweighted mean of several. tasks: seed -> score, of each.
 
-
-def _of_mean(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
-    """Unweighted mean over tasks. tasks: seed -> score, of each. The interval is over the seeds' means if all have the
-    same.
+    The interval is over the seeds' means if all tasks have the same seeds; unknown if the numbers of images are.
     """
     means = [np.mean([score["accuracy"] for score in by_seed.values()]) for by_seed in tasks]
     tests = [next(iter(by_seed.values()))["num_test"] for by_seed in tasks]
-    seeds = set(tasks[0])
-    if len(seeds) > 1 and all(set(by_seed) == seeds for by_seed in tasks):
+    seeds, num_seeds = set(tasks[0]), min(map(len, tasks))
+    interval = None
+    if not all(tests):
+        num_seeds = 0
+    elif len(seeds) > 1 and all(set(by_seed) == seeds for by_seed in tasks):
         of_each = [float(np.mean([by_seed[seed]["accuracy"] for by_seed in tasks])) for seed in sorted(seeds)]
         # The number of images of one task whose accuracy would be rounded as much as the mean of these is.
         num_test = len(tests) / float(np.sqrt((1 / np.square(tests, dtype=np.float64)).sum()))
         interval = of_seeds(of_each, num_test)
+    elif len(tasks) == 1:
+        interval = of_samples(means[0], tests[0])
     else:
         interval = of_tasks(means, tests)
-    return TableScore(float(np.mean(means)), interval, min(map(len, tasks)), sum(tests))
+    return TableScore(float(np.mean(means)), interval, num_seeds, sum(tests))

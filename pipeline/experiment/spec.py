@@ -41,6 +41,7 @@ from pipeline.settings import changes, schema
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import RunConfig, TrackConfig
 
+SCORES_FILE, PROBE_FILE = "scores.json", "probe.json"
 _COMMANDS = Path(__file__).resolve().parents[2] / "launch"
 # Most seconds that ranks whose driver was killed may take to commit and end.
 _COMMIT_SECONDS = 120.0
@@ -134,11 +135,15 @@ def run_spec(spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: 
 def _run(
     spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: TrackConfig | None, is_done: Callable[[], bool]
 ) -> None:
-    if not is_done() and state_of(spec)[0] != "diverged":
+    def has_stopped() -> bool:
+        return is_done() or state_of(spec)[0] == "diverged"
+
+    if not has_stopped():
         if who := wait_until_free(spec.folder):
             raise LostError(f"{spec.folder} is in use by {who}.")
-        for file in _damaged_scores(spec):  # So that it is evaluated again, however far it is trained.
-            file.unlink(missing_ok=True)
+        for file, kind in ((SCORES_FILE, ScoresFile), (PROBE_FILE, dict)):
+            if json_record.read_or_none(spec.folder / file, kind) is None:  # So that it is evaluated again.
+                (spec.folder / file).unlink(missing_ok=True)
         overrides = spec.overrides
         if track is not None and spec.config.track.enabled:
             overrides = [*overrides, f"track.parent_run={track.parent_run}", f"track.uri={track.uri}"]
@@ -147,7 +152,7 @@ def _run(
             launcher = f"torchrun --standalone --nproc_per_node {engine.gpus}"
         before = _version_of_status(spec.folder)
         code = start_command(spec.command, ["--config", spec.file, *overrides], launcher, output)
-        if not is_done() and state_of(spec)[0] != "diverged":
+        if not has_stopped():
             if code == RESUME:
                 raise StoppedError(f"{spec.folder} was asked to stop")
             said = _own_words(spec.folder) if _version_of_status(spec.folder) != before else ""
@@ -246,61 +251,12 @@ def _plant(spec: RunSpec) -> None:
 # -------------------------------------------------------------------- what became of one
 def state_of(spec: RunSpec) -> tuple[State, str]:
     """Returns (state, reason), by its folder."""
-    try:
-        status = json_record.read(spec.folder / "status.json", Status)
-        if status.status not in ("finished", "diverged"):
-            return "not run", ""
-        then, now = (settings_of(one) for one in (replace(spec, config=read_settings(spec.folder)), spec))
-    except FileNotFoundError as error:
-        is_begun = any((spec.folder / name).exists() for name in (SETTINGS_FILE, "scores.json"))
-        return ("damaged", f"{error.filename} is missing.") if is_begun else ("not run", "")
-    except PermissionError as error:  # It is of another user.
-        return "damaged", f"{error.filename}: permission denied."
-    except UserError as error:
-        return "damaged", str(error)
-    if other := [
-        f"{name} was {then.get(name)}, is {now[name]}" for name in now if str(then.get(name)) != str(now[name])
-    ]:
-        return "damaged", f"{spec.folder} was trained with other settings: {'; '.join(other)}."
-    if status.status == "diverged":
-        return "diverged", status.reason
-    if damaged := _damaged_scores(spec):
-        return "damaged", "; ".join(damaged.values())
-    if spec.is_evaluated and read_scores(spec).loss is None:
-        return "diverged", f"{spec.name} has no finite loss on the images it was scored on"
-    return "done", ""
+    row = row_of(spec)
+    return row.state, row.reason
 
 
 def has_ended(spec: RunSpec) -> bool:
     return state_of(spec)[0] in ("done", "diverged")
-
-
-def read_scores(spec: RunSpec) -> ScoresFile:
-    """The last evaluation of a run. Raises FileNotFoundError, and UserError for a damaged file."""
-    file = spec.folder / "scores.json"
-    found = json_record.read(file, ScoresFile)
-    if found.top1 is None and objectives.kind(spec.config.train.loss).predicts_classes:
-        raise UserError(f"{file}: top1 is missing.")
-    return found
-
-
-def _damaged_scores(spec: RunSpec) -> dict[Path, str]:
-    """Files of the scores of a finished run that are damaged or missing, with the reason."""
-    damaged, scores, probe = {}, spec.folder / "scores.json", spec.folder / "probe.json"
-    try:
-        if spec.is_evaluated:
-            read_scores(spec)
-    except FileNotFoundError:
-        damaged[scores] = f"{scores} is missing."
-    except UserError as error:
-        damaged[scores] = str(error)
-    try:
-        json_record.read(probe, dict[str, Any])
-    except FileNotFoundError:
-        pass  # Not every run has probes.
-    except UserError as error:
-        damaged[probe] = str(error)
-    return damaged
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
@@ -314,13 +270,10 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
 
 def row_of(spec: RunSpec, hours: float | None = None) -> Row:
     """The row of a run, from its folder. hours: that it took, if it is done."""
-    state, reason = state_of(spec)
     row = Row(
         spec.name,
         spec.group,
         spec.seed,
-        state,
-        reason,
         folder=str(spec.folder),
         run_id=run_id_of(spec.folder) or "",
         parent=spec.needs[0] if spec.needs else "",
@@ -329,28 +282,52 @@ def row_of(spec: RunSpec, hours: float | None = None) -> Row:
     with contextlib.suppress(UserError):  # It has not begun.
         origin = PageFolder(spec.folder).read_facts().facts.origin
         row = replace(row, weights=origin.sha256 if origin else "")
-    if state != "done":
-        return row
-    found = {name: value for name, value in _scores(spec).items() if value[0] is not None}
+    try:
+        status = json_record.read(spec.folder / "status.json", Status)
+        if status.status not in ("finished", "diverged"):
+            return row
+        then, now = (settings_of(one) for one in (replace(spec, config=read_settings(spec.folder)), spec))
+        other = [
+            f"{name} was {then.get(name)}, is {value}"
+            for name, value in now.items()
+            if str(then.get(name)) != str(value)
+        ]
+        if other:
+            raise UserError(f"{spec.folder} was trained with other settings: {'; '.join(other)}.")
+        if status.status == "diverged":
+            return replace(row, state="diverged", reason=status.reason)
+        scores = json_record.read(spec.folder / SCORES_FILE, ScoresFile) if spec.is_evaluated else None
+        found = _scores(spec, scores)
+    except FileNotFoundError as error:
+        is_begun = any((spec.folder / name).exists() for name in (SETTINGS_FILE, SCORES_FILE))
+        return replace(row, state="damaged", reason=f"{error.filename} is missing.") if is_begun else row
+    except PermissionError as error:  # It is of another user.
+        return replace(row, state="damaged", reason=f"{error.filename}: permission denied.")
+    except UserError as error:
+        return replace(row, state="damaged", reason=str(error))
+    if scores and scores.loss is None:
+        why = f"{spec.name} has no finite loss on the images it was scored on"
+        return replace(row, state="diverged", reason=why)
+    nums, effective = ({name: score[i] for name, score in found.items() if score[i]} for i in (1, 2))
     return replace(
         row,
-        scores={name: value for name, (value, _, _) in found.items()},
-        num_test={name: num for name, (_, num, _) in found.items() if num},
-        effective_images={name: num for name, (_, _, num) in found.items() if num},
-        loss=read_scores(spec).loss if spec.is_evaluated else None,
+        state="done",
+        scores={name: score for name, (score, _, _) in found.items()},
+        num_test=nums,
+        effective_images=effective,
+        loss=scores.loss if scores else None,
         hours=hours,
     )
 
 
-def _scores(spec: RunSpec) -> dict[str, tuple[Any, int | None, float | None]]:
+def _scores(spec: RunSpec, scores: ScoresFile | None) -> dict[str, tuple[Any, Any, Any]]:
     """Name -> (score, number of its test images if known, effective number of images in groups)."""
-    found: dict[str, tuple[Any, int | None, float | None]] = {}
-    if spec.is_evaluated:
-        scores = read_scores(spec)
+    found: dict[str, tuple[Any, Any, Any]] = {}
+    if scores:
         found["top1"] = scores.top1, scores.num_samples, scores.top1_effective_images
         found["top5"] = scores.top5, scores.num_samples, scores.top5_effective_images
-    with contextlib.suppress(FileNotFoundError):
-        content = json_record.read(spec.folder / "probe.json", dict[str, Any])
+    with contextlib.suppress(FileNotFoundError):  # Not every run has probes.
+        content = json_record.read(spec.folder / PROBE_FILE, dict[str, Any])
         probe = probe_metrics(content, "")
         for metric, value in probe.items():
             if metric_of(metric).is_share:
@@ -360,4 +337,4 @@ def _scores(spec: RunSpec) -> dict[str, tuple[Any, int | None, float | None]]:
         kept = _checkpoints(spec).kept()
         if kept.metric and kept.metric.endswith("top1"):
             found["best_top1"] = kept.value, *found.get("top1", (None, None, None))[1:]
-    return found
+    return {name: score for name, score in found.items() if score[0] is not None}

@@ -10,23 +10,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, Heading, Paragraph, Table, markdown
+from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
-from pipeline.estimate.plan import Plan, make_plan
+from pipeline.estimate.plan import make_plan
 from pipeline.experiment import plan
 from pipeline.experiment.compute import EXA, pretraining_compute
 from pipeline.experiment.engine import Experiment, ExperimentAnswer
 from pipeline.experiment.identity import sources_of
-from pipeline.experiment.page import ExperimentPage, facts_of_splits, tags_of_folder, uri_of_runs
+from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec, settings_of
 from pipeline.experiment.table import Row, StudyResults
 from pipeline.monitor.mlflow.weights import weights_path
@@ -65,8 +66,10 @@ class Study(Experiment):
     def __init__(self, config: StudyConfig) -> None:
         self.config, self.folder, self.score = config, Path(config.out) / config.name, config.score
         self.specs, self.notes = _question(config.question).specs(config)
-        self.speeds = {model.name: model.speed for model in config.models} if config.minutes else {}
         self.cells = [spec for spec in self.specs if not spec.needs]
+        if config.minutes:
+            speeds = {model.name: model.speed for model in config.models}
+            self.rates = {c.group: c.flops / c.facts["images_seen"] * speeds[c.group] for c in self.cells}
         self.dataset = open_dataset(self.cells[0].config.data.path)
         _refuse_twins(self.cells)
         _check_comparable(self.cells)
@@ -105,38 +108,33 @@ class Study(Experiment):
         return sources_of(self.specs)
 
     def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
-        return report_of(self.config.question, self.results(rows))
-
-    def results(self, rows: Sequence[Row]) -> StudyResults:
         """In the order of the settings, with the scores of fine-tunings as `finetune:NAME`."""
-        order = [model.name for model in self.config.models]
+        config, order = self.config, [model.name for model in self.config.models]
         cells = sorted(joined(rows), key=lambda c: (order.index(c.group), c.data_size, c.steps, c.seed))
         data, fingerprint = str(self.dataset.path), self.dataset.fingerprint
-        return StudyResults(self.config.name, self.score, data, fingerprint, self.scored_on, cells, self.notes)
+        results = StudyResults(config.name, self.score, data, fingerprint, self.scored_on, cells, self.notes)
+        return report_of(config.question, results)
 
-    def page(self) -> ExperimentPage | None:
+    def facts(self) -> RunFacts:
         config, dataset, run = self.config, self.dataset, self.cells[0].config
-        if not (uri := uri_of_runs(config.mlflow, run.track, config.out)):
-            return None
-        settings = schema.to_dict(config) | {"models": [model.name for model in config.models]}
+        names = [model.name for model in config.models]
         description = (
-            f"**Study** ({config.question}) of {', '.join(settings['models'])} on **{dataset.path.name}** (fingerprint"
+            f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}** (fingerprint"
             f" `{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by"
             f" {config.score}."
         )
         # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
-        named = "" if config.score == "top1" else config.score
-        facts = RunFacts(
+        named = "" if config.score == "top1" else f"{config.score}, "
+        return RunFacts(
             config.name,
             "study",
-            settings,
+            schema.to_dict(config) | {"models": names},
             {"question": config.question, **tags_of_folder(self.folder, dataset)},
             facts_of_splits(dataset, replace(run.data, eval_split=run.data.evaluated_split)),
             description,
             score=_BEST,
-            scored_on=", ".join(filter(None, (named, self.scored_on))),
+            scored_on=named + self.scored_on,
         )
-        return ExperimentPage(facts, self.folder, Path(config.out), uri, run.track.experiment)
 
 
 def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
@@ -156,8 +154,7 @@ def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     title = f"Study {results.name}: {question}"
     summary = markdown(title, [first, *[block for block in found if isinstance(block, Table)][:1]])
     about = {"name": results.name, "question": question, "score": results.score, "data": results.data}
-    files: dict[str, Any] = {"results.json": json.dumps(about)}
-    return ExperimentAnswer(metrics, summary, title, blocks, files, result=results)
+    return ExperimentAnswer(metrics, summary, report(title, blocks) | {"results.json": json.dumps(about)}, results)
 
 
 def _question(name: str) -> Any:
@@ -171,16 +168,15 @@ def joined(rows: Sequence[Row]) -> list[Row]:
         cell = cells.get(row.parent)
         if cell is None or cell.state != "done":
             continue
-        own = "finetune:" + row.name.removeprefix(f"{cell.name}-")
-        if row.state == "done":
-            merged = {}
-            for name in ("scores", "num_test", "effective_images"):
-                values = getattr(row, name)
-                merged[name] = getattr(cell, name) | ({own: values["top1"]} if "top1" in values else {})
-            hours = (cell.hours or 0.0) + (row.hours or 0.0)
-            cells[cell.name] = replace(cell, hours=hours, reason=cell.reason or row.reason, **merged)
-        else:
+        if row.state != "done":
             cells[cell.name] = replace(cell, state=row.state, reason=f"{row.name}: {row.reason}" * bool(row.reason))
+            continue
+        own, merged = "finetune:" + row.name.removeprefix(f"{cell.name}-"), {}
+        for name in ("scores", "num_test", "effective_images"):
+            values = getattr(row, name)
+            merged[name] = getattr(cell, name) | ({own: values["top1"]} if "top1" in values else {})
+        hours = (cell.hours or 0.0) + (row.hours or 0.0)
+        cells[cell.name] = replace(cell, hours=hours, reason=cell.reason or row.reason, **merged)
     return list(cells.values())
 
 
@@ -220,10 +216,8 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
     extra = pretraining_compute(config, base.track.uri, notes)
     opened: dict[str, RunData] = {}
     found: list[tuple[RunSpec, list[RunSpec]]] = []
-    for model in config.models:
-        for size in config.data_sizes or [base.data.limit]:
-            for seed in config.seeds:
-                found += _cells_of(config, model, size, seed, 0.0 if model.weights else extra, opened)
+    for model, size, seed in product(config.models, config.data_sizes or [base.data.limit], config.seeds):
+        found += _cells_of(config, model, size, seed, 0.0 if model.weights else extra, opened)
     found.sort(key=lambda pair: (pair[0].facts["exaflops"], pair[0].facts["data_size"], pair[0].seed))
     specs, trained = list[RunSpec](), dict[str, int]()
     for cell, finetunes in found:
@@ -269,19 +263,8 @@ def run_for_all(config: StudyConfig) -> RunConfig:
 
 
 # -------------------------------------------------------------------- making them
-def _plan(config: RunConfig, num_samples: int) -> Plan:
-    """The plan of a cell, however many ranks divide its batch. Raises UserError for an impossible length."""
-    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
-    return make_plan(undivided, num_samples, 1)
-
-
 def _cells_of(
-    config: StudyConfig,
-    model: StudyModel,
-    size: Limit,
-    seed: int,
-    extra: float,
-    opened: dict[str, RunData],
+    config: StudyConfig, model: StudyModel, size: Limit, seed: int, extra: float, opened: dict[str, RunData]
 ) -> list[tuple[RunSpec, list[RunSpec]]]:
     """The cells of one model, data size and seed, with their fine-tunings: one for each length or budget, the shortest
     first.
@@ -292,58 +275,62 @@ def _cells_of(
     folder = Path(config.out) / config.name
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_spec("study", "", config.run, [*common, "name=study"]).config
-    asked = (first.data, seed, first.train.global_batch, first.labels)
+    batch = first.train.global_batch
+    asked = (first.data, seed, batch, first.labels)
     if (data := opened.get(repr(asked))) is None:
         data = opened[repr(asked)] = open_run_data(*asked)
     if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
         common.append("data.eval_split=")
     built = _starting_model(first, data, config.out)
     flops = objectives.training_flops(first, built)
-    split = data.split.parts[0]
-    stem = f"{model.name}-n{len(split)}" if config.data_sizes else model.name
-    lengths: list[tuple[str, str]] = [
-        (str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths
-    ]
-    batch = first.train.global_batch
-    in_steps = [
-        *((f"{budget:g}", "EF", "exaFLOPs", round(budget * EXA / (flops * batch))) for budget in config.budgets),
-        *((f"{minutes:g}", "min", "minutes", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
-    ]
-    for amount, short, unit, steps in in_steps:
+    stem = f"{model.name}-n{len(data.split.parts[0])}" if config.data_sizes else model.name
+    lengths = [(str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths]
+    for label, steps in (
+        *((f"{budget:g}EF", round(budget * EXA / (flops * batch))) for budget in config.budgets),
+        *((f"{minutes:g}min", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
+    ):
         if not steps:
-            raise UserError(f"{amount} {unit} are less than one step of model {model.name}: give it more.")
-        lengths.append((amount + short, f"{steps} steps"))
+            raise UserError(f"{label} is less than one step of model {model.name}: give it more.")
+        lengths.append((label, f"{steps} steps"))
 
     found = []
     for label, length in lengths or [("", str(first.train.length))]:
         name = "-".join(filter(None, [stem, label, f"seed{seed}"]))
-        named, trunk, trunk_steps = [*common, f"name={name}"], None, 0
-        command = "finetune" if first.init.weights else "pretrain"
-        cell = make_spec(name, command, config.run, [*named, f"train.length={length}"])
+        named, command = [*common, f"name={name}"], "finetune" if first.init.weights else "pretrain"
         try:
-            planned = _plan(cell.config, data.epoch_samples)
+            cell = make_spec(name, command, config.run, [*named, f"train.length={length}"])
+            steps = _steps_of(cell.config, data)
             if extra:
-                planned = replace(planned, steps=planned.steps + round(extra / (flops * batch)))
-                cell = make_spec(name, command, config.run, [*named, f"train.length={planned.steps} steps"])
+                steps += round(extra / (flops * batch))
+                cell = make_spec(name, command, config.run, [*named, f"train.length={steps} steps"])
             if config.cooldown:
-                cell, trunk, trunk_steps = _with_trunk(config, name, f"{stem}-trunk-seed{seed}", named, planned.steps)
-                _plan(cell.config, data.epoch_samples)
+                cell = _with_trunk(config, name, f"{stem}-trunk-seed{seed}", named, steps)
+                _steps_of(cell.config, data)
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
-        images = planned.steps * batch
-        facts = {
-            "family": model.family or model.name,
-            "parameters": models.num_parameters(built),
-            "data_size": len(split),
-            "steps": planned.steps,
-            "images_seen": images,
-            "exaflops": float(images) * flops / EXA,
-        }
-        cell = replace(
-            cell, group=model.name, flops=float(images) * flops, trunk=trunk, trunk_steps=trunk_steps, facts=facts
-        )
+        cell = _with_cost(replace(cell, group=model.name), data, built, flops, steps)
+        cell.facts["family"] = model.family or model.name
         found.append((cell, [_finetune(file, cell, built) for file in config.finetune]))
     return found
+
+
+def _steps_of(config: RunConfig, data: RunData) -> int:
+    """The steps of a run, however many ranks divide its batch. Raises UserError for an impossible length."""
+    undivided = replace(config, train=replace(config.train, micro_batch=config.train.global_batch))
+    return make_plan(undivided, data.epoch_samples, 1).steps
+
+
+def _with_cost(spec: RunSpec, data: RunData, model: models.Config, flops: float, steps: int) -> RunSpec:
+    """The run with its facts. flops: of training on an image."""
+    images = steps * spec.config.train.global_batch
+    facts = {
+        "parameters": models.num_parameters(model),
+        "data_size": len(data.split.parts[0]),
+        "steps": steps,
+        "images_seen": images,
+        "exaflops": float(images) * flops / EXA,
+    }
+    return replace(spec, flops=float(images) * flops, facts=facts)
 
 
 def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
@@ -366,10 +353,8 @@ def _starting_model(config: RunConfig, data: RunData, out: str) -> models.Config
     return models.adapted(found, config.init.weights, **adaptation)
 
 
-def _with_trunk(
-    config: StudyConfig, name: str, trunk_name: str, overrides: list[str], steps: int
-) -> tuple[RunSpec, RunSpec, int]:
-    """Returns (the run with a cooldown, the run at a constant rate up to where it begins, steps of that one)."""
+def _with_trunk(config: StudyConfig, name: str, trunk_name: str, overrides: list[str], steps: int) -> RunSpec:
+    """The run with a cooldown; its trunk is the run at a constant rate up to where that begins."""
     cooldown = max(1, round(config.cooldown * steps))
     constant = [*overrides, "schedule.decay=constant", f"train.length={steps} steps"]
     run = make_spec(name, "pretrain", config.run, [*constant, f"schedule.cooldown={cooldown} steps"])
@@ -384,13 +369,9 @@ def _with_trunk(
         )
     if "://" in run.config.checkpoint.folder:
         raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
-    trunk = make_spec(
-        trunk_name,
-        "pretrain",
-        config.run,
-        [*constant, f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="],
-    )
-    return run, trunk, steps - cooldown
+    own = [f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="]
+    trunk = make_spec(trunk_name, "pretrain", config.run, [*constant, *own])
+    return replace(run, trunk=trunk, trunk_steps=steps - cooldown)
 
 
 def _follows_length(config: RunConfig) -> str:
@@ -408,31 +389,27 @@ def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
     name = f"{cell.name}-{own.name}"
     given = [f"name={name}", f"out={cell.config.out}", f"seed={cell.seed}", f"init.weights={cell.folder}"]
     spec = make_spec(name, "finetune", file, given, group=cell.group, needs=(cell.name,))
-    config = spec.config
-    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
-    images = config.train.length.steps(data.epoch_samples, config.train.global_batch) * config.train.global_batch
-    flops = models.training_flops_per_image(replace(model, image_size=config.model.image_size))
-    return replace(spec, flops=float(images) * flops)
+    train, size = spec.config.train, spec.config.model.image_size
+    data = open_run_data(spec.config.data, cell.seed, train.global_batch, spec.config.labels)
+    model = replace(model, image_size=size)
+    steps = train.length.steps(data.epoch_samples, train.global_batch)
+    return _with_cost(spec, data, model, models.training_flops_per_image(model), steps)
 
 
 # -------------------------------------------------------------------- checking them
 def _refuse_twins(cells: list[RunSpec]) -> None:
-    """Raise UserError for two cells that are the same run."""
+    """Raise UserError for two cells that are the same run, also if their lengths have different units."""
     seen: dict[str, str] = {}
     for cell in cells:
-        # Another length that is as many steps is the same run, too.
-        about = json.dumps(
-            {**settings_of(cell), "train.length": cell.facts["steps"], "data.limit": cell.facts["data_size"]},
-            sort_keys=True,
-        )
-        if about in seen:
-            raise UserError(f"{seen[about]} and {cell.name} are the same run: leave out one of them.")
-        seen[about] = cell.name
+        length = {"train.length": cell.facts["steps"], "data.limit": cell.facts["data_size"]}
+        first = seen.setdefault(json.dumps(settings_of(cell) | length, sort_keys=True), cell.name)
+        if first != cell.name:
+            raise UserError(f"{first} and {cell.name} are the same run: leave out one of them.")
 
 
 def _check_comparable(cells: list[RunSpec]) -> None:
     """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
     losses = {cell.config.train.loss: cell.name for cell in cells}
     if len(losses) > 1 and not all(objectives.kind(loss).predicts_classes for loss in losses):
-        (one, first), (other, second) = list(losses.items())[:2]
-        raise UserError(f"{first} has train.loss = {one}, {second} has {other}: their scores cannot be compared.")
+        listed = ", ".join(f"{name} has {loss}" for loss, name in losses.items())
+        raise UserError(f"train.loss: {listed}. Their scores cannot be compared.")

@@ -1,6 +1,8 @@
 """Figures of a study: score against data size or compute with the fitted laws, and the differences of an ablation."""
 
 from collections.abc import Sequence
+from itertools import cycle
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,25 +31,24 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     laws = {line.name: line for line in lines if line.law and not line.law.why_not}
-    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate([*results.models, *results.families])}
-    for number, model in enumerate(results.models):
+    colours = dict(zip([*results.models, *results.families], cycle(COLOURS), strict=False))
+    for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
         own = [point for point in points if point.model == model]
-        look: dict[str, Any] = {"color": colours[model], "marker": _MARKERS[number % len(_MARKERS)]}
-        means, ends = np.array([point.mean for point in own]), np.array([point.ends for point in own]).reshape(-1, 2)
-        bars = 100 * np.abs(ends.T - means)
-        style = "" if model in laws else ":"
-        label = shorten(model, _MAX_NAME)
-        axes.errorbar([p.x for p in own], 100 * means, bars, **look, linestyle=style, capsize=3, label=label)
+        means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
+        bars = 100 * np.abs(ends.reshape(-1, 2).T - means)
+        look: dict[str, Any] = {"color": colours[model], "marker": marker, "linestyle": "" if model in laws else ":"}
+        axes.errorbar([p.x for p in own], 100 * means, bars, **look, capsize=3, label=shorten(model, _MAX_NAME))
     for name, line in laws.items():
         assert line.law
-        end = line.next_x if isinstance(line.prediction, Estimate) else line.points[-1].x
+        found, colour = line.prediction, colours[name]
+        end = line.next_x if isinstance(found, Estimate) else line.points[-1].x
         x = np.geomspace(line.points[0].x, end, 200)
-        law, lower, upper = line.law.curve(x)
-        axes.fill_between(x, 100 * (1 - upper), 100 * (1 - lower), color=colours[name], alpha=0.15, linewidth=0)
-        axes.plot(x, 100 * (1 - law), color=colours[name], label=f"law of {shorten(name, _MAX_NAME)}, 95 % band")
-        if isinstance(found := line.prediction, Estimate):
+        law, high, low = (100 * (1 - error) for error in line.law.curve(x))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(x, law, color=colour, label=f"law of {shorten(name, _MAX_NAME)}, 95 % band")
+        if isinstance(found, Estimate):
             bars = 100 * np.array([[found.high - found.value], [found.value - found.low]])
-            look = {"color": colours[name], "marker": "o", "markerfacecolor": "white"}
+            look = {"color": colour, "marker": "o", "markerfacecolor": "white"}
             axes.errorbar([end], [100 * (1 - found.value)], bars, **look, capsize=3)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -65,11 +66,13 @@ def draw_differences(found: Sequence[Tested], results: StudyResults) -> bytes:
     figure = Figure(figsize=(9, 1.5 + 0.42 * len(found)), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0, color="0.35", linewidth=1)
-    for place, one in enumerate(found):
-        value = one.first.mean - one.second.mean
-        low, high = (one.difference.low, one.difference.high) if one.difference else (value, value)
-        bars = 100 * np.abs([[value - low], [high - value]])
-        axes.errorbar([100 * value], [place], xerr=bars, fmt="o", color=COLOURS[0], capsize=3)
+    values = np.array([one.first.mean - one.second.mean for one in found])
+    ends = [
+        (one.difference.low, one.difference.high) if one.difference else (v, v)
+        for one, v in zip(found, values, strict=True)
+    ]
+    bars = 100 * np.abs(np.array(ends).T - values)
+    axes.errorbar(100 * values, range(len(found)), xerr=bars, fmt="o", color=COLOURS[0], capsize=3)
     labels = [f"{shorten(one.first.model, _MAX_NAME)}: {one.first.text} %" for one in found]
     axes.set_yticks(range(len(found)), labels, parse_math=False)
     axes.invert_yaxis()

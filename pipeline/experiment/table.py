@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 TABLE = "results.parquet"
+TEMPLATES = Path(__file__).parent / "templates"
 # Units of compute, the largest first: (in exaFLOPs, name).
 _UNITS = ((1.0, "exaFLOPs"), (1e-3, "petaFLOPs"), (1e-6, "teraFLOPs"), (1e-9, "gigaFLOPs"))
 # damaged: its run has ended, and what its files say cannot be used.

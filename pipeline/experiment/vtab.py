@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,17 @@ from pipeline.base.files import write_text
 from pipeline.base.trained_on import not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
-from pipeline.cluster.status_files import holder
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, Job, read_note, with_note
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
-from pipeline.experiment.plan import CostEstimate, plan_table
+from pipeline.experiment.plan import CostEstimate, plan_lines
 from pipeline.experiment.published import PAPER
 from pipeline.experiment.rate_figures import draw_rates_of_groups
-from pipeline.experiment.score_table import column_as_published, column_of, unpublished_warning
+from pipeline.experiment.score_table import TITLES, column_as_published, column_of, unpublished_warning
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -58,8 +57,6 @@ from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, split_facts
 from pipeline.monitor.tracking import default_uri
-from pipeline.process.committed import NAME as CHECKPOINT
-from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold
 from pipeline.settings import schema
 from pipeline.settings.changes import Fact, facts_of
@@ -95,7 +92,7 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
     given = [("weights", config.weights), ("data", config.data), *(("pretrained_on", p) for p in config.pretrained_on)]
     for name, path in given:
         # hf://NAME is in Hugging Face's cache of each node.
-        if path and not path.startswith("hf://"):
+        if not path.startswith("hf://"):
             shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
     if not config.plan:
@@ -115,9 +112,8 @@ def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = ""
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
-    rows = sweep.known()[1]
-    lines = plan_table(sweep, rows, CostEstimate({}, "of unknown speed"), 1)
-    print("\n".join([*without_effect(config), *lines[0 if config.plan else len(rows) + 1 :]]), flush=True)
+    cells, summary = plan_lines(sweep, sweep.known()[1], CostEstimate({}, "of unknown speed"), 1)
+    print("\n".join([*without_effect(config), *(cells if config.plan else []), *summary]), flush=True)
     return None if config.plan else engine.run(sweep, run_jobs)
 
 
@@ -164,29 +160,22 @@ class Sweep(Experiment):
             f"{weights} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by"
             f" {protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {config.method}"
         ]
-        if who := CHECKPOINT.fullmatch(weights.parent.name) and holder(
-            run_of_checkpoint(weights) or weights.parent.parent.parent
-        ):
-            self.notes.append(
-                f"the run of {weights.parent} is in training ({who}) and may remove this checkpoint, without which no"
-                " cell can run: name one that is kept, or a copy"
-            )
         _check_weights(self)
         self.notes += [f"not prepared: {', '.join(self.missing)}"] * bool(self.missing)
         self.unpublished = _unpublished(self.datasets)
         self.notes += unpublished_warning(self.unpublished)
-        self.contamination = _contamination(self, list(filter(None, config.pretrained_on)))
+        self.contamination = _contamination(self)
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
-        self.specs = [cell for task in self.tasks for cell in self.searches(task)]
-        self.specs += [cell for task in self.tasks for cell in self.finals(task)]
+        finals = [cell for task in self.tasks for cell in self.finals(task)]
+        self.specs = [*(cell for task in self.tasks for cell in self.searches(task)), *finals]
 
     # ---------------------------------------------------------------- cells
     @cached_property
     def model(self) -> models.Config:
         return models.read_weights(self.config.weights).config
 
-    def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, choose: Any = None) -> VtabCell:
+    def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, **more: Any) -> VtabCell:
         dataset, protocol = self.datasets[task.name], self.config.protocol
         num = dataset.info["samples"]
         train, tested = (TRAIN, VAL) if stage == "search" else (ALL, TEST)
@@ -200,7 +189,7 @@ class Sweep(Experiment):
             "images_seen": steps * protocol.batch,
             "exaflops": flops * (steps * protocol.batch + scored / 3) / 1e18,
         }
-        return VtabCell(task, stage, setting, seed, dataset.fingerprint, choose=choose, facts=facts)
+        return VtabCell(task, stage, setting, seed, dataset.fingerprint, facts=facts, **more)
 
     def searches(self, task: Task) -> list[VtabCell]:
         """The cells that choose a task's setting; none if the protocol has only one."""
@@ -215,46 +204,40 @@ class Sweep(Experiment):
         """
         if self.config.method != "finetune":
             return [self._cell(task, "probe", None, 0)]
-
-        def choice(seed: int) -> Any:
-            def choose(rows: Mapping[str, Row]) -> VtabCell | None:
-                setting, accuracy = self.chosen(task, rows)
-                return replace(self._cell(task, "final", setting, seed), val_accuracy=accuracy) if setting else None
-
-            return choose
-
         # The chosen setting may be unknown yet, but not the number of final cells.
         any_setting = settings_of(self.config.protocol)[0]
-        return [self._cell(task, "final", any_setting, seed, choice(seed)) for seed in self.config.seeds]
+        choose = self._choose if self.searches(task) else None
+        return [
+            self._cell(task, "final", any_setting, seed, choose=choose and partial(choose, task, seed))
+            for seed in self.config.seeds
+        ]
 
-    def chosen(self, task: Task, rows: Mapping[str, Row]) -> tuple[Setting | None, float | None]:
-        """Returns (best setting, its accuracy on val200). Ties go to the lower rate, the shorter run, the lower weight
-        decay.
-
-        (None, None) while an outcome of the search is missing. Without a search: (the protocol's first setting, None).
+    def _choose(self, task: Task, seed: int, rows: Mapping[str, Row]) -> VtabCell | None:
+        """The final cell with the setting that is best on val200; None while an outcome of the search is missing. Ties
+        go to the lower rate, the shorter run, the lower weight decay.
         """
         cells = self.searches(task)
-        if not cells:
-            return settings_of(self.config.protocol)[0], None
         if any(rows[cell.name].state in TO_RUN for cell in cells):
-            return None, None
+            return None
 
         def rank(cell: VtabCell) -> tuple[float, ...]:
-            assert cell.setting is not None
+            assert cell.setting
             row = rows[cell.name]
             return row.scores["accuracy"], -cell.setting.lr, -row.steps, -cell.setting.weight_decay
 
         best = max(cells, key=rank)
-        return best.setting, rows[best.name].scores["accuracy"]
+        return self._cell(task, "final", best.setting, seed, val_accuracy=rows[best.name].scores["accuracy"])
 
     # ---------------------------------------------------------------- what the engine asks
     @property
     def flops(self) -> float:
         return 1e18 * float(sum(cell.facts["exaflops"] for cell in self.specs))
 
-    def run_jobs(self, jobs: Iterable[Job], run_jobs: RunJobs, *callbacks: Any) -> Iterable[tuple[int, Any]]:
-        cells = [SweepJob(cell, self.config, self.sha256) for job in jobs for cell in job.specs]
-        return run_jobs(run_cell, cells, *callbacks) if cells else ()
+    def job(self, specs: list[VtabCell], page: ExperimentPage | None) -> SweepJob:
+        return SweepJob(specs[0], self.config, self.sha256)
+
+    def work(self) -> Any:
+        return run_cell
 
     def ended(self, spec: VtabCell, found: dict[str, Any]) -> None:
         (self.folder / CELLS).mkdir(exist_ok=True)
@@ -262,15 +245,14 @@ class Sweep(Experiment):
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
         """Settings of the sweep; those of the cells are in their names. Dropout masks are drawn per micro-batch."""
-        names = ("method", "precision", "micro_batch")
         protocol = schema.flatten({"protocol": schema.to_dict(self.config.protocol)})
-        return {"this sweep": {**protocol, **{name: getattr(self.config, name) for name in names}}}
+        return {"this sweep": protocol | self._own_settings()}
+
+    def _own_settings(self) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in ("method", "precision", "micro_batch")}
 
     def known_settings(self) -> Mapping[str, Fact]:
         return facts_of(VtabConfig)
-
-    def track(self, spec: VtabCell) -> None:
-        return None
 
     def _file_of(self, cell: VtabCell) -> Path:
         return self.folder / CELLS / f"{cell.name}.json"
@@ -294,8 +276,7 @@ class Sweep(Experiment):
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        own = {name: getattr(found, name) for name in ("l2", "neighbours", "diverged", "device")}
-        own |= {"val_accuracy": found.val_accuracy} if found.val_accuracy is not None else {}
+        chosen = {name: getattr(found, name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
         return replace(
             row,
             state="done",
@@ -303,36 +284,32 @@ class Sweep(Experiment):
             num_test={"accuracy": found.num_images},
             loss=found.loss,
             hours=found.seconds / 3600,
-            settings=settings | own,
+            settings=settings | {name: value for name, value in chosen.items() if value is not None},
         )
 
     # ---------------------------------------------------------------- the answer
     def results(self, rows: Sequence[Row]) -> dict[str, Any]:
         """The content of results.json."""
-        config, names = self.config, {row.name for row in rows}
-        # Those of tasks and seeds that this start leaves out are kept.
-        known = [*rows, *(row for row in read_table(self.folder) if row.name not in names)]
-        scored = dict[tuple[str, int], Row]()
-        for row in known:
-            if row.state == "done" and row.settings["stage"] != "search":
-                scored.setdefault((row.group, row.seed), row)
+        names, order, protocol = {row.name for row in rows}, list(TITLES), self.config.protocol
+        # Those of tasks and seeds that this start leaves out are kept. The first row of a task and seed counts.
+        known = [*rows, *(row for row in read_table(self.folder) if row.name not in names)][::-1]
+        done = [row for row in known if row.state == "done" and row.settings["stage"] != "search"]
+        scored = {(order.index(row.group), row.seed): row for row in done}
         of_task = {row.group: row.settings for row in [*scored.values(), *rows]}
-        order = [task.name for task in TASKS]
-        protocol = schema.to_dict(config.protocol)
+        of_task = {task: of_task[task] for task in order if task in of_task}
+        title, sha256 = protocol_title(protocol), protocol_sha256(protocol)
         return {
-            "protocol": {
-                **protocol,
-                "name": protocol_title(config.protocol),
-                "sha256": protocol_sha256(config.protocol),
+            "protocol": {**schema.to_dict(protocol), "name": title, "sha256": sha256},
+            **self._own_settings(),
+            "checkpoint": {
+                "path": self.config.weights,
+                "sha256": self.sha256,
+                "run_id": run_of_weights(self.named),
             },
-            "method": config.method,
-            "precision": config.precision,
-            "micro_batch": config.micro_batch,
-            "checkpoint": {"path": config.weights, "sha256": self.sha256, "run_id": run_of_weights(self.named)},
-            "data": {task: of_task[task]["data"] for task in order if task in of_task},
-            "contamination": {task: of_task[task].get("copies") for task in order if task in of_task},
-            "unpublished": [task for task in order if task in of_task and not of_task[task]["published"]],
-            "scores": sorted(map(_score, scored.values()), key=lambda score: order.index(score["task"])),
+            "data": {task: settings["data"] for task, settings in of_task.items()},
+            "contamination": {task: settings.get("copies") for task, settings in of_task.items()},
+            "unpublished": [task for task, settings in of_task.items() if not settings["published"]],
+            "scores": [_score(row) for _, row in sorted(scored.items())],
             "failed": [
                 {"task": row.group, "cell": row.name, "seed": row.seed, "reason": row.reason}
                 for row in rows
@@ -345,26 +322,24 @@ class Sweep(Experiment):
         results = self.results(rows)
         column = column_of(self.folder.name, results)
         states = [row.state for row in rows]
-        metrics = {
-            "cells_done": float(states.count("done")),
-            "cells_failed": float(states.count("failed")),
-            "cells_diverged": float(sum(bool(row.settings.get("diverged")) for row in rows)),
-        }
+        metrics = {f"cells_{state}": float(states.count(state)) for state in ("done", "failed")}
+        metrics["cells_diverged"] = float(sum(bool(row.settings.get("diverged")) for row in rows))
         if not set(states) & set(TO_RUN):
             metrics |= vtab_report.for_mlflow(column)[0]
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
         searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
-        if len({row.settings["learning_rate"] for row in searched}) > 1:
-            answer.pictures["accuracy_by_learning_rate.png"] = draw_rates_of_groups(searched)
+        rates = [draw_rates_of_groups(searched)] if len({row.settings["learning_rate"] for row in searched}) > 1 else []
+        answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
-            answer.title, answer.blocks = vtab_report.titled([column, *map(column_as_published, PAPER)])
+            answer.files |= vtab_report.page([column, *map(column_as_published, PAPER)], rates)
             answer.summary = vtab_report.summary(column)
         return answer
 
     def page(self) -> ExperimentPage | None:
-        if not self.uri:
-            return None
+        return ExperimentPage(self.facts(), self.folder, self.folder.parent, self.uri, "vtab") if self.uri else None
+
+    def facts(self) -> RunFacts:
         config, results = self.config, self.results(list(self.known()[1].values()))
         run, run_id = tracked_folder_of(self.named), results["checkpoint"]["run_id"]
         tags = {**vtab_report.tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
@@ -374,72 +349,48 @@ class Sweep(Experiment):
         datasets = []
         for task, dataset in self.datasets.items():
             training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))
-            copies = self.contamination.get(task)
+            copies = self.contamination[task]
             test.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
             datasets += [training, test]
-        settings = schema.flatten({"protocol": results["protocol"]})
-        settings |= {name: getattr(config, name) for name in ("method", "precision", "micro_batch", "seeds")}
-        description = (
-            f"**VTAB-1k of `{Path(config.weights).name}`**, {counted(len(self.specs), 'cell')}:"
-            f" {'. '.join(self.notes)}. "
-        )
-        facts = RunFacts(
-            f"{run.name if run else Path(config.weights).stem} {config.protocol.name}-{config.method}",
+        weights = Path(config.weights)
+        return RunFacts(
+            f"{run.name if run else weights.stem} {config.protocol.name}-{config.method}",
             "vtab",
-            settings,
+            schema.flatten({"protocol": results["protocol"]}) | self._own_settings() | {"seeds": config.seeds},
             tags,
             tuple(datasets),
-            description + "`results.csv` among the artifacts has a row for each cell.",
+            f"**VTAB-1k of `{weights.name}`**, {counted(len(self.specs), 'cell')}: {'. '.join(self.notes)}."
+            " `results.csv` among the artifacts has a row for each cell.",
             {"parent": str(run_id)} if run_id else {},
             score="vtab_mean",
             scored_on="VTAB-1k",
-            origin=find_origin(Path(config.weights), self.named),
+            origin=find_origin(weights, self.named),
         )
-        return ExperimentPage(facts, self.folder, self.folder.parent, self.uri, "vtab")
 
 
 def _score(row: Row) -> dict[str, Any]:
     """A row of `scores` in results.json."""
-    chosen = {name: row.settings[name] for name in ("l2", "neighbours") if row.settings.get(name) is not None}
-    return {
-        "task": row.group,
-        "seed": row.seed,
-        "accuracy": row.scores["accuracy"],
-        "num_test": row.num_test["accuracy"],
-        "learning_rate": row.settings.get("learning_rate"),
-        "weight_decay": row.settings.get("weight_decay"),
-        "steps": row.steps or None,
-        "val_accuracy": row.settings.get("val_accuracy"),
-        **chosen,
-    }
+    chosen = {name: row.settings.get(name) for name in ("learning_rate", "weight_decay", "val_accuracy")}
+    chosen |= {name: row.settings[name] for name in ("l2", "neighbours") if row.settings.get(name) is not None}
+    about = {"task": row.group, "seed": row.seed, "accuracy": row.scores["accuracy"]}
+    return {**about, "num_test": row.num_test["accuracy"], "steps": row.steps or None, **chosen}
 
 
 def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:
     """Returns (data sets by task, names of tasks without one)."""
-    known = [task.name for task in TASKS]
-    if unknown := [name for name in config.tasks if name not in known]:
-        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
+    if unknown := [name for name in config.tasks if name not in TITLES]:
+        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(TITLES)}.")
     if "://" in config.data:
         raise UserError(
             f"data = {config.data}: every image is read hundreds of times, so copy the tasks' data sets to a disk."
         )
-    datasets, missing = {}, {}
-    for name in known:
-        path, is_asked = Path(config.data).absolute() / name, name in (config.tasks or known)
-        try:
-            dataset = open_dataset(path)
-            if is_asked:
-                datasets[name] = dataset
-        except UserError as error:
-            if is_asked and (path / INFO).exists():
-                raise  # It is prepared, but damaged: a sweep without it would not be what was asked for.
-            missing[name] = str(error)
-    for name in config.tasks or known:
-        if name in missing and (config.tasks or not datasets):
-            raise UserError(
-                f"{missing[name].partition(' Shard it')[0]} Make it with launch/vtab_prepare.py tasks=[{name}] ..."
-            )
-    return datasets, list(missing)
+    paths = {name: Path(config.data).absolute() / name for name in TITLES}
+    missing = [name for name, path in paths.items() if not (path / INFO).exists()]
+    asked = config.tasks or [name for name in TITLES if name not in missing] or list(TITLES)
+    for name in asked:
+        if name in missing:
+            raise UserError(f"{paths[name]}: no such data set. Make it with launch/vtab_prepare.py tasks=[{name}] ...")
+    return {name: open_dataset(path) for name, path in paths.items() if name in asked}, missing
 
 
 def _unpublished(datasets: Mapping[str, Dataset]) -> list[str]:
@@ -513,7 +464,7 @@ def protocol_title(protocol: ProtocolConfig) -> str:
     return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
 
 
-def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | None]:
+def _contamination(sweep: Sweep) -> dict[str, int | None]:
     """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as
     copies of these.
 
@@ -521,8 +472,8 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
     """
     sets = recorded(models.read_weights(sweep.config.weights).extra)
     total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
-    if pretrained_on:
-        total = _copies(sweep, pretrained_on, {(one.fingerprint, one.split): one.name for one in sets})
+    if sweep.config.pretrained_on:
+        total = _copies(sweep, {(one.fingerprint, one.split): one.name for one in sets})
     for task, dataset in sweep.datasets.items():
         if runs := trained_by(sets, dataset.fingerprint, TEST):
             total[task] = dataset.info["samples"][TEST]
@@ -530,12 +481,12 @@ def _contamination(sweep: Sweep, pretrained_on: list[str]) -> dict[str, int | No
     return total
 
 
-def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
-    """The copies in all of these data sets together, as `_contamination`. trained: (fingerprint, split) -> name, as far
-    as known.
+def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
+    """The copies in all of config.pretrained_on together, as `_contamination`. trained: (fingerprint, split) -> name,
+    as far as known.
     """
-    found, used = list[dict[str, int]](), set[tuple[str, str]]()
-    for name in pretrained_on:
+    copies, used = list[dict[str, int]](), list[tuple[str, str]]()
+    for name in sweep.config.pretrained_on:
         place, named = location_and_split(name)
         try:
             report = read_dedup_report(to_path(place))
@@ -550,9 +501,8 @@ def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str
             raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
         if one in used:
             raise UserError(f"pretrained_on names {name} twice.")
-        used.add(one)
-        is_searched = report.data.is_split(one[1])
-        if not is_searched:
+        used.append(one)
+        if not (is_searched := report.data.is_split(one[1])):
             print(
                 f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
                 f" not searched. Search it with launch/dedup.py data={place} split={one[1]} against=..., or name the"
@@ -560,11 +510,11 @@ def _copies(sweep: Sweep, pretrained_on: list[str], trained: dict[tuple[str, str
                 flush=True,
             )
         tests = report.against if report.marked and is_searched else []
-        found.append({part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")})
+        copies.append({part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")})
     if left := [f"{name}:{split}" for (digest, split), name in trained.items() if (digest, split) not in used]:
         raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
     digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
     return {
-        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
+        task: sum(of[digest] for of in copies) if all(digest in of for of in copies) else None
         for task, digest in digests.items()
     }

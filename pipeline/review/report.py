@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, Paragraph, PngImage, Table, render
+from pipeline.base.page import PngImage, Table, render
 from pipeline.base.progress import duration
-from pipeline.base.trained_on import TRAINED_BY
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
-from pipeline.experiment import grid
-from pipeline.experiment.vtab_report import about_intervals, caveats, origin, score_table
+from pipeline.experiment.table import TEMPLATES
+from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import FIGURES
@@ -75,6 +75,7 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
         _TEMPLATE,
         title,
         pictures,
+        TEMPLATES,
         record=record,
         kind=_KINDS.get(record.kind, record.kind),
         period=[when(seconds) for seconds in record.period],
@@ -92,7 +93,8 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
         lineage=list(lineage(record)),
         measured=measured(record),
         scores=list(score_rows(record)),
-        results=results(record),
+        sweep_scores=score_table([record.sweep]) if record.sweep else None,
+        not_held_out=not_held_out,
         settings=settings(record),
         data=data(record),
         code=code(record),
@@ -193,14 +195,6 @@ def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
         title = f"probe {name}" if name in probed else scores[0].name
         cells = [cell for score in scores for cell in (str(score), shown(score.step))]
         yield title, *cells, shown(scores[1].num_samples or None)
-
-
-def results(record: RunRecord) -> list[Block]:
-    """The scores of a grid or a sweep."""
-    if sweep := record.sweep:
-        about = Paragraph(f"Top-1 accuracy in per cent. {about_intervals([sweep])}")
-        return [*map(Paragraph, caveats(sweep)), score_table([sweep]), about, *origin(sweep)]
-    return grid.page(record.results) if record.kind == "grid" and record.results else []
 
 
 def settings(record: RunRecord) -> Table:

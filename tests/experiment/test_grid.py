@@ -218,7 +218,7 @@ def test_grid_from_trials_to_table_and_comparison(
     assert found[f"top1_{data.parent.name}_tiny_train"] == named["also"][both[0]]["top1"]
     assert found["top1_other_tiny_train"] == named["also"][both[1]]["top1"]
     for name, entry in ((f"{data.parent.name}_tiny", both[0]), ("other_tiny", both[1])):
-        report = folder / "final-seed-3" / "evaluate" / f"{name}-train" / "scores.json"
+        report = folder / "final-seed-3" / "evaluate" / f"{name}_train" / "scores.json"
         assert json.loads(report.read_text())["top1"] == named["also"][entry]["of_seeds"][0]
     assert len(started) == 5
 
@@ -354,22 +354,23 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
     assert grid.best_rate(tried) == (3.0, 9)
     with pytest.raises(UserError, match=r"every learning rate diverged; of the first: 4 steps were skipped\."):
         grid.best_rate(tried[3:])
-    assert grid.mean_and_deviation([0.9, 0.92, 0.94]) == {"top1": pytest.approx(0.92), "std": pytest.approx(0.02)}
-    assert grid.mean_and_deviation([0.9]) == {"top1": 0.9, "std": None}
+    several = grid.summary_of([0.9, 0.92, 0.94], 1000)
+    assert (several["top1"], several["std"]) == (pytest.approx(0.92), pytest.approx(0.02))
+    assert several["interval"] == pytest.approx([0.92 - 4.302653 * 0.02 / 3**0.5, 0.92 + 4.302653 * 0.02 / 3**0.5])
+    assert grid.summary_of([0.9], 1000) == {"top1": 0.9, "std": None, "interval": None}
 
 
 def test_names_of_data_sets_tell_them_apart() -> None:
-    def metrics_of(*entries: str) -> list[str]:
-        return [name.metric for name in data_names(entries).values()]
+    def names_of(*entries: str) -> list[str]:
+        return list(data_names(entries).values())
 
-    assert metrics_of("a/x:val", "b/y:test", "b/z") == ["x_val", "y_test", "z"]
-    assert metrics_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "a_x_test", "y"]
-    assert metrics_of("x:val", "/b/x:val", "c/b/x:val") == ["x_val", "_b_x_val", "c_b_x_val"]
-    assert metrics_of("x_val:test", "a/x:val_test") == ["x_val_test", "a_x_val_test"]
-    assert metrics_of("s3://one/x?region=eu-west-1", "gs://two/x") == ["one_x", "two_x"]
-    assert metrics_of("photos (2):val", "a/std") == ["photos _2__val", "a_std"]
-    # The report of a data set without a split is that of val.
-    assert metrics_of("a/x:val", "b/x") == ["a_x_val", "b_x"]
+    assert names_of("a/x:val", "b/y:test", "b/z") == ["x_val", "y_test", "z_val"]
+    assert names_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "a_x_test", "y_val"]
+    assert names_of("x:val", "/b/x:val", "c/b/x:val") == ["x_val", "_b_x_val", "c_b_x_val"]
+    assert names_of("s3://one/x?region=eu-west-1", "gs://two/x") == ["one_x_val", "two_x_val"]
+    assert names_of("photos (2):val", "a/std") == ["photos _2__val", "std_val"]
+    # A data set without a split is scored on val.
+    assert names_of("a/x:val", "b/x") == ["a_x_val", "b_x_val"]
     with pytest.raises(UserError, match=r"^also"):
         data_names(("s3://a/x", "gs://a/x"))
 
@@ -391,8 +392,8 @@ def test_what_only_the_final_runs_read_is_looked_at_first(
     for wrong, line in {
         "settings=[init.weights=x,data.eval_split=train]": "data.eval_split = train is trained on, but the final runs",
         "settings=[init.weights=x,train.loss=mae]": "train.loss = mae predicts no classes",
-        f"also=[{other}:train]": f"also: {other}:train has 5 classes, {data} has 4",
-        f"also=[{moved}:train]": f"also: 'class1' is class 0 of {moved}:train, and class 1 of {data}",
+        f"also=[{other}:train]": f"also: the 5 classes of {other}:train must be among the 4 of {data}",
+        f"also=[{moved}:train]": f"also: the 4 classes of {moved}:train .*'class1' has another number",
         f"settings=[init.weights=x,'data.mix=[{{path: {moved}, split: val, weight: 1}}]']": (
             f"data.mix, {moved}: .* has no split"
         ),

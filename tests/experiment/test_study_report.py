@@ -16,7 +16,7 @@ import synthetic_study as made_up
 from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions
 from pipeline.evaluate.intervals import of_samples
 from pipeline.experiment import study_figures
-from pipeline.experiment.curves import best_laws, frontier, leads, lines, next_larger
+from pipeline.experiment.curves import frontier, leads, lines, next_larger
 from pipeline.experiment.engine import write_answer
 from pipeline.experiment.law import Estimate, Holdout
 from pipeline.experiment.points import Line, Point, difference, points_of
@@ -88,17 +88,6 @@ def test_scaling_has_lines_of_families_and_of_their_models() -> None:
     cells = [cell for cell in made_up.scaling().cells if cell.group.endswith("-1")]
     models, families = lines_of(made_up.study("scaling", cells))
     assert ([line.name for line in models], families) == (["ViT-1", "BiT-1"], [])
-
-
-def test_the_best_model_of_a_budget_is_that_of_the_true_law() -> None:
-    results = made_up.scaling(noise=0.001, models=3)
-    results = replace(results, cells=[cell for cell in results.cells if cell.family == "ViT"])
-    best = {x: found.name for x, found in best_laws(lines_of(results)[0], points_of(results))}
-    assert list(best) == [1, 2, 4, 8, 16]
-    # By the law they were made from: 0.1 * size ** -0.5 + 0.14 * (x / size) ** -0.5.
-    for x in (1, 2, 8):
-        true = min(range(3), key=lambda n: 0.1 * (0.25 * 3**n) ** -0.5 + 0.14 * (x / (0.25 * 3**n)) ** -0.5)
-        assert best[x] == f"ViT-{true}"
 
 
 def test_too_few_sizes_have_no_law_and_noise_no_prediction() -> None:

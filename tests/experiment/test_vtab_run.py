@@ -120,8 +120,9 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     def again(
         function: Callable[[SweepJob], dict], given: Sequence[SweepJob], *_: object
     ) -> Iterable[tuple[int, dict[str, Any]]]:
-        jobs.extend(job.cell.name for job in given)
-        return ((number, outcome) for number in range(len(given)))
+        for number, job in enumerate(given):
+            jobs.append(job.cell.name)
+            yield number, outcome
 
     vtab.run_sweep(config, finished, again)
     assert jobs == [cell.stem]
@@ -245,8 +246,8 @@ def in_turn(
     def run(
         function: Callable[..., dict], jobs: Sequence[SweepJob], on_retry: Callable, on_failure: Callable
     ) -> Iterable[tuple[int, dict[str, Any]]]:
-        assert json.loads((vtab.output(jobs[0].config) / "progress.json").read_text())["runs"] > 0
         for number, job in enumerate(jobs):
+            assert json.loads((vtab.output(job.config) / "progress.json").read_text())["runs"] > 0
             found = outcome(job.cell)
             if isinstance(found, str):
                 on_retry("It was killed.")
