@@ -75,7 +75,7 @@ def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_l
     if is_log:
         low, high = np.log2(first), np.log2(last)
         margin = max(0.1, (high - low) / 20)
-        edges = np.logspace(low - margin, high + margin, _BINS, base=2)
+        edges = np.logspace(low - margin, high + margin, _BINS, base=2).tolist()
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -83,7 +83,7 @@ def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_l
     else:
         # Equal numbers of values in each bin; other edges would give a comb pattern.
         step = -(-(last - first + 1) // _BINS)
-        edges = np.arange(first - 3 * step, last + 4 * step, step) - 0.5
+        edges = (np.arange(first - 3 * step, last + 4 * step, step) - 0.5).tolist()
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     for split, of in values.items():
         shares = np.full(len(of), 1 / max(len(of), 1))
