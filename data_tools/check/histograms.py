@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from data_tools.check.count import ShardMix, SplitCounts
 from pipeline.base.page import png, style_axes
@@ -15,8 +15,6 @@ from pipeline.data.dataset.manifest import Dataset
 _MAX_NAMED = 20
 _MAX_NAME = 18
 _BINS = 60
-# Logarithms to base 2 are binned in multiples of 1 / _STEPS.
-_STEPS = 1024
 # Quantiles shown in each histogram, so that outliers do not compress the rest.
 _SHOWN = (0.001, 0.999)
 _COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
@@ -46,7 +44,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     sides.set(title="Short side", xlabel="pixels")
     _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours, is_log=True)
     aspects.set(title="Aspect ratio", xlabel="width / height")
-    _histogram(sizes, {split: of.size for split, of in counts.items()}, colours, is_log=True)
+    _histogram(sizes, {split: np.maximum(of.size, 1) for split, of in counts.items()}, colours, is_log=True)
     sizes.set(title="Size of a file", xlabel="bytes")
     _labels_or_formats(labels_or_formats, counts, colours)
     for axes in panels:
@@ -73,26 +71,24 @@ def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], c
 
 def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_log: bool = False) -> None:
     """Share of each split's images by value, on a logarithmic axis if is_log."""
+    first, last = np.quantile(np.concatenate(list(values.values())), _SHOWN, method="inverted_cdf")
     if is_log:
-        values = {split: np.rint(np.log2(np.maximum(of, 2**-16)) * _STEPS) for split, of in values.items()}
-    every = np.concatenate(list(values.values()))
-    first, last = np.quantile(every, _SHOWN, method="inverted_cdf").astype(int)
-    # Equal numbers of values in each drawn bin; other edges would give a comb pattern.
-    step = max(_STEPS // 64 if is_log else 1, -(-(last - first + 1) // _BINS))
-    margin = step * max(3, (last - first) // step // 20)
-    edges = np.arange(first - margin - step // 2, last + margin + step + 1, step) - 0.5
-    at = np.exp2(edges / _STEPS) if is_log else edges
-    for split, of in values.items():
-        heights = np.histogram(of, edges)[0] / max(len(of), 1)
-        axes.stairs(heights, at, fill=True, color=colours[split], alpha=0.35)
-        axes.stairs(heights, at, color=colours[split], linewidth=1.2)
-    if is_log:
+        low, high = np.log2(first), np.log2(last)
+        margin = max(0.1, (high - low) / 20)
+        edges = np.logspace(low - margin, high + margin, _BINS, base=2).tolist()
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticks(_round_numbers(*axes.get_xlim()))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(_number))
     else:
+        # Equal numbers of values in each bin; other edges would give a comb pattern.
+        step = -(-(last - first + 1) // _BINS)
+        edges = (np.arange(first - 3 * step, last + 4 * step, step) - 0.5).tolist()
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    for split, of in values.items():
+        shares = np.full(len(of), 1 / max(len(of), 1))
+        axes.hist(of, edges, weights=shares, histtype="stepfilled", color=colours[split], alpha=0.35)
+        axes.hist(of, edges, weights=shares, histtype="step", color=colours[split], linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylabel("share of the split's images")
 
@@ -134,17 +130,6 @@ def _mixing(axes: Axes, splits: Sequence[str], mixes: Sequence[ShardMix], colour
         axes.set_ylim(0, max(2, 1.1 * excess.max(initial=0)))
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axes.set(title="Class mix of a shard", xlabel="shard", ylabel="unevenness; dashed: a random choice")
-
-
-def _round_numbers(low: float, high: float) -> list[float]:
-    """The finest series of round numbers with at most seven of them in the range."""
-    powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.log10(high) + 1)
-    for series in (np.arange(1, 10, 0.5), np.arange(1, 10), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-        numbers = np.sort(np.outer(powers, series).ravel())
-        inside = numbers[(numbers >= low) & (numbers <= high)]
-        if len(inside) <= 7:
-            break
-    return inside.tolist()
 
 
 def _number(value: float, _: object) -> str:

@@ -9,14 +9,12 @@ import gzip
 import itertools
 import json
 import tarfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector, is_hidden
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.storage.atomic import replacing
@@ -131,8 +129,7 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members | str:
     )
     if cached is not None:
         with contextlib.suppress(FileNotFoundError):
-            if (members := _read_list(cached)) is not None:
-                return members
+            return json.loads(gzip.decompress(cached.read_bytes()))
     try:
         with tar.path.open("rb") as file:
             members = [
@@ -146,13 +143,3 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members | str:
         with replacing(cached) as file:
             file.write(gzip.compress(json.dumps(members).encode()))
     return members
-
-
-def _read_list(cached: AnyPath) -> _Members | None:
-    """A cached list; None if it is damaged. Raises FileNotFoundError, StorageError."""
-    content = cached.read_bytes()
-    try:
-        rows = json_record.parse(gzip.decompress(content), list, str(cached))
-    except (UserError, EOFError, OSError, zlib.error):
-        return None
-    return [tuple(row) for row in rows]
