@@ -136,12 +136,12 @@ def _read_tables(dataset: Dataset) -> _Tables:
 
 
 def _check_indexes(dataset: Dataset, add_finding: Any) -> list[Path]:
-    """Compare memory-mapped indexes with samples.parquet. Returns the damaged ones; training rebuilds them."""
+    """Compare memory-mapped indexes with their checksums. Returns the damaged ones; training rebuilds them."""
     damaged = []
     for split in dataset.splits:
         name = dataset.index_name(split)
         for place in dataset.index_places():
-            wrong = mapped_index.damage(place, name, dataset.table(split, verify=False).read)
+            wrong = mapped_index.damage(place / name)
             if wrong is None:
                 continue
             add_finding(f"{place / name} is damaged ({wrong}); it was removed, and is made again when it is needed")
