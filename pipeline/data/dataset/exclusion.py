@@ -43,7 +43,7 @@ def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
         in_split = table.filter(pc.equal(table["split"], split))
         keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
         assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
-    metadata = {_CHECKSUM: _checksum(table), _SAMPLES: _samples(dataset)}
+    metadata = {_CHECKSUM: _checksum(table), _SAMPLES: dataset.info["files"][SAMPLES_FILE]}
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content)
     folder, file = dataset.path / FOLDER, f"{name}.parquet"
@@ -124,15 +124,11 @@ def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
         if checksum != _checksum(table):
             raise ValueError("it does not match its checksum")
-    if made_for != _samples(dataset):
+    if made_for.decode() != dataset.info["files"][SAMPLES_FILE]:
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
     return table
-
-
-def _samples(dataset: Dataset) -> bytes:
-    return dataset.info["files"][SAMPLES_FILE].encode()
 
 
 def _checksum(table: pa.Table) -> bytes:
