@@ -97,12 +97,7 @@ def open_run_data(
         run = _with_other_sets(run, mixture, data, seed, global_batch, labels)
     for dataset, part in evaluated.values():
         part.refuse_without_score(dataset.path, labels != "unread" and bool(run.dataset.classes))
-    remote = [path for path in run.split.shard_paths if "://" in path]
-    if data.processes and remote:  # A bucket's client does not survive a fork; a local manifest may list shards of one.
-        raise UserError(
-            f"data.processes = {data.processes} reads local files only: leave it out for {remote[0]}, or copy the data"
-            " set to a disk."
-        )
+    _refuse_remote(data, run.split)
     # A data set without any classes is refused by what reads them.
     if labels in ("learned", "partly") and own.classes and len(run.split) and not run.split.max_labels:
         raise UserError(
@@ -111,6 +106,18 @@ def open_run_data(
             f" (train.loss={NEED_NO_LABELS})."
         )
     return run
+
+
+def _refuse_remote(data: DataConfig, split: Split) -> None:
+    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may
+    list shards of one.
+    """
+    remote = [path for path in split.shard_paths if "://" in path]
+    if data.processes and remote:
+        raise UserError(
+            f"data.processes = {data.processes} reads local files only: leave it out for {remote[0]}, or copy the data"
+            " set to a disk."
+        )
 
 
 def _with_other_sets(
