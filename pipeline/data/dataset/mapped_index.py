@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -112,7 +113,7 @@ def _map(folder: Path, remember: bool = True) -> ManifestIndex:
     remember: skip files that were verified before and have not been written since.
     """
     info = json_record.read(folder / _INFO, dict[str, str])
-    columns = {}
+    columns: dict[str, Any] = {}
     for column, dtype in COLUMNS.items():
         file, expected = folder / column, info.get(column, "")
         if info.get("format") != _FORMAT or checksum_of(file, expected, xxhash.xxh3_128, remember) != expected:
