@@ -117,7 +117,7 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     for split in dataset.splits if is_whole else ():
         for place in dataset.index_places():
             index = place / dataset.index_name(split)
-            wrong = mapped_index.damage(place, index.name, dataset.table(split, verify=False).read)
+            wrong = mapped_index.damage(index)
             if wrong is not None:
                 details.append(f"{index} is damaged ({wrong}); it was removed, and is made again when it is needed")
                 damaged.append(index)

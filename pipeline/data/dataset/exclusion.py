@@ -9,6 +9,7 @@ indexed again may have other rows, if more of its images are skipped.
 import io
 import json
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,15 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, reading
+from pipeline.data.dataset.split import SAMPLES_FILE
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
-from pipeline.data.storage.parquet import open_parquet
+from pipeline.data.storage.parquet import open_parquet, reading
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.quantities import Limit
+
+if TYPE_CHECKING:
+    from pipeline.data.dataset.manifest import Dataset
 
 FOLDER = "exclude"
 # The list of copies within a split.
@@ -36,14 +40,14 @@ EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.st
 _CHECKSUM, _SAMPLES = b"checksum", b"samples"
 
 
-def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
+def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
     """Write or replace the list `name` of a data set; samples: EXCLUDED. An empty list says that none were found."""
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
         in_split = table.filter(pc.equal(table["split"], split))
         keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
         assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
-    metadata = {_CHECKSUM: _checksum(table), _SAMPLES: _samples(dataset)}
+    metadata = {_CHECKSUM: _checksum(table), _SAMPLES: dataset.info["files"][SAMPLES_FILE]}
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content)
     folder, file = dataset.path / FOLDER, f"{name}.parquet"
@@ -51,7 +55,7 @@ def write_list(dataset: Dataset, name: str, samples: pa.Table) -> AnyPath:
     return folder / file
 
 
-def read_lists(dataset: Dataset, choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
+def read_lists(dataset: "Dataset", choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
     choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError
@@ -70,7 +74,7 @@ def read_lists(dataset: Dataset, choice: str | Collection[str] = "all") -> dict[
     return {name: _read(dataset, paths[name]) for name in chosen}
 
 
-def earlier_list(dataset: Dataset, name: str) -> pa.Table:
+def earlier_list(dataset: "Dataset", name: str) -> pa.Table:
     """The list of earlier runs of a job (EXCLUDED); empty if it is missing, damaged or of other data, since it will be
     replaced.
     """
@@ -82,7 +86,7 @@ def earlier_list(dataset: Dataset, name: str) -> pa.Table:
         return EXCLUDED.empty_table()
 
 
-def excluded_rows(dataset: Dataset, split: str, choice: str | Collection[str]) -> tuple[np.ndarray, dict[str, int]]:
+def excluded_rows(dataset: "Dataset", split: str, choice: str | Collection[str]) -> tuple[np.ndarray, dict[str, int]]:
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
     The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as
@@ -111,28 +115,24 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
     return rows[places > last]
 
 
-def paths_of_lists(dataset: Dataset) -> dict[str, AnyPath]:
+def paths_of_lists(dataset: "Dataset") -> dict[str, AnyPath]:
     """Name -> path of all lists of a data set, which are not read."""
     there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
     return {path.stem: path for path in sorted(there, key=str)}
 
 
-def _read(dataset: Dataset, path: AnyPath) -> pa.Table:
+def _read(dataset: "Dataset", path: AnyPath) -> pa.Table:
     with reading(path, "Remove it, and make it again."):
         table = open_parquet(path).read()
         made_for, checksum = (table.schema.metadata[name] for name in (_SAMPLES, _CHECKSUM))
         table = table.select(EXCLUDED.names).cast(EXCLUDED)
         if checksum != _checksum(table):
             raise ValueError("it does not match its checksum")
-    if made_for != _samples(dataset):
+    if made_for.decode() != dataset.info["files"][SAMPLES_FILE]:
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
     return table
-
-
-def _samples(dataset: Dataset) -> bytes:
-    return dataset.info["files"][SAMPLES_FILE].encode()
 
 
 def _checksum(table: pa.Table) -> bytes:

@@ -12,13 +12,12 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,25 +29,25 @@ import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
-from pipeline.base.errors import UserError, raise_outage
-from pipeline.base.words import counted, on_one_line
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
-from pipeline.data.dataset.split import SampleTable, Split
+from pipeline.data.dataset.split import SAMPLES_FILE, SampleTable, Split
 from pipeline.data.storage.atomic import read_bytes, replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import cache_home, checksum_of
-from pipeline.data.storage.parquet import open_parquet
+from pipeline.data.storage.parquet import REMEDY, open_parquet, reading
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.quantities import Limit
 
-__all__ = ["Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
+__all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
 
 FORMAT = "vit-dataset/2"
-INFO, SAMPLES_FILE, SHARDS_FILE = "dataset.json", "samples.parquet", "shards.parquet"
+INFO, SHARDS_FILE = "dataset.json", "shards.parquet"
 CHECKSUM = "checksum"
-REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 # The columns of a sample that are known before its shard has a number. offset and size: of the image's bytes inside the
@@ -194,8 +193,6 @@ class Dataset:
         measured, a missing tar or one of another
         size, a damaged manifest, an unusable list, and a limit above the number of samples.
         """
-        from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit  # Late: it reads data sets.
-
         self.refuse_unmeasured()
         table = self.table(name)
         shards = self._read_shards()
@@ -306,7 +303,6 @@ def write_dataset(
     see `Dataset.left_out`.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
-    assert [s.split for s in shards] == sorted((s.split for s in shards), key=splits.index), "splits are interleaved"
     with replacing(path / SAMPLES_FILE) as file:
         _write_samples(file, shards, tables)
     with replacing(path / SHARDS_FILE) as file:
@@ -442,18 +438,3 @@ def fingerprint(shards: Sequence[Shard], classes: Sequence[str], pixels: Pixels 
 def file_sha256(path: AnyPath) -> str:
     """Hex SHA-256 of a file."""
     return checksum_of(path, "", remember=False)
-
-
-@contextlib.contextmanager
-def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
-    """Turn every exception that reading a missing or damaged table may raise into a UserError of one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing. {remedy}") from None
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise_outage(error, path)
-        message = on_one_line(error)[:200]
-        raise UserError(f"{path} is damaged ({message}). {remedy}") from None

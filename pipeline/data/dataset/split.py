@@ -19,6 +19,7 @@ from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.cache import Storage
 
+SAMPLES_FILE = "samples.parquet"
 NOTHING_EXCLUDED = "none"
 
 

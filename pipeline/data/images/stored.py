@@ -113,10 +113,10 @@ class StoredImage:
         """
         values, missing = self.values_and_missing(pixels)
         if missing is not None and missing.any() and pixels.is_measured:
-            values = values.copy()
-            for place, low in enumerate(pixels.low):
-                value = low if pixels.nodata is None else pixels.nodata
-                values[..., place][missing[..., place]] = pixels.fill(place) if place in self.lacking else value
+            fills = np.array(pixels.low if pixels.nodata is None else [pixels.nodata] * len(pixels.low))
+            for place in self.lacking:
+                fills[place] = pixels.fill(place)
+            values = np.where(missing, fills.astype(values.dtype), values)
         return values
 
     def values_and_missing(self, pixels: Pixels) -> tuple[np.ndarray, np.ndarray | None]:

@@ -65,16 +65,11 @@ def write_train_view_of_region(
     draw = random_numbers.draws(seed, Purpose.CROP_AND_FLIP, epoch, sample)
     method = _train_method(config)
     if config.crop in ("resize_crop", "resize_small_crop"):
-        if config.crop == "resize_crop":
-            image = epoch_invariant_part(image, view, config)
-        else:
-            image = _cover(image, _before_crop(view, config), config)
+        image = epoch_invariant_part(image, view, config)
         if pad := config.padding:
             padded = image.shape[0] + 2 * pad, image.shape[1] + 2 * pad, -1  # OpenCV drops the axis of one channel.
             image = cv2.copyMakeBorder(image, pad, pad, pad, pad, cv2.BORDER_REFLECT_101).reshape(padded)
-        top, left = (
-            int(draw(i) * (long - side + 1)) for i, (long, side) in enumerate(zip(image.shape[:2], view, strict=True))
-        )
+        top, left = _placed(image.shape[0] - view[0], image.shape[1] - view[1], draw(0), draw(1))
         image = image[top : top + view[0], left : left + view[1]]
     _resize_into(image, out, method)
     if config.flip and draw(_FLIP_DRAW) < 0.5:
@@ -92,14 +87,14 @@ def epoch_invariant_part(image: np.ndarray, view: tuple[int, int], config: Augme
     The training view of the result equals the view of `image`, (H, W, C), bit for bit. Crops that do not begin with
     such a resize return `image` itself.
     """
-    if config.crop not in ("none", "resize_crop"):
+    frame = enlarged(view, config.resize_to or round(min(view) * 7 / 6))
+    if config.crop == "resize_small_crop":
+        return _cover(image, frame, config)
+    if config.crop == "none":
+        frame = view
+    elif config.crop != "resize_crop":
         return image
-    frame = _before_crop(view, config) if config.crop == "resize_crop" else view
     return image if image.shape[:2] == frame else resize(image, frame[::-1], _train_method(config))
-
-
-def _before_crop(view: tuple[int, int], config: AugmentConfig) -> tuple[int, int]:
-    return enlarged(view, config.resize_to or round(min(view) * 7 / 6))
 
 
 def _train_method(config: AugmentConfig) -> int:
@@ -130,8 +125,7 @@ def inception_crop(height: int, width: int, config: AugmentConfig, draw: Callabl
         crop_width = round(crop_height * aspect)
         fits = 0 < crop_height <= height and 0 < crop_width <= width
         if fits and min_area <= crop_height * crop_width <= max_area:
-            top, left = int(u_top * (height - crop_height + 1)), int(u_left * (width - crop_width + 1))
-            return top, left, crop_height, crop_width
+            return *_placed(height - crop_height, width - crop_width, u_top, u_left), crop_height, crop_width
     return 0, 0, height, width
 
 
@@ -147,8 +141,7 @@ def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Ca
         aspect = math.exp(least + u_aspect * (most - least))
         crop_height, crop_width = round((area / aspect) ** 0.5), round((area * aspect) ** 0.5)
         if 0 < crop_height <= height and 0 < crop_width <= width:
-            top, left = int(u_top * (height - crop_height + 1)), int(u_left * (width - crop_width + 1))
-            return top, left, crop_height, crop_width
+            return *_placed(height - crop_height, width - crop_width, u_top, u_left), crop_height, crop_width
     # The sides are at least 1: an image of 1 x 1000 has no pixel to lose.
     crop_height = min(height, max(1, round(width / config.aspect_min)))
     crop_width = min(width, max(1, round(height * config.aspect_max)))
@@ -175,6 +168,11 @@ def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, u
         top, left = ((side // unit - of_view) // 2 * unit for side, of_view in zip(image.shape, view, strict=False))
         image = image[top : top + height, left : left + width]
     _resize_into(image, out, resize_method(image, (height, width), config))
+
+
+def _placed(rows_left: int, columns_left: int, u_top: float, u_left: float) -> tuple[int, int]:
+    """(top, left) of a crop that leaves so many rows and columns. u_top, u_left: uniform numbers."""
+    return int(u_top * (rows_left + 1)), int(u_left * (columns_left + 1))
 
 
 def default_eval_resize(view: tuple[int, int]) -> int:

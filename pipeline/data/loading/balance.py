@@ -77,10 +77,7 @@ class ClassBalance:
         self.sizes = sizes[self.classes + 1]
         self.wholes, self._fractions = _exact_places(self.sizes, power)
         self._offset = random_numbers.bits(seed, _ROUNDING)
-        # By class, then by hash, of which those bits count that class and place leave of 64.
-        hashes = random_numbers.bits(seed, _ORDER, np.arange(len(labels)))
-        hashes >>= np.uint64(int(labels.max() + 1).bit_length() + len(labels).bit_length())
-        self._by_class = np.lexsort((hashes, labels)).astype(np.int32 if len(labels) < 2**31 else np.int64)
+        self._by_class = _sorted_by(labels + 1, random_numbers.bits(seed, _ORDER, np.arange(len(labels))))
 
     @property
     def num_samples(self) -> int:
@@ -190,3 +187,20 @@ def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarr
     num_samples = int(sizes.sum())
     floors, rests = zip(*(divmod(num_samples * upto, sums[-1]) for upto in sums), strict=True)
     return np.diff(np.array(floors, np.int64)), np.array([(rest << 64) // sums[-1] for rest in rests], np.uint64)
+
+
+def _sorted_by(groups: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """Places ordered by group, then by hash: int32 or int64. Overwrites hashes, of which it uses the bits that group
+    and place leave of 64.
+    """
+    num_bits = np.uint64(len(groups).bit_length())
+    free = np.uint64(64 - int(groups.max()).bit_length())
+    hashes >>= np.uint64(64) - free + num_bits
+    hashes <<= num_bits
+    packed = groups.astype(np.uint64)
+    packed <<= free
+    packed |= hashes
+    packed |= np.arange(len(groups), dtype=np.uint64)
+    packed.sort()
+    packed &= (np.uint64(1) << num_bits) - np.uint64(1)
+    return packed.astype(np.int32 if len(groups) < 2**31 else np.int64)

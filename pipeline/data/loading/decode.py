@@ -90,8 +90,7 @@ _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
 _EXIF_SEARCH_BYTES = 65536
 _STRIP_PIXELS = 2**20
-# Formats that Pillow reads, too, if they have 8 bits; and those that it alone reads, beside 8-bit PNG and PNM.
-_ALSO_PILLOWS = ("jp2", "j2k")
+# Formats that Pillow alone reads, beside 8-bit PNG and PNM.
 _PNG_16_BITS = b"\x10"  # Byte 24 of a PNG.
 _PHOTOGRAPHS = ("jpg", "gif", "bmp", "webp", "avif")
 # Photometric interpretation of a TIFF -> samples of a pixel without extra ones: gray, RGB, palette, CMYK, YCbCr, Lab.
@@ -148,9 +147,6 @@ def _whole(data: bytes, ext: str, pixels: Pixels) -> np.ndarray:
     if ext == "heic":
         stored = replace(stored, type="uint8")  # Read so whatever its bits, which `left_out` names.
     is_8_bit = stored.type in ("uint8", "bool") and stored.channels in (1, 3)
-    if is_8_bit and ext in _ALSO_PILLOWS:
-        with contextlib.suppress(DecodeError):
-            return upright(*with_pillow(data, _to_rgb))
     if stored.lacking:
         return stored.values(pixels)
     if not is_8_bit:

@@ -153,10 +153,8 @@ class ShardReader:
             return _OpenFile(os.open(path, os.O_RDONLY), str(path))
         size = int(self.split.shard_bytes[shard])
         try:
-            if self.cache is not None:
-                file = self.cache.open(path, size, self._sha256(shard))
-                if file is not None:
-                    return _OpenFile(file, f"{path} (its copy in {self.cache.folder})", cached=True)
+            if self.cache is not None and (file := self._open_cached(shard, self.cache)) is not None:
+                return _OpenFile(file, f"{path} (its copy in {self.cache.folder})", cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
         except OSError as error:
             if error.errno is None:
@@ -166,8 +164,10 @@ class ShardReader:
     def _path(self, shard: int) -> Path | BucketPath:
         return to_path(self.split.shard_paths[shard], self.split.storage.retry)
 
-    def _sha256(self, shard: int) -> str:
-        return self.split.shard_sha256[shard].as_py()
+    def _open_cached(self, shard: int, cache: ShardCache) -> int | None:
+        path, sha256 = self._path(shard), self.split.shard_sha256[shard].as_py()
+        assert isinstance(path, BucketPath)
+        return cache.open(path, int(self.split.shard_bytes[shard]), sha256)
 
     def _start_downloaders(self, cache: ShardCache) -> None:
         # Daemon threads, so that a download does not delay the exit of a failed process.
@@ -181,12 +181,8 @@ class ShardReader:
         while (shard := self._ahead.get()) is not None:
             # The thread that reads the shard meets the same error and reports it.
             with contextlib.suppress(Exception):
-                path, sha256 = self._path(shard), self._sha256(shard)
-                assert isinstance(path, BucketPath)
-                if shard not in self._bad and not cache.has(sha256):
-                    file = cache.open(path, int(self.split.shard_bytes[shard]), sha256)
-                    if file is not None:
-                        os.close(file)
+                if shard not in self._bad and (file := self._open_cached(shard, cache)) is not None:
+                    os.close(file)
 
 
 class _OpenFile:

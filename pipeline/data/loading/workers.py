@@ -12,13 +12,14 @@ import signal
 import socket
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.base.errors import OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Split
@@ -37,48 +38,46 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 @dataclass(frozen=True)
-class BatchPart:
-    """Samples of a batch, all or some. rows, epochs: int64 (N,), as of `Order.rows`. views: (V, N, H, W, C) of each
-    group.
+class Batch:
+    """views: (V, B, H, W, C) of `Pixels.batch_type` for each group of V views. labels: int64 (B, M), -1 where a sample
+    has fewer than M.
 
-    labels: int64 (N, M). valid: bool (N,). The last three are written by `fill`.
+    M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all
+    zeros.
+    rows, epochs: int64 (B,), as of `Order.rows`.
     """
 
+    views: tuple[Tensor, ...]
+    labels: Tensor
+    valid: Tensor
     rows: np.ndarray
     epochs: np.ndarray
-    views: Sequence[np.ndarray]
-    labels: np.ndarray
-    valid: np.ndarray
 
-    def part(self, first: int, last: int) -> "BatchPart":
-        """Samples [first, last) of these, which share their memory."""
-        return BatchPart(
-            self.rows[first:last],
-            self.epochs[first:last],
-            [group[:, first:last] for group in self.views],
-            self.labels[first:last],
-            self.valid[first:last],
-        )
+    @property
+    def images(self) -> Tensor:
+        """View 0, (B, H, W, C); shares the memory of `views`."""
+        return self.views[0][0]
 
 
-def fill(reader: ShardReader, writer: ViewWriter, samples: BatchPart) -> dict[int, str]:
-    """Decode samples. Returns row -> why it cannot be read; its views are zeros, and `valid` and `labels` stay as they
-    are.
+def fill(reader: ShardReader, writer: ViewWriter, batch: Batch, part: range) -> dict[int, str]:
+    """Decode some samples of a batch into their places. Returns row -> why it cannot be read; its views are zeros, and
+    `valid` and `labels` stay as they are.
     """
     bad = {}
-    views = [view for group in samples.views for view in group]
-    for i, row in enumerate(samples.rows.tolist()):
+    views = [view for group in batch.views for view in group.numpy()]
+    all_labels, valid = batch.labels.numpy(), batch.valid.numpy()
+    for i, row in zip(part, batch.rows[part.start : part.stop].tolist(), strict=True):
         outs = [view[i] for view in views]
         try:
-            writer.write(reader.read(row), outs, int(samples.epochs[i]), row)
+            writer.write(reader.read(row), outs, int(batch.epochs[i]), row)
         except (OSError, DecodeError) as error:
             for out in outs:
                 out[:] = 0
             bad[row] = str(error)
             continue
         labels = reader.split.labels_of(row)
-        samples.labels[i, : len(labels)] = labels
-        samples.valid[i] = True
+        all_labels[i, : len(labels)] = labels
+        valid[i] = True
     return bad
 
 
@@ -115,7 +114,7 @@ class WorkerProcesses:
             self._workers.append(worker)
             self._idle.put(worker)
 
-    def fill(self, samples: BatchPart) -> dict[int, str]:
+    def fill(self, batch: Batch, part: range) -> dict[int, str]:
         """`fill` in a process; waits until one is idle.
 
         Raises UserError as that does, RuntimeError with the traceback of any other exception, and OneRankCrashError if
@@ -123,14 +122,15 @@ class WorkerProcesses:
         """
         worker = self._idle.get()
         try:
-            worker.connection.send((samples.rows, samples.epochs, samples.labels.shape[1]))
+            of_part = slice(part.start, part.stop)
+            worker.connection.send((batch.rows[of_part], batch.epochs[of_part], batch.labels.shape[1]))
             answer, retries = self._answer(worker)
             self.retry.add(retries)
             if isinstance(answer, BaseException):
                 raise answer
-            bad, samples.labels[:], samples.valid[:] = answer
-            for own, shared in zip(samples.views, _views(worker.shared, self.writer, len(samples.rows)), strict=True):
-                own[:] = shared
+            bad, batch.labels.numpy()[of_part], batch.valid.numpy()[of_part] = answer
+            for own, shared in zip(batch.views, _views(worker.shared, self.writer, len(part)), strict=True):
+                own.numpy()[:, of_part] = shared
         except (OSError, EOFError):
             raise OneRankCrashError(
                 f"{socket.gethostname()}: a process that decodes images (data.processes) was killed; if by the kernel,"
@@ -189,10 +189,11 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writer: ViewW
         while True:
             rows, epochs, max_labels = connection.recv()
             count, before = len(rows), retry.retries
-            views = list(_views(shared, writer, count))
-            samples = BatchPart(rows, epochs, views, np.full((count, max_labels), -1), np.zeros(count, bool))
+            labels, valid = np.full((count, max_labels), -1), np.zeros(count, bool)
+            views = tuple(map(torch.from_numpy, _views(shared, writer, count)))
+            batch = Batch(views, torch.from_numpy(labels), torch.from_numpy(valid), rows, epochs)
             try:
-                answer: object = fill(reader, writer, samples), samples.labels, samples.valid
+                answer: object = fill(reader, writer, batch, range(count)), labels, valid
             except UserError as error:
                 answer = error
             except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.

@@ -41,10 +41,24 @@ def mixture_of(data: DataConfig) -> Mixture:
     main = MixedSet(path=data.path, weight=data.weight, split=data.train_split, exclude=data.exclude, limit=data.limit)
     sets, weights = {main.name: main}, {(0, main.name): main.weight}
     for number, entry in enumerate(data.mix):
-        without_labels = replace(entry, labels=False)
+        where, without_labels = f"data.mix[{number}]", replace(entry, labels=False)
         if entry.from_step and entry.name not in sets and without_labels.name in sets:
             entry = without_labels  # A later weight of a set that is there without its labels alone.
-        _add(entry, f"data.mix[{number}]", sets, weights)
+        if (entry.from_step, entry.name) in weights:
+            raise UserError(
+                f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that"
+                " of data.path is data.weight). Leave one of them out, or give one of them labels: false"
+                " (train.loss=pseudo_labels)."
+            )
+        if not entry.weight and not entry.from_step:
+            raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
+        weights[entry.from_step, entry.name] = entry.weight
+        known = sets.setdefault(entry.name, entry)
+        for name in _DETAILS:
+            if getattr(entry, name) not in (getattr(known, name), getattr(_DEFAULT, name)):
+                raise UserError(
+                    f"{where}.{name} differs from that of the same set before: a later entry changes its weight alone."
+                )
     phases, now = [], dict.fromkeys(sets, 0.0)
     for start in sorted({start for start, _ in weights}):
         now |= {name: weight for (at, name), weight in weights.items() if at == start}
@@ -52,27 +66,3 @@ def mixture_of(data: DataConfig) -> Mixture:
             raise UserError(f"the weights of all data sets are 0 from step {start} on: give one of them another.")
         phases.append(Phase(start, tuple(now.values())))
     return Mixture(tuple(sets.values()), tuple(phases))
-
-
-def _add(
-    entry: MixedSet,
-    where: str,
-    sets: dict[tuple[str, str, bool], MixedSet],
-    weights: dict[tuple[int, tuple[str, str, bool]], float],
-) -> None:
-    """Add an entry of data.mix to the sets, and to the weights by (first batch, name of the set)."""
-    if (entry.from_step, entry.name) in weights:
-        raise UserError(
-            f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that of"
-            " data.path is data.weight). Leave one of them out, or give one of them labels: false"
-            " (train.loss=pseudo_labels)."
-        )
-    if not entry.weight and not entry.from_step:
-        raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
-    weights[entry.from_step, entry.name] = entry.weight
-    known = sets.setdefault(entry.name, entry)
-    for name in _DETAILS:
-        if getattr(entry, name) not in (getattr(known, name), getattr(_DEFAULT, name)):
-            raise UserError(
-                f"{where}.{name} differs from that of the same set before: a later entry changes its weight alone."
-            )

@@ -97,12 +97,7 @@ def open_run_data(
         run = _with_other_sets(run, mixture, data, seed, global_batch, labels)
     for dataset, part in evaluated.values():
         part.refuse_without_score(dataset.path, labels != "unread" and bool(run.dataset.classes))
-    remote = [path for path in run.split.shard_paths if "://" in path]
-    if data.processes and remote:  # A bucket's client does not survive a fork; a local manifest may list shards of one.
-        raise UserError(
-            f"data.processes = {data.processes} reads local files only: leave it out for {remote[0]}, or copy the data"
-            " set to a disk."
-        )
+    _refuse_remote(data, run.split)
     # A data set without any classes is refused by what reads them.
     if labels in ("learned", "partly") and own.classes and len(run.split) and not run.split.max_labels:
         raise UserError(
@@ -111,6 +106,18 @@ def open_run_data(
             f" (train.loss={NEED_NO_LABELS})."
         )
     return run
+
+
+def _refuse_remote(data: DataConfig, split: Split) -> None:
+    """Raise UserError if processes were to read a bucket, whose client does not survive a fork. A local manifest may
+    list shards of one.
+    """
+    remote = [path for path in split.shard_paths if "://" in path]
+    if data.processes and remote:
+        raise UserError(
+            f"data.processes = {data.processes} reads local files only: leave it out for {remote[0]}, or copy the data"
+            " set to a disk."
+        )
 
 
 def _with_other_sets(
@@ -170,7 +177,7 @@ def _with_other_sets(
     epoch_note = f"an epoch is one of {run.own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes], pixels)
     if pixels != run.own.pixels:
-        dataset = replace(dataset, info={**dataset.info, "pixels": pixels.to_dict()})
+        dataset = replace(dataset, info=dataset.info | {"pixels": pixels.to_dict()})
     return replace(run, dataset=dataset, split=mixed, epoch_samples=epoch_samples)
 
 
@@ -304,26 +311,23 @@ def _bring_together(
     is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with
     one and several labels a sample, and for an unknown class in a class_map.
     """
-    if not any(dataset.classes for dataset in datasets):
+    labelled = [entry.path for entry, dataset in zip(sets, datasets, strict=True) if dataset.classes]
+    if not labelled:
         return datasets[0], [np.empty(0, np.int32)] * len(datasets), []
-    several = [part.max_labels > 1 for part in splits]
-    for entry, dataset, of_many in zip(sets, datasets, several, strict=True):
+    several = {part.max_labels > 1: entry.path for entry, part in zip(sets, splits, strict=True)}
+    for entry, dataset in zip(sets, datasets, strict=True):
         if not dataset.classes:
-            labelled = next(
-                other.path for other, with_labels in zip(sets, datasets, strict=True) if with_labels.classes
-            )
             raise UserError(
-                f"data.mix: {entry.path} has no labels, and {labelled} has: a run needs them of every set from which it"
-                " learns classes, or on which these are scored. Leave it out, or use an objective that learns without"
-                " labels, such as train.loss=dino."
+                f"data.mix: {entry.path} has no labels, and {labelled[0]} has: a run needs them of every set from which"
+                " it learns classes, or on which these are scored. Leave it out, or use an objective that learns"
+                " without labels, such as train.loss=dino."
             )
-        if of_many != several[0]:
-            one, many = (entry, sets[0]) if several[0] else (sets[0], entry)
-            raise UserError(
-                f"data.mix: {many.path} has several labels a sample and {one.path} has one: what is not named means"
-                " something else in each. Mix sets of one form, or use an objective that learns without labels, such"
-                " as train.loss=dino."
-            )
+    if len(several) > 1:
+        raise UserError(
+            f"data.mix: {several[True]} has several labels a sample and {several[False]} has one: what is not named"
+            " means something else in each. Mix sets of one form, or use an objective that learns without labels, such"
+            " as train.loss=dino."
+        )
     shown: dict[str, str] = {}  # Class -> readable name.
     renamed = []  # For each set, the names of its classes in the mixture.
     for entry, dataset in zip(sets, datasets, strict=True):
@@ -343,10 +347,5 @@ def _bring_together(
                 f"of {counted(len(shown), 'class')} of the mixture, only {entry.path} has {len(alone):,}, such as"
                 f" {alone[0]!r}"
             )
-    info = {
-        **datasets[0].info,
-        "classes": list(shown),
-        "num_classes": len(shown),
-        "class_names": list(shown.values()),
-    }
-    return replace(datasets[0], info=info), maps, notes
+    classes = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
+    return replace(datasets[0], info=datasets[0].info | classes), maps, notes

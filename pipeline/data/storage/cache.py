@@ -82,10 +82,6 @@ class ShardCache:
                     coming.unlink(missing_ok=True)
                     raise
 
-    def has(self, sha256: str) -> bool:
-        """Whether the cache has this shard."""
-        return (self.folder / f"{sha256}{_READY}").exists()
-
     def _make_room(self, file: int, size: int) -> bool:
         """Evict shards until `size` more bytes fit, and allocate them to `file`; returns whether they fit."""
         if size > self.max_bytes:

@@ -148,8 +148,9 @@ class BucketPath:
     def open(self, mode: str = "rb", buffering: int = _READ_AHEAD) -> BinaryIO:
         """The object as a seekable file. buffering: bytes to read ahead, or 0. Raises FileNotFoundError."""
         assert mode == "rb", "objects are written as a whole, by `replacing`"
-        raw = _ObjectFile(self.reader())
-        return typing.cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
+        reader = self.reader()
+        reader.size()  # A missing object raises now.
+        return typing.cast(BinaryIO, io.BufferedReader(reader, buffering) if buffering else reader)
 
     def read_bytes(self) -> bytes:
         reader = self.reader()
@@ -250,11 +251,11 @@ def key_of_url(text: str) -> str:
     return _ESCAPED.sub(lambda match: f"%{match[1][2:]}3F" if match[1] else "?", text)
 
 
-class ObjectReader:
-    """Reads byte ranges of one object; safe to call from many threads."""
+class ObjectReader(io.RawIOBase):
+    """Reads byte ranges of one object, safe to call from many threads; as a raw stream, for one."""
 
     def __init__(self, path: BucketPath) -> None:
-        self.path = path
+        self.path, self._position = path, 0
         self._file: pa.NativeFile | None = None
 
     def size(self) -> int:
@@ -323,19 +324,6 @@ class ObjectReader:
         if errors:
             raise errors[0]
 
-    def _open(self) -> "pa.NativeFile":
-        file = self._file
-        if file is None:
-            file = self._file = self.path.connection().open_input_file(self.path.key)
-        return file
-
-
-class _ObjectFile(io.RawIOBase):
-    """An object as a raw stream, for io.BufferedReader. Raises FileNotFoundError."""
-
-    def __init__(self, reader: ObjectReader) -> None:
-        self._reader, self._size, self._position = reader, reader.size(), 0
-
     def readable(self) -> bool:
         return True
 
@@ -343,15 +331,21 @@ class _ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size()}[whence]
         self._position = start + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = max(min(len(buffer), self._size - self._position), 0)
-        buffer[:size] = self._reader.read_at(self._position, size)
+        size = max(min(len(buffer), self.size() - self._position), 0)
+        buffer[:size] = self.read_at(self._position, size)
         self._position += size
         return size
+
+    def _open(self) -> "pa.NativeFile":
+        file = self._file
+        if file is None:
+            file = self._file = self.path.connection().open_input_file(self.path.key)
+        return file
 
 
 @contextlib.contextmanager

@@ -1,13 +1,34 @@
-"""Parquet files on disks and in buckets."""
+"""Parquet files on disks and in buckets, and what is said of damaged ones."""
 
+import contextlib
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import UserError, raise_outage
+from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, is_utf8
+
+REMEDY = "Copy it again, or run the same launch/shard.py again to re-make it."
+
+
+@contextlib.contextmanager
+def reading(path: AnyPath, remedy: str = REMEDY) -> Iterator[None]:
+    """Turn every exception that reading a missing or damaged table may raise into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing. {remedy}") from None
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        raise_outage(error, path)
+        message = on_one_line(error)[:200]
+        raise UserError(f"{path} is damaged ({message}). {remedy}") from None
 
 
 def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.ParquetFile:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from pipeline.base.errors import Interrupted, OneRankError, is_outage
 from pipeline.base.words import on_one_line
-from pipeline.process.waits import Wait, waiting
+from pipeline.process.waits import waiting
 
 T = TypeVar("T")
 
@@ -94,7 +94,31 @@ class Retry:
         """
         store = "/".join(url.split("/", 3)[:3])
         with waiting(url, self.seconds, self.setting, store, is_silent=is_transfer) as wait:
-            return self._call(url, action, wait)
+            deadline = 0.0
+            for failures in itertools.count():
+                try:
+                    return action()
+                except (FileNotFoundError, StorageError):
+                    raise
+                except OSError as error:
+                    reason = on_one_line(error)
+                    # The end of pyarrow's message says what happened; the rest names the object again.
+                    short = reason.rpartition("AWS Error ")[2].rstrip(". ")
+                    for pattern, advice in _PERMANENT.items():
+                        if re.search(pattern, reason):
+                            raise StorageError(f"{url}: {advice}. ({short})") from None
+                    now = time.monotonic()
+                    if not deadline:
+                        deadline, wait.is_silent = now + self.seconds, False
+                    if now >= deadline:
+                        limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
+                        raise StorageError(
+                            f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one"
+                            " is set, the proxy (https_proxy, no_proxy); the same command continues."
+                        ) from None
+                self.add(1)
+                self._pause(failures, deadline - now)
+            raise AssertionError
 
     def read_file(self, path: str, action: Callable[[], T]) -> T:
         """Returns action(), which reads a local file, and is repeated while the disk or the file server fails.
@@ -115,31 +139,4 @@ class Retry:
                 except OSError as error:
                     if not is_outage(error) or wait.left <= 0:
                         raise
-        raise AssertionError
-
-    def _call(self, url: str, action: Callable[[], T], wait: Wait) -> T:
-        deadline = 0.0
-        for failures in itertools.count():
-            try:
-                return action()
-            except (FileNotFoundError, StorageError):
-                raise
-            except OSError as error:
-                reason = on_one_line(error)
-                # The end of pyarrow's message says what happened; the rest names the object again.
-                short = reason.rpartition("AWS Error ")[2].rstrip(". ")
-                for pattern, advice in _PERMANENT.items():
-                    if re.search(pattern, reason):
-                        raise StorageError(f"{url}: {advice}. ({short})") from None
-                now = time.monotonic()
-                if not deadline:
-                    deadline, wait.is_silent = now + self.seconds, False
-                if now >= deadline:
-                    limit = f"{self.seconds / 60:.3g} minutes" + (f" ({self.setting})" if self.setting else "")
-                    raise StorageError(
-                        f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one is"
-                        " set, the proxy (https_proxy, no_proxy); the same command continues."
-                    ) from None
-            self.add(1)
-            self._pause(failures, deadline - now)
         raise AssertionError

@@ -34,6 +34,10 @@ ROOT = Path(__file__).resolve().parents[3]
 Server = tuple[S3, str]
 
 
+def has(split) -> list[bool]:
+    return [(split.storage.cache.folder / f"{sha256}.shard").exists() for sha256 in split.shard_sha256.to_pylist()]
+
+
 def cached(url: str, folder: Path, max_bytes: int = 10**9, in_use_seconds: float = 3600.0):
     """A split of the data set at url, read through a cache."""
     storage = Storage(Retry(60), ShardCache(folder, max_bytes, in_use_seconds))
@@ -242,14 +246,14 @@ def test_the_byte_limit_holds_and_the_least_recent_goes(s3: Server, dataset: Pat
 
     for shard in (0, 1, 0, 2):
         fetch(shard)
-    assert [cache.has(sha256) for sha256 in split.shard_sha256.to_pylist()] == [True, False, True, False]
+    assert has(split) == [True, False, True, False]
     assert sorted(downloads(s3[0])) == [f"train-{shard:06d}.tar" for shard in range(3)]
     # An evicted shard stays readable until its reader closes it.
     reader = ShardReader(split)
     first = reader.read(0)
     fetch(1)
     fetch(2)
-    assert not cache.has(split.shard_sha256[0].as_py())
+    assert not has(split)[0]
     assert reader.read(0) == first
     # A copy that its disk has damaged is named, not only the intact object.
     (tmp_path / f"{split.shard_sha256[2].as_py()}.shard").write_bytes(bytes(sizes[2]))
@@ -290,7 +294,7 @@ def test_shards_of_the_next_samples_are_downloaded_ahead(s3: Server, dataset: Pa
     asked = [(np.arange(first, first + 10),) for first in range(0, 150, 10)]
     requests = reader.ahead(iter(asked))
     passed = [next(requests)]
-    until(lambda: all(map(split.storage.cache.has, split.shard_sha256.to_pylist()[:2])))
+    until(lambda: all(has(split)[:2]))
     passed += requests
     assert [request[0].tolist() for request in passed] == [request[0].tolist() for request in asked]
     reader.close()
