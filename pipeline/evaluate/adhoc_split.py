@@ -167,10 +167,7 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
         links += sorted(str(link) for link in broken if _is_image(str(link.relative_to(path))))
         if not found:
-            also = f" ({counted(len(broken), 'link')} to files that are not there)" * bool(broken)
-            raise UserError(
-                f"{setting} = {place}: no image in this folder or below it{also}. For tars, use {path / '*.tar'}."
-            )
+            raise UserError(f"{setting} = {place}: no image in this folder or below it. For tars: {path / '*.tar'}.")
         yield from found
     else:
         yield path

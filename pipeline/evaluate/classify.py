@@ -1,4 +1,6 @@
-"""Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
+"""Scores of a split, of classification or as an objective defines them, exact on any number of ranks.
+
+Shapes: B batch, K classes, M labels, n samples.
 
 A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do
 non-finite logits.
@@ -265,3 +267,35 @@ def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> Clas
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Scores that an objective defines. values: means over the readable samples, by name."""
+
+    values: dict[str, float]
+    num_samples: int
+    num_unreadable: int
+
+    def to_dict(self) -> dict[str, float]:
+        return {**self.values, "num_samples": self.num_samples, "num_unreadable": self.num_unreadable}
+
+    def __str__(self) -> str:
+        bad = f", {self.num_unreadable:,} unreadable (not scored)" if self.num_unreadable else ""
+        values = ", ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+        return f"{values} on {counted(self.num_samples, 'image')}{bad}"
+
+
+def means(measure: Callable[[Batch], dict[str, Tensor]], reader: SplitReader) -> Means:
+    """Measure the whole split; see `each_sample`. measure: batch -> values of its images, (B,) by name."""
+    names: list[str] = []
+
+    def columns(batch: Batch) -> list[Tensor]:
+        found = measure(batch)
+        names[:] = found
+        return [column.double() for column in found.values()]
+
+    values, readable, _ = each_sample(columns, reader)
+    num_samples, num_readable = len(reader.split), int(readable.sum())
+    found = [float(column[readable].mean()) if num_readable else float("nan") for column in values]
+    return Means(dict(zip(names, found, strict=True)), num_samples, num_samples - num_readable)

@@ -25,7 +25,15 @@ from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.segmentation.linear import batches, linear_head, train
+from pipeline.evaluate.segmentation.linear import (
+    SegmentationScore,
+    batches,
+    count,
+    linear_head,
+    score,
+    segment,
+    train,
+)
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import (
     MaskedPairs,
@@ -36,7 +44,6 @@ from pipeline.evaluate.segmentation.pairs import (
     read_image,
     scan,
 )
-from pipeline.evaluate.segmentation.score import SegmentationScore, count, score, segment
 from pipeline.model import VisionTransformer
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import hold
