@@ -8,7 +8,7 @@ non-finite logits.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,15 +150,14 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
     # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
     losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
     loss = float(losses.mean()) if len(losses) else float("nan")
-    accuracies = [(float(right.sum()) / n, _effective(right, split.groups)) for right in (hits[:, 0], hits.any(1))]
-    (top1, effective1), (top5, effective5) = accuracies
-    if not classification.has_top5(num_classes):
-        return ClassificationScores(top1, None, loss, n, n - readable, effective1)
-    return ClassificationScores(top1, top5, loss, n, n - readable, effective1, effective5)
-
-
-def _effective(right: np.ndarray, groups: np.ndarray | None) -> float | None:
-    return None if groups is None else effective_number(*in_groups(right, groups))
+    top1, top5 = hits[:, 0], hits.any(1)
+    effective = [
+        None if split.groups is None else effective_number(*in_groups(of, split.groups)) for of in (top1, top5)
+    ]
+    scores = ClassificationScores(float(top1.sum()) / n, None, loss, n, n - readable, effective[0])
+    if classification.has_top5(num_classes):
+        return replace(scores, top5=float(top5.sum()) / n, top5_effective_images=effective[1])
+    return scores
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

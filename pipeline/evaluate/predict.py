@@ -87,12 +87,12 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
-    if own and images.fingerprint:
+    if own:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
-    if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
-        with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
-            split = images.split.relabelled(label_map(images.label_names, own))
-            images = replace(images, split=split, label_names=list(own))
+        if set(images.label_names) <= set(own):
+            with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
+                split = images.split.relabelled(label_map(images.label_names, own))
+                images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     if named not in (own, numbers):
         print(f"{unnamed_note(config.weights, ', '.join(config.images))}. Other names: class_names=FILE")

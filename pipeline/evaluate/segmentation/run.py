@@ -66,16 +66,16 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
-    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
-    if config.apply:
-        splits["apply_split"] = "apply"
-    refuse_without_dataset(config, **splits)
     loaded = load_model(config)
     _check_model(config, loaded)
     learnt, scored = open_pairs(config, loaded.pixels)
     folder = output_folder(config.out, config.weights, "segment", _scored_on(config), holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
+    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
+    if config.apply:
+        splits["apply_split"] = "apply"
+    refuse_without_dataset(config, **splits)
     remedy = "Check the images and masks, or raise max_bad_share."
     budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
     classes = scan(config, budget, learnt, scored)
