@@ -107,11 +107,11 @@ def open_places(config: Settings, names: Sequence[str], pixels: Pixels, **splits
     """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`, and as of
     `refuse_without_dataset`, which is called.
     """
-    refuse_without_dataset(config, **splits)
     given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
     opened = [
         open_adhoc_split(given[of], given[split], given["exclude"], names, of, pixels) for split, of in splits.items()
     ]
+    refuse_without_dataset(config, **splits)
     for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
         print(note)
     return opened
@@ -167,10 +167,7 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
         found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
         links += sorted(str(link) for link in broken if _is_image(str(link.relative_to(path))))
         if not found:
-            also = f" ({counted(len(broken), 'link')} to files that are not there)" * bool(broken)
-            raise UserError(
-                f"{setting} = {place}: no image in this folder or below it{also}. For tars, use {path / '*.tar'}."
-            )
+            raise UserError(f"{setting} = {place}: no image in this folder or below it. For tars: {path / '*.tar'}.")
         yield from found
     else:
         yield path

@@ -4,8 +4,10 @@ Shapes: D features, n candidates.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
@@ -59,9 +61,17 @@ def run(config: ChooseConfig) -> list[str]:
             f" or of labelled ones, fewer than num = {config.num:,}. Raise candidates, or lower num."
         )
     with new_output(Path(config.out), is_folder=True) as folder:
-        stands_for = _stands_for(found, chosen, len(images.split))
-        table = _write_images(folder, images, rows[chosen], stands_for)
-        (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows[chosen], table))
+        rows, of_images = rows[chosen], images.split
+        columns = {
+            "path": _write_images(folder, of_images, rows),
+            "label": [label or "" for label in images.labels(rows)],
+            "key": of_images.keys(rows),
+            "stands_for": _stands_for(found, chosen, len(of_images)),
+            **({} if group_names is None else {"group": group_names[rows]}),
+        }
+        table = pa.table(columns).to_pylist()
+        (folder / "choice.csv").write_bytes(table_csv(table))
+        (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows, table))
     print(f"{len(chosen):,} of {counted(len(found), 'candidate')} chosen, in {config.out}")
     at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)[: len(chosen)]
     similarity, of_random = (
@@ -109,37 +119,28 @@ def _stands_for(found: np.ndarray, chosen: np.ndarray, num_images: int) -> list[
     return [round(share * num_images) for share in shares.tolist()]
 
 
-def _write_images(folder: Path, images: AdhocSplit, rows: np.ndarray, stands_for: list[int]) -> list[dict[str, str]]:
-    """Write the files and choice.csv. Returns the rows of the table."""
+def _write_images(folder: Path, split: Split, rows: np.ndarray) -> list[str]:
+    """Write the files. Returns their paths in the folder."""
     (folder / "images").mkdir(parents=True)
-    table, digits, groups = [], len(str(len(rows))), images.split.group_names
-    described = zip(rows.tolist(), images.split.keys(rows), images.labels(rows), stands_for, strict=True)
-    reader = ShardReader(images.split)
-    try:
-        for number, (row, key, label, stands) in enumerate(described, 1):
-            data = reader.read(row)
-            path = f"images/{number:0{digits}}.{inspect(data, decode_all=False).ext}"
-            (folder / path).write_bytes(data)
-            group = {} if groups is None else {"group": str(groups[row])}
-            table.append({"path": path, "label": label or "", "key": key, "stands_for": str(stands), **group})
-    finally:
-        reader.close()
-    (folder / "choice.csv").write_bytes(table_csv(table))
-    return table
+    reader, paths = ShardReader(split), []
+    for number, row in enumerate(rows.tolist(), 1):
+        data = reader.read(row)
+        paths.append(f"images/{number:0{len(str(len(rows)))}}.{inspect(data, decode_all=False).ext}")
+        (folder / paths[-1]).write_bytes(data)
+    return paths
 
 
 def _draw(
-    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, str]]
+    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, Any]]
 ) -> bytes:
     """A PNG of the first images. table: a line for each of the rows."""
-    lines = dict(zip(rows.tolist(), table, strict=True))
     kept, pixels = read_shown(config, loaded, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)
+    lines = [table[place] for place in np.flatnonzero(np.isin(rows, kept)).tolist()]
     tiles = []
-    for image, row, label in zip(pixels, kept.tolist(), labels, strict=True):
-        line = lines[row]
-        stands_for = f"stands for {int(line['stands_for']):,}"
-        tiles.append(Tile(image, [Path(line["path"]).stem, stands_for, *filter(None, [label])]))
+    for image, line, label in zip(pixels, lines, labels, strict=True):
+        about = f"stands for {line['stands_for']:,}"
+        tiles.append(Tile(image, [Path(line["path"]).stem, about, *filter(None, [label])]))
     about = counted(len(images.split), "image")
     note = (
         f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen"

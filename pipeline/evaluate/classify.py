@@ -1,4 +1,6 @@
-"""Classification scores of a split, exact on any number of ranks. Shapes: B batch, K classes, M labels, n samples.
+"""Scores of a split, of classification or as an objective defines them, exact on any number of ranks.
+
+Shapes: B batch, K classes, M labels, n samples.
 
 A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do
 non-finite logits.
@@ -6,7 +8,7 @@ non-finite logits.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,15 +150,14 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
     # Without a label, a softmax has nothing to predict, and its loss is 0, as if it were certain and right.
     losses = predictions.loss[predictions.readable & ((labels[:, 0] >= 0) | (loss_kind != "softmax"))]
     loss = float(losses.mean()) if len(losses) else float("nan")
-    accuracies = [(float(right.sum()) / n, _effective(right, split.groups)) for right in (hits[:, 0], hits.any(1))]
-    (top1, effective1), (top5, effective5) = accuracies
-    if not classification.has_top5(num_classes):
-        return ClassificationScores(top1, None, loss, n, n - readable, effective1)
-    return ClassificationScores(top1, top5, loss, n, n - readable, effective1, effective5)
-
-
-def _effective(right: np.ndarray, groups: np.ndarray | None) -> float | None:
-    return None if groups is None else effective_number(*in_groups(right, groups))
+    top1, top5 = hits[:, 0], hits.any(1)
+    effective = [
+        None if split.groups is None else effective_number(*in_groups(of, split.groups)) for of in (top1, top5)
+    ]
+    scores = ClassificationScores(float(top1.sum()) / n, None, loss, n, n - readable, effective[0])
+    if classification.has_top5(num_classes):
+        return replace(scores, top5=float(top5.sum()) / n, top5_effective_images=effective[1])
+    return scores
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -265,3 +266,35 @@ def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> Clas
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Scores that an objective defines. values: means over the readable samples, by name."""
+
+    values: dict[str, float]
+    num_samples: int
+    num_unreadable: int
+
+    def to_dict(self) -> dict[str, float]:
+        return {**self.values, "num_samples": self.num_samples, "num_unreadable": self.num_unreadable}
+
+    def __str__(self) -> str:
+        bad = f", {self.num_unreadable:,} unreadable (not scored)" if self.num_unreadable else ""
+        values = ", ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+        return f"{values} on {counted(self.num_samples, 'image')}{bad}"
+
+
+def means(measure: Callable[[Batch], dict[str, Tensor]], reader: SplitReader) -> Means:
+    """Measure the whole split; see `each_sample`. measure: batch -> values of its images, (B,) by name."""
+    names: list[str] = []
+
+    def columns(batch: Batch) -> list[Tensor]:
+        found = measure(batch)
+        names[:] = found
+        return [column.double() for column in found.values()]
+
+    values, readable, _ = each_sample(columns, reader)
+    num_samples, num_readable = len(reader.split), int(readable.sum())
+    found = [float(column[readable].mean()) if num_readable else float("nan") for column in values]
+    return Means(dict(zip(names, found, strict=True)), num_samples, num_samples - num_readable)

@@ -21,17 +21,19 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
 from pipeline.base.words import counted
-from pipeline.evaluate import export_mae
 from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
+from pipeline.model.convert.mae import to_facebook, to_huggingface
 from pipeline.model.convert.preprocessing import written_crop, written_filter, written_scale
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.objectives.mae import Mae
+from pipeline.objectives import mae
+from pipeline.objectives.mae import Mae, as_places
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
+_WITH_DECODER = ("mae", "huggingface_mae")  # Formats of MAE with its decoder.
 _ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -66,7 +68,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ the model to write
     model: Model | Mae | None
-    if config.format in export_mae.FORMATS:
+    if config.format in _WITH_DECODER:
         model = Mae.from_weights(content, print)
         if model is None:
             raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
@@ -85,14 +87,14 @@ def run(config: ExportConfig) -> LogitDifference:
     out, view = Path(config.out), extra.get("preprocessing", {})
     with new_output(out, config.format in _FOLDERS) as unfinished:
         if isinstance(model, Mae):
-            export_mae.write(model, config.format, unfinished, view)
+            _write_mae(model, config.format, unfinished, view)
         else:
             _write(model, config.format, unfinished, extra)
         # After the model is accepted.
         for note in filter(None, _notes(config.format, model, view, extra.get("loss"))):
             print(f"{config.format}: {note}")
         if isinstance(model, Mae):
-            name, ours, theirs = export_mae.compare(model, config.format, unfinished)
+            name, ours, theirs = _compare_mae(model, config.format, unfinished)
             difference = _accept(name, ours, theirs, "predicted pixels", config.tolerance)
         else:
             name, forward = _other_side(config.format, unfinished, model.config)
@@ -196,6 +198,27 @@ def _write_onnx(model: Model, path: Path, metadata: dict[str, str]) -> None:
         raise UserError(f"torch.onnx cannot write this model ({reason}). Use another format.") from error
 
 
+def _write_mae(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
+    """Write `path` as form = mae (a .pth) or huggingface_mae (a folder). Raises UserError for a model that it cannot
+    hold.
+    """
+    vit = model.backbone
+    assert isinstance(vit, VisionTransformer)
+    decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
+    if form == "mae":
+        files.write_torch(path, {"model": to_facebook(vit, decoder, model.facts)})
+        E = model.decoder_embed.out_features
+        print(
+            f"for models_mae.py: img_size={vit.config.image_size[0]}, patch_size={vit.config.patch_size},"
+            f" embed_dim={vit.config.width}, depth={vit.config.depth}, num_heads={vit.config.num_heads},"
+            f" decoder_embed_dim={E}, decoder_depth={len(model.decoder_blocks)}, decoder_num_heads={model.num_heads},"
+            f" norm_pix_loss={model.normalise}"
+        )
+        return
+    tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
+    files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+
+
 # ---------------------------------------------------------------------- other programs
 
 
@@ -242,9 +265,14 @@ def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
     return "our own reader", models.load(path, image_size=config.image_size).eval()
 
 
+def _quiet(transformers: Any) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
 def _transformers(library: Any, folder: Path, config: Config) -> Forward:
-    library.utils.logging.disable_progress_bar()
-    library.utils.logging.set_verbosity_error()
+    library = _quiet(library)
     if config.num_classes:
         classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
         classifier.float()  # transformers computes in the precision of the file, and we in fp32.
@@ -302,6 +330,39 @@ def _accept(name: str, ours: Tensor, theirs: Tensor, what: str, tolerance: float
         )
     print(f"{name} and ours on {NUM_IMAGES} fixed images: {said}")
     return difference
+
+
+@torch.no_grad()
+def _compare_mae(model: Mae, form: str, path: Path) -> tuple[str, Tensor, Tensor]:
+    """Returns (program, our reconstructions, those of the target program, which reads the file)."""
+    config = model.backbone.config
+    assert isinstance(config, ViTConfig)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand((NUM_IMAGES, 3, *config.image_size), generator=generator) * 2 - 1
+    noise = torch.rand((NUM_IMAGES, model.num_patches), generator=generator)
+    kept, places = as_places(np.sort(noise.argsort(1)[:, : model.num_kept].numpy(), axis=1), model.num_patches)
+    ours = model.predict(images, kept, places)
+    if form == "huggingface_mae" and importlib.util.find_spec("transformers"):
+        library = _quiet(importlib.import_module("transformers"))
+        reader = library.ViTMAEForPreTraining.from_pretrained(path, local_files_only=True).eval()
+        found = reader(model.as_predicted(images), noise=noise)
+        own = mae.loss(model.as_predicted(images), ours, found.mask > 0, config.patch_size, model.normalise)
+        print(f"transformers {library.__version__}: loss {float(found.loss):.6g}, ours {float(own):.6g}")
+        return f"transformers {library.__version__}", ours, found.logits
+    facts = model.facts
+    known = {"num_heads": facts.num_heads, "normalise": facts.normalise}
+    again = Mae.from_weights(models.read_weights(path), lambda line: None, **known)
+    assert again is not None, "its decoder was just written"
+    predicted = again.predict(images, kept, places)
+    if not facts.normalise:  # Of a .pth, they are pixels as ImageNet's mean and deviation make them.
+        predicted, ours = _as_pixels(predicted, again), _as_pixels(ours, model)
+    return "our own reader", ours, predicted
+
+
+def _as_pixels(predictions: Tensor, model: Mae) -> Tensor:
+    """(B, N, 3 P P) of a model -> in [0, 1]."""
+    mean, std = (torch.tensor(values).repeat(predictions.shape[2] // 3) for values in (model.mean, model.std))
+    return predictions * std + mean
 
 
 def _images(config: Config) -> Tensor:

@@ -134,19 +134,20 @@ def _draw_neighbours(
     _, (image,) = read_shown(config, loaded, query, np.zeros(1, np.int64))
     _, pixels = read_shown(config, loaded, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)
-    tiles = []
-    for shown, key, label, similarity in zip(pixels, keys, labels, similarities.tolist(), strict=True):
-        tiles.append(Tile(shown, [*([label] if label else []), PurePosixPath(key).stem, f"{similarity:.3f}"]))
+    about = list(zip(keys, similarities.tolist(), labels, strict=True))
+    tiles = [
+        Tile(shown, [*filter(None, [label]), PurePosixPath(key).stem, f"{similarity:.3f}"])
+        for shown, (key, similarity, label) in zip(pixels, about, strict=True)
+    ]
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     of_query = [[Tile(image, [Path(config.like).stem])]]
     figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
     with replacing(_sheet(config)) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
-    found = list(zip(keys, similarities.tolist(), strict=True))
-    for (key, similarity), label in zip(found, labels, strict=True):
-        print(printable(f"{similarity:.4f}  {key}" + (f"  {label}" if label else "")))
+    for key, similarity, label in about:
+        print(printable(f"{similarity:.4f}  {key}  {label or ''}".rstrip()))
     print(f"sheet: {_sheet(config)}")
-    return found
+    return [(key, similarity) for key, similarity, _ in about]
 
 
 def _unit(values: np.ndarray) -> np.ndarray:

@@ -197,17 +197,16 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     """
     path = _named(weights)
     parent = path.absolute().parent
-    parts = [path.resolve().stem, *([name] if name else [])]
+    label = f"{path.resolve().stem}-{name}" if name else path.resolve().stem
     if out:
         folder = Path(out)
     elif (path / "checkpoints").is_dir() or (path / "status.json").is_file():
         folder = path / kind / name
     elif parent.name == "checkpoints":
-        folder = parent.parent / kind / "-".join(parts)
+        folder = parent.parent / kind / label
     else:
         # In checkpoint.folder, the folder of a run's checkpoints has its name.
-        of_run = [parent.name] if CHECKPOINT.fullmatch(path.name) else []
-        folder = Path("runs") / kind / "-".join(of_run + parts)
+        folder = Path("runs") / kind / (f"{parent.name}-{label}" if CHECKPOINT.fullmatch(path.name) else label)
         if (earlier := _results_in(folder)) and _named(earlier).resolve() != path.resolve():
             raise UserError(f"{folder} holds results of {earlier}. Set out=FOLDER for those of {weights}.")
     try_output("out", folder, holds=holds)

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
@@ -34,6 +34,8 @@ TABLE = pa.schema(
     ]
 )
 _SHOWN = 20
+# Images whose rows are Python objects at a time.
+_PART = 8192
 
 
 def run(config: PredictConfig) -> pa.Table:
@@ -85,12 +87,12 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         )
     numbers = [f"class {number}" for number in range(num_classes)]
     (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
-    if own and images.fingerprint:
+    if own:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
-    if own and images.label_names and images.label_names != own and set(images.label_names) <= set(own):
-        with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
-            split = images.split.relabelled(label_map(images.label_names, own))
-            images = replace(images, split=split, label_names=list(own))
+        if set(images.label_names) <= set(own):
+            with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
+                split = images.split.relabelled(label_map(images.label_names, own))
+                images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     if named not in (own, numbers):
         print(f"{unnamed_note(config.weights, ', '.join(config.images))}. Other names: class_names=FILE")
@@ -135,22 +137,21 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
 
 
 def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
-    num_rows = np.where(predictions.readable, predictions.top.shape[1], 1)
-    rows = np.repeat(np.arange(len(keys)), num_rows)
-    rank = np.arange(len(rows)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-    unread = ~predictions.readable[rows]
-    number = pa.array(predictions.top[rows, rank], pa.int32(), mask=unread)
-    problems = [predictions.problems.get(row) for row in range(len(keys))]
-    columns = {
-        "image": pa.array(keys, pa.string()).take(rows),
-        "label": pa.array(images.labels(range(len(keys))), pa.string()).take(rows),
-        "rank": pa.array(rank + 1, pa.int32(), mask=unread),
-        "class": pa.array(names, pa.string()).take(number),
-        "class_number": number,
-        "probability": pa.array(predictions.probabilities[rows, rank], pa.float32(), mask=unread),
-        "problem": pa.array(problems, pa.string()).take(rows),
-    }
-    return pa.table(columns, TABLE)
+    labels, best = images.labels(range(len(keys))), (predictions.top, predictions.probabilities)
+
+    def rows_of(row: int) -> list[dict[str, Any]]:
+        about = {"image": keys[row], "label": labels[row]}
+        if row in predictions.problems:
+            return [{**about, "problem": predictions.problems[row]}]
+        likely = enumerate(zip(*(of[row].tolist() for of in best), strict=True), start=1)
+        return [
+            {**about, "rank": rank, "class": names[number], "class_number": number, "probability": probability}
+            for rank, (number, probability) in likely
+        ]
+
+    parts = [range(first, min(first + _PART, len(keys))) for first in range(0, len(keys), _PART)]
+    lines = ([line for row in part for line in rows_of(row)] for part in parts)
+    return pa.concat_tables(pa.Table.from_pylist(part, TABLE) for part in lines)
 
 
 def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:

@@ -44,14 +44,12 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{row['shots']}-shot linear accuracy, λ = {row['l2']:g}"
         rows += _accuracy(text, row["top1"], scores, row.get("effective_images"))
         if row["std"] is not None:
-            rows.append(
-                (f"  its standard deviation over {counted(len(row['top1_of_seeds']), 'seed')}", f"{row['std']:.2%}")
-            )
+            seeds = counted(len(row["top1_of_seeds"]), "seed")
+            rows.append((f"  its standard deviation over {seeds}", f"{row['std']:.2%}"))
     if "knn" in scores:
         knn = scores["knn"]
-        rows += _accuracy(
-            f"accuracy of {knn['neighbours']} nearest neighbours", knn["top1"], scores, knn.get("effective_images")
-        )
+        text = f"accuracy of {knn['neighbours']} nearest neighbours"
+        rows += _accuracy(text, knn["top1"], scores, knn.get("effective_images"))
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")

@@ -37,7 +37,7 @@ class SplitReader:
     batch: int
     threads: int
     ranks: Ranks
-    progress: Callable[[int], object] | None = None
+    progress: Callable[[int], object] = lambda num_images: None
     stop: StopRequest | None = None
     budget: BadBudget = BadBudget(share=0.001)
     pixels: Pixels = RGB8
@@ -65,11 +65,16 @@ class SplitReader:
         with Loader(
             self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
         ) as loader:
-            batches = loader.batches(requests)
-            yield (
-                self._counted(self.stop.together(batches) if self.stop else batches, loader.bad, num_samples),
-                loader.bad,
-            )
+
+            def counted() -> Iterator[Batch]:
+                batches = loader.batches(requests)
+                for batch in self.stop.together(batches) if self.stop else batches:
+                    if len(loader.bad) > self.budget.allowed(num_samples):
+                        raise OneRankError(self.budget.excess(dict(loader.bad), self.split, num_samples))
+                    yield batch
+                    self.progress(len(batch.rows))
+
+            yield counted(), loader.bad
 
     def problems_of_all(self, of_ranks: Iterable[dict[int, str]], num_samples: int) -> dict[int, str]:
         """The problems of all ranks together. Raises UserError, on every rank, if they exceed the budget."""
@@ -77,12 +82,3 @@ class SplitReader:
         if excess := self.budget.excess(problems, self.split, num_samples):
             raise UserError(excess)
         return problems
-
-    def _counted(self, batches: Iterator[Batch], problems: dict[int, str], num_samples: int) -> Iterator[Batch]:
-        allowed = self.budget.allowed(num_samples)
-        for batch in batches:
-            if len(problems) > allowed:
-                raise OneRankError(self.budget.excess(dict(problems), self.split, num_samples))
-            yield batch
-            if self.progress is not None:
-                self.progress(len(batch.rows))

@@ -31,7 +31,7 @@ from pipeline.evaluate.loaded_model import (
 )
 from pipeline.evaluate.predict import open_images, predict_all
 from pipeline.evaluate.shown import read_shown
-from pipeline.explain import drawings, galleries
+from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
 from pipeline.explain.parameters import position_similarity, principal_filters
@@ -150,13 +150,13 @@ def _draw_weights(loaded: LoadedModel, wanted: set[str], numbers: dict[str, Any]
     drawn, model = Drawn(), loaded.model
     if "filters" in wanted:
         filters = principal_filters(model)
-        drawn["filters"] = drawings.draw_filters(filters, loaded.pixels.shown)
+        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
         numbers["filter_variance_shares"] = filters.shares.tolist()
     if "positions" in wanted:
         assert isinstance(model, VisionTransformer), "others have no tokens"
         similarity = position_similarity(model)
         assert similarity is not None
-        drawn["positions"] = drawings.draw_positions(similarity)
+        drawn["positions"] = galleries.draw_positions(similarity)
     return drawn
 
 
@@ -193,7 +193,7 @@ def _draw_images(
             averaged = attention.distances[:_NUM_AVERAGED]
             mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
             title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
-            drawn["distance"] = drawings.draw_distances(mean, uniform, title)
+            drawn["distance"] = galleries.draw_distances(mean, uniform, title)
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
     if isinstance(model, VisionTransformer) and "components" in wanted:
         found = patch_components(model, loaded.images(few), config.batch)

@@ -46,18 +46,17 @@ def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: 
         predicted = model.predict(part, kept, places).float()
         found = errors(model.as_predicted(part), predicted, config.patch_size, model.normalise)
         losses.append((found * removed[..., 0]).sum(1).cpu() / (model.num_patches - model.num_kept))
-        as_predicted = patches_of(model.as_predicted(part).float(), config.patch_size)
+        patches = patches_of(model.as_predicted(part).float(), config.patch_size)
         if model.normalise:
-            variance, mean = torch.var_mean(as_predicted, dim=-1, keepdim=True)
+            variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
             predicted = predicted * (variance + 1e-6).sqrt() + mean
-        pixels, P = config.pixels, config.patch_size
-        read = pixels.mean, pixels.std
-        predicts = read if (model.mean, model.std) == (HALF, HALF) else (model.mean, model.std)
-        own_mean, own_std, mean, std = (torch.tensor(v, device=part.device).repeat(P**2) for v in (*read, *predicts))
-        patches = patches_of(part.float(), P) * own_std + own_mean
+        pixels = config.pixels
+        is_as_read = (model.mean, model.std) == (HALF, HALF)
+        of = (pixels.mean, pixels.std) if is_as_read else (model.mean, model.std)
+        mean, std = (torch.tensor(values, device=part.device).repeat(config.patch_size**2) for values in of)
         grey = _GREY ** (1 / pixels.shown_power)  # as it is shown
-        masked.append(_image_of(torch.where(removed, grey, patches), config))
-        painted.append(_image_of(torch.where(removed, predicted * std + mean, patches), config))
+        masked.append(_image_of(torch.where(removed, grey, patches * std + mean), config))
+        painted.append(_image_of(torch.where(removed, predicted, patches) * std + mean, config))
     return Reconstruction(np.concatenate(masked), np.concatenate(painted), torch.cat(losses))
 
 

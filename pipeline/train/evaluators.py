@@ -16,8 +16,7 @@ from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
-from pipeline.evaluate.classify import ClassificationScores, Predictions, predict, score
-from pipeline.evaluate.measured import Means, means
+from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader

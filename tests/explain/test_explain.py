@@ -17,7 +17,7 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.evaluate import features, shown
-from pipeline.explain import drawings, explain, galleries
+from pipeline.explain import explain, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
@@ -265,13 +265,13 @@ def test_order_of_the_sheet() -> None:
 def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
     config = models.configure("ViT-mu/8", 28, covered=False)  # centres at 4, 12 and 20
     values = np.outer([0.0, 1.0, 0.0], [1.0, 2.0, 5.0])
-    found = drawings.enlarge(values, config, (28, 28))
+    found = galleries.enlarge(values, config, (28, 28))
     at = np.arange(28) + 0.5
     expected = np.outer(np.interp(at, [4, 12, 20], [0, 1, 0]), np.interp(at, [4, 12, 20], [1, 2, 5]))
     np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(drawings.enlarge(np.full((3, 3), 7.0), config, (28, 28)), 7)
+    np.testing.assert_allclose(galleries.enlarge(np.full((3, 3), 7.0), config, (28, 28)), 7)
     # A drawing with twice the model's pixels has the map at the same places.
-    larger = drawings.enlarge(values, config, (56, 84))
+    larger = galleries.enlarge(values, config, (56, 84))
     expected = [
         np.interp((np.arange(side) + 0.5) * 28 / side, [4, 12, 20], row)
         for side, row in ((56, [0, 1, 0]), (84, [1, 2, 5]))

@@ -118,7 +118,7 @@ def probe(
             ridge = None
             if len(places):
                 ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
-            of_seeds.append([count_right(ridge and partial(ridge.classify, l2=l2)) for l2 in config.l2])
+            of_seeds.append([count_right(partial(ridge.classify, l2=l2) if ridge else None) for l2 in config.l2])
         for l2, rights in zip(config.l2, np.swapaxes(of_seeds, 0, 1), strict=True):
             column = (rights.sum(1) / len(values)).tolist()
             row = {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column)}

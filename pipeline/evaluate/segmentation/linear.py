@@ -1,11 +1,13 @@
-"""A linear layer on the patch tokens of a frozen ViT, and its training on random crops, as in DINOv3 (arXiv 2508.10104;
-dinov3/eval/segmentation).
+"""A linear layer on the patch tokens of a frozen ViT: its training on random crops, as in DINOv3 (arXiv 2508.10104;
+dinov3/eval/segmentation), the classes that it tells in whole images by overlapping windows, and their mIoU.
 
-Shapes: B images or crops, S their side, C channels, H, W height and width, h x w patches, D width, K classes.
+Shapes: B images or crops, S side of a crop or a window, C channels, H, W height and width, h x w patches, D width, n
+images, K classes.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
@@ -17,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
+from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.segmentation.masks import NO_CLASS, MaskClasses
 from pipeline.evaluate.segmentation.pairs import MaskedPairs, in_order, pair_reader
@@ -30,6 +33,14 @@ _ORDER, _CROP = Purpose.named("segmentation order"), Purpose.named("segmentation
 _WEIGHT_DECAY, _WARMUP, SCALES = 1e-3, 0.0375, (0.5, 2.0)
 # Batches that are read ahead.
 _AHEAD = 2
+# Windows begin at multiples of this share of their side: 341 of 512 pixels in DINOv3
+# (dinov3/eval/segmentation/config.py).
+_STRIDE = 2 / 3
+# Logits that are interpolated to an image's own size at a time: 256 MiB.
+_MAX_LOGITS = 2**26
+# Resamples of the interval, and how many are drawn at a time: 8 bytes of each for each image or group.
+_RESAMPLES, _BLOCK = 1000, 50
+_BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
 
 @torch.no_grad()
@@ -187,3 +198,113 @@ def scaled(height: int, width: int, short: int) -> tuple[int, int]:
     if height > width:
         return int(short * height / width + 0.5), short
     return short, int(short * width / height + 0.5)
+
+
+@torch.no_grad()
+def segment(image: np.ndarray, loaded: LoadedModel, head: nn.Module, config: SegmentConfig) -> np.ndarray:
+    """(H, W, C) of the type of a batch -> int16 (H, W), the class of each pixel.
+
+    The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that
+    cover a place, then interpolated to H x W.
+    """
+    side = min(loaded.image_size)
+    size = image.shape[0], image.shape[1]
+    height, width = scaled(*size, config.short_side or side)
+    image = resize(image, (width, height), resize_method(image, (height, width), loaded.view))
+    places = [(top, left) for top in _starts(height, side) for left in _starts(width, side)]
+    total, covered = torch.zeros(()), torch.zeros(height, width, device=loaded.device)
+    for first in range(0, len(places), config.batch):
+        part = places[first : first + config.batch]
+        windows = torch.from_numpy(np.stack([image[top : top + side, left : left + side] for top, left in part]))
+        logits = logits_of(loaded, head, windows)
+        if not first:
+            total = logits.new_zeros(logits.shape[1], height, width)
+        for (top, left), of_window in zip(part, logits, strict=True):
+            total[:, top : top + side, left : left + side] += of_window
+            covered[top : top + side, left : left + side] += 1
+    return _largest(total / covered, size).to(torch.int16).cpu().numpy()
+
+
+def _starts(length: int, side: int) -> list[int]:
+    """Where windows begin along a side of the image; the last ends with it."""
+    stride = round(side * _STRIDE)
+    number = -(-(length - side) // stride) + 1
+    return [min(i * stride, length - side) for i in range(number)]
+
+
+def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
+    """(K, h, w) -> int64 `size`: the class with the largest logit after interpolation, a few rows of pixels at a
+    time.
+    """
+    rows, columns = (
+        between_centres(long, (torch.arange(few) + 0.5) * long / few - 0.5).to(logits)
+        for long, few in zip(size, logits.shape[1:], strict=True)
+    )
+    step = max(1, _MAX_LOGITS // (len(logits) * size[1]))
+    return torch.cat([(part @ logits @ columns.T).argmax(0) for part in rows.split(step)])
+
+
+def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+    """int64 (3, K): of the pixels that have a class, those of each class that are right, predicted as it, and truly of
+    it.
+    """
+    known = true >= 0
+    parts = true[known & (true == predicted)], predicted[known], true[known]
+    return np.stack([np.bincount(classes, minlength=num_classes) for classes in parts])
+
+
+@dataclass(frozen=True)
+class SegmentationScore:
+    """The mIoU in [0, 1], and its 95 % interval over images, or over groups of them; NaN for one. num_groups: None
+    without groups.
+    """
+
+    miou: float
+    low: float
+    high: float
+    num_groups: int | None
+
+
+def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
+    """The score of images together. counts: (n, 3, K) of `count`. groups: (n,), the group of each, such as a video;
+    empty without.
+
+    The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it
+    is the resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their
+    deviation.
+    """
+    value = float(miou(counts.sum(0)))
+    # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
+    units, num_groups = counts.astype(np.float64), None
+    if len(groups):
+        numbers = np.unique(groups, return_inverse=True)[1]
+        num_groups = int(numbers.max()) + 1
+        units = np.zeros((num_groups, *counts.shape[1:]))
+        np.add.at(units, numbers, counts)
+    low = high = np.nan
+    if len(units) > 1:
+        resampled = _resampled(units)
+        low, high = np.quantile(resampled, [0.025, 0.975]).tolist()
+        if num_groups is not None:
+            half = quantile(freedom_of_groups(units[:, 2].sum(1))) * float(np.std(resampled))
+            half *= (num_groups / (num_groups - 1)) ** 0.5
+            low, high = max(0.0, value - half), min(1.0, value + half)
+    return SegmentationScore(value, low, high, num_groups)
+
+
+def miou(counts: np.ndarray) -> np.ndarray:
+    """(..., 3, K) -> float64 (...): the mean over the classes that occur of intersection over union."""
+    right, predicted, true = np.moveaxis(counts, -2, 0)
+    union = predicted + true - right
+    return (right / np.maximum(union, 1)).sum(-1) / np.maximum((union > 0).sum(-1), 1)
+
+
+def _resampled(units: np.ndarray) -> np.ndarray:
+    """float64 (1000,), the mIoU of u images, or groups, drawn with replacement. units: (u, 3, K)."""
+    num_units, found = len(units), []
+    for first in range(0, _RESAMPLES, _BLOCK):
+        resamples = np.arange(first, first + _BLOCK)[:, None]
+        rows = random_numbers.bits(0, _BOOTSTRAP, resamples, np.arange(num_units)) % np.uint64(num_units)
+        times = np.stack([np.bincount(row, minlength=num_units) for row in rows.astype(np.int64)]).astype(np.float64)
+        found.append(miou(np.tensordot(times, units, 1)))
+    return np.concatenate(found)

@@ -80,11 +80,9 @@ class MaskClasses:
 
     def encoded(self, numbers: np.ndarray) -> bytes:
         """int16 (H, W) numbers of classes -> a PNG that `decode_mask` reads as their values."""
-        values = self.values[numbers]
-        if values.max() >= _COLOUR:
-            image = Image.fromarray(self.colours()[numbers])
-        else:
-            image = Image.fromarray(values.astype(np.uint8 if self.values[-1] < 256 else np.uint16))
+        kind = np.uint8 if self.values[-1] < 256 else np.uint16
+        values = self.colours() if self.values[0] >= _COLOUR else self.values.astype(kind)
+        image = Image.fromarray(values[numbers])
         image.save(buffer := io.BytesIO(), "PNG")
         return buffer.getvalue()
 

@@ -25,7 +25,15 @@ from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
-from pipeline.evaluate.segmentation.linear import batches, linear_head, train
+from pipeline.evaluate.segmentation.linear import (
+    SegmentationScore,
+    batches,
+    count,
+    linear_head,
+    score,
+    segment,
+    train,
+)
 from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import (
     MaskedPairs,
@@ -36,7 +44,6 @@ from pipeline.evaluate.segmentation.pairs import (
     read_image,
     scan,
 )
-from pipeline.evaluate.segmentation.score import SegmentationScore, count, score, segment
 from pipeline.model import VisionTransformer
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import hold
@@ -59,16 +66,16 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
-    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
-    if config.apply:
-        splits["apply_split"] = "apply"
-    refuse_without_dataset(config, **splits)
     loaded = load_model(config)
     _check_model(config, loaded)
     learnt, scored = open_pairs(config, loaded.pixels)
     folder = output_folder(config.out, config.weights, "segment", _scored_on(config), holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
+    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
+    if config.apply:
+        splits["apply_split"] = "apply"
+    refuse_without_dataset(config, **splits)
     remedy = "Check the images and masks, or raise max_bad_share."
     budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
     classes = scan(config, budget, learnt, scored)

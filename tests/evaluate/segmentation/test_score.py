@@ -10,17 +10,17 @@ from scipy import stats
 from torch.nn.functional import interpolate
 
 from pipeline.evaluate.loaded_model import LoadedModel, load_model
-from pipeline.evaluate.segmentation import score
+from pipeline.evaluate.segmentation import linear
 from pipeline.evaluate.segmentation.linear import linear_head, patch_tokens
 
 
 def counted(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
     """Of images with one row each."""
-    return np.stack([score.count(*rows, num_classes) for rows in zip(true, predicted, strict=True)])
+    return np.stack([linear.count(*rows, num_classes) for rows in zip(true, predicted, strict=True)])
 
 
-def scored(counts: np.ndarray, groups: object = ()) -> score.SegmentationScore:
-    return score.score(counts, np.array(groups, np.int64))
+def scored(counts: np.ndarray, groups: object = ()) -> linear.SegmentationScore:
+    return linear.score(counts, np.array(groups, np.int64))
 
 
 def test_groups_are_drawn_whole() -> None:
@@ -29,7 +29,7 @@ def test_groups_are_drawn_whole() -> None:
     counts = counted(rng.integers(-1, 4, (12, 50)), rng.integers(0, 4, (12, 50)), 4)
     found = scored(counts, [5, 5, 7, 7, 7, 7, 7, 2, 2, 2, 2, 2])
     summed = np.stack([counts[of].sum(0) for of in (slice(7, 12), slice(0, 2), slice(2, 7))])
-    draws, pixels = score._resampled(summed.astype(float)), summed[:, 2].sum(1)
+    draws, pixels = linear._resampled(summed.astype(float)), summed[:, 2].sum(1)
     freedom = pixels.sum() ** 2 / (pixels**2).sum() - 1
     half = stats.t.ppf(0.975, freedom) * draws.std() * (3 / 2) ** 0.5
     assert (found.low, found.high) == pytest.approx((max(0, found.miou - half), min(1, found.miou + half)))
@@ -94,15 +94,15 @@ def test_windows_cover_the_image_and_are_averaged(loaded: LoadedModel) -> None:
         times[left : left + side] += 1
     expected = (total / times).argmax(0).numpy()
     for batch in (1, 3, 64):
-        assert np.array_equal(score.segment(image, loaded, head, settings("i", "m", f"batch={batch}")), expected)
+        assert np.array_equal(linear.segment(image, loaded, head, settings("i", "m", f"batch={batch}")), expected)
     # Twice as large, it is resized first, and the result has its own size.
     twice = image.repeat(2, 0).repeat(2, 1)
-    found = score.segment(twice, loaded, head, settings())
+    found = linear.segment(twice, loaded, head, settings())
     assert found.shape == twice.shape[:2]
     assert (found[::2, ::2] == expected).mean() > 0.9
     # With short_side, its own pixels are read, in windows of the same size.
     assert np.array_equal(
-        score.segment(twice, loaded, head, settings("i", "m", "short_side=32"))[:11, :11],
+        linear.segment(twice, loaded, head, settings("i", "m", "short_side=32"))[:11, :11],
         expected_at(twice[:16, :16])[:11, :11],
     )
 
@@ -111,5 +111,5 @@ def test_interpolation_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     logits = torch.randn(7, 6, 5, generator=torch.Generator().manual_seed(0))
     whole = interpolate(logits[None], size=(40, 31), mode="bilinear", align_corners=False)[0].argmax(0)
     for rows_at_once in (1, 3, 7, 100):
-        monkeypatch.setattr(score, "_MAX_LOGITS", rows_at_once * 7 * 31)
-        assert torch.equal(score._largest(logits, (40, 31)), whole)
+        monkeypatch.setattr(linear, "_MAX_LOGITS", rows_at_once * 7 * 31)
+        assert torch.equal(linear._largest(logits, (40, 31)), whole)
