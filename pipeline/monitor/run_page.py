@@ -248,9 +248,8 @@ class RunFacts:
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""
         images = step * self.images_per_step
-        if not images:
-            return {}
-        return {"images_seen": images, "exaflops": self.images_per_step * (step * self.flops_per_image) / 1e18}
+        exaflops = self.images_per_step * (step * self.flops_per_image) / 1e18
+        return {"images_seen": images, "exaflops": exaflops} if images else {}
 
 
 def source_tags() -> dict[str, str]:
