@@ -115,14 +115,6 @@ class CollapseReports:
         return [line]
 
 
-def stragglers(seconds: Sequence[float], ratio: float) -> dict[int, float]:
-    """Returns rank -> its time over the median, for ranks above `ratio`. seconds: each rank's own work, without
-    waiting.
-    """
-    median = statistics.median_low(seconds)
-    return {rank: own / median for rank, own in enumerate(seconds) if median > 0 and own > ratio * median}
-
-
 class SlowRanks:
     """Reports each straggler once, after two readings in a row, and once more when it is normal again."""
 
@@ -135,7 +127,9 @@ class SlowRanks:
         """A line for all ranks that have become slow, and one for all that are normal again. seconds: each rank's own
         work.
         """
-        slow = stragglers(seconds, self.ratio) if self.ratio else {}
+        median = statistics.median_low(seconds)
+        is_on = self.ratio and median > 0
+        slow = {rank: own / median for rank, own in enumerate(seconds) if is_on and own > self.ratio * median}
         # Two readings, because any host may be busy for a moment.
         new = sorted(self._before & slow.keys() - self._named)
         over = sorted(self._named - self._before - slow.keys())

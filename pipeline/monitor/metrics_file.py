@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.base.files import write_text
+
 METRICS_FILE = "metrics.jsonl"
 # Metrics are numbers of float32; the square of a larger one, or its share in per cent, would be infinite.
 _MAX_VALUE = 1e39
@@ -36,22 +38,11 @@ class Record:
         return json.dumps({"step": self.step, "time": self.time, "metrics": readable}).encode() + b"\n"
 
 
-@dataclass(frozen=True)
-class Repair:
-    """New content of metrics.jsonl for a run that continues from a step. See `repair`.
+def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
+    """Remove the records of steps after `last_step`, from which a run continues, and damaged lines.
 
-    changed: whether `lines` differ from the file. logged: the metrics that the step itself has. notes: lines for the
-    log that say what is removed.
+    Returns (the metrics that this step has, lines for the log that say what was removed).
     """
-
-    lines: list[bytes]
-    changed: bool
-    logged: dict[str, float]
-    notes: list[str]
-
-
-def repair(path: Path, last_step: int) -> Repair:
-    """Plan to remove records of steps after `last_step`, and damaged lines."""
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
@@ -65,12 +56,13 @@ def repair(path: Path, last_step: int) -> Repair:
         else:
             lines.append(line if line.endswith(b"\n") else line + b"\n")
             logged |= record.metrics if record.step == last_step else {}
+    if lines != old:
+        write_text(path, b"".join(lines).decode())
     counts = {
         f"records after step {last_step:,}, from which the run continues": num_later,
         "damaged lines": num_damaged,
     }
-    notes = [f"{path}: removed {count:,} {what}" for what, count in counts.items() if count]
-    return Repair(lines, lines != old, logged, notes)
+    return logged, [f"{path}: removed {count:,} {what}" for what, count in counts.items() if count]
 
 
 def open_to_append(path: Path) -> BinaryIO:

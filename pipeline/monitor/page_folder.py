@@ -74,12 +74,10 @@ class PageFolder:
     def __init__(self, run_folder: Path) -> None:
         self.run_folder, self.path = run_folder, run_folder / PAGE
         self.file = run_folder / RUN_FILE
-        self._began: RunFile | None = None
 
     def begin(self, experiment: str, facts: RunFacts, start: Start) -> None:
         """Write the facts and the start of a run, which has no end; a report has no starts."""
-        self._began = RunFile(experiment, facts, (*self.starts(), start) if facts.steps else ())
-        self._write(self._began)
+        self._write(RunFile(experiment, facts, (*self.starts(), start) if facts.steps else ()))
 
     def write_text(self, name: str, lines: list[str]) -> None:
         """Write a text file, such as plan.txt."""
@@ -88,7 +86,7 @@ class PageFolder:
 
     def end(self, end: End) -> None:
         """Write how the start ended."""
-        self._write(replace(self._began or self.read_facts(), end=end))
+        self._write(replace(self.read_facts(), end=end))
 
     def _write(self, content: RunFile) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -248,14 +248,13 @@ class RunFacts:
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""
         images = step * self.images_per_step
-        if not images:
-            return {}
-        return {"images_seen": images, "exaflops": self.images_per_step * (step * self.flops_per_image) / 1e18}
+        exaflops = self.images_per_step * (step * self.flops_per_image) / 1e18
+        return {"images_seen": images, "exaflops": exaflops} if images else {}
 
 
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
-    program = _relative(sys.argv[0])
+    program = "/".join(Path(sys.argv[0]).resolve().parts[-2:])  # As one would type it: launch/pretrain.py.
     return {
         "mlflow.user": _user(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
@@ -292,12 +291,6 @@ def installed_packages() -> list[str]:
     """
     folders = {found.stem for path in sys.path for found in Path(path).glob("*.dist-info")}
     return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
-
-
-def _relative(program: str) -> str:
-    """`launch/pretrain.py` rather than its absolute path, as one would type it."""
-    path = Path(program).resolve()
-    return str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name
 
 
 def _user() -> str:

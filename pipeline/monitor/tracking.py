@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import naming
-from pipeline.base.files import write_text
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
@@ -128,14 +127,11 @@ class Tracker:
 
     def _remove_after(self, step: int, repeats: bool) -> list[str]:
         """Remove the records of later steps. repeats: whether these steps run again with the same values."""
-        plan = repair(self.path, step)
         with contextlib.ExitStack() as exports:
             for export in self._exports:
                 exports.enter_context(export.rewriting(None if repeats else step))
-            if plan.changed:
-                write_text(self.path, b"".join(plan.lines).decode())
-        self._logged = plan.logged
-        return plan.notes
+            self._logged, notes = repair(self.path, step)
+        return notes
 
 
 def send_report(

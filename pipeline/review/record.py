@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import SPREAD, Metric, score_of
+from pipeline.base.metric import Metric, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
-from pipeline.experiment.score_table import OVERALL, UNPUBLISHED_TAG, Column, column_of
+from pipeline.experiment.score_table import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts
 
 PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")
+_MIN_LOGGED = 5
 _TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
 
 
@@ -173,6 +174,11 @@ class RunRecord(RunFacts):
         images = np.diff(speed.steps.astype(np.float64), prepend=0) * self.images_per_step
         return float(np.sum(np.divide(images, speed.values, out=np.zeros(len(speed)), where=speed.values > 0)))
 
+    def median(self, name: str) -> float | None:
+        """Median of a metric over the log lines; None for fewer than five, because the first ones are slow."""
+        series = self.series.get(name)
+        return float(np.nanmedian(series.values)) if series and len(series) >= _MIN_LOGGED else None
+
     @property
     def ranks(self) -> int:
         return int(self.parameters.get("ranks", 0))
@@ -206,24 +212,6 @@ class RunRecord(RunFacts):
             self.settings.get("probe.split")
         )
 
-    @cached_property
-    def further(self) -> dict[str, str]:
-        """What figures show beside accuracy and losses, of the held-out split, the objective and probes: own name ->
-        metric.
-        """
-        logged = [
-            name
-            for name, metric in self.metrics.items()
-            if name in self.series and (metric.group == "train" or name in SPREAD)
-        ]
-        found = {name.removeprefix(f"{self.split}_"): name for name in self.held_out}
-        found |= {name: name for name in (*self.probes, *logged)}
-        return {own: name for own, name in found.items() if own not in ("top1", "top5", "loss")}
-
-    def of_split(self, name: str) -> Series | None:
-        """A metric of the held-out split by its name without the split, such as "top1"."""
-        return self.series.get(f"{self.split}_{name}")
-
     def _at(self, name: str, step: int, otherwise: float) -> float:
         """The value of a metric at a step, `otherwise` where it has none."""
         series = self.series.get(name)
@@ -249,10 +237,20 @@ class RunRecord(RunFacts):
 
     @cached_property
     def last_score(self) -> Score | None:
-        """The last score: of `scored`, over a grid's seeds, or over a sweep's tasks. None without one."""
+        """The last score: of `scored`, else over a sweep's tasks or a grid's seeds. None without one."""
         if self.scored:
             return self.score_at(-1, self.scored)
-        return self._vtab_score() if self.kind == "vtab" else self._grid_score()
+        if self.sweep:
+            mean = self.sweep.means.get(OVERALL)
+            name = f"{OVERALL}, not all of the published files" if self.sweep.unpublished else OVERALL
+            return mean and Score(name, mean.accuracy, None, mean.num_test, mean.interval)
+        if not (tops := self.seed_scores):
+            return None
+        num, effective = (self.results["runs"][0].get(name, 0) for name in ("num_samples", "effective_images"))
+        effective = effective or num
+        interval = of_seeds(tops, num) if len(tops) > 1 else of_samples(tops[0], effective) if num else None
+        name = f"{self.results.get('split', '')} top-1".strip()
+        return Score(name, float(np.mean(tops)), None, num, interval, effective=effective)
 
     @cached_property
     def best_score(self) -> Score | None:
@@ -274,19 +272,3 @@ class RunRecord(RunFacts):
             by_seed.setdefault(row["seed"], []).append(row["accuracy"])
         means = [float(np.mean(of_seed)) for of_seed in by_seed.values() if len(of_seed) == len(TASKS)]
         return means or [run["top1"] for run in self.results.get("runs", ())]
-
-    def _grid_score(self) -> Score | None:
-        if not (tops := self.seed_scores):
-            return Score("top-1", float(self.series["top1"].values[-1])) if "top1" in self.series else None
-        num, effective = (self.results["runs"][0].get(name, 0) for name in ("num_samples", "effective_images"))
-        effective = effective or num
-        interval = of_seeds(tops, num) if len(tops) > 1 else of_samples(tops[0], effective) if num else None
-        name = f"{self.results.get('split', '')} top-1".strip()
-        return Score(name, float(np.mean(tops)), None, num, interval, effective=effective)
-
-    def _vtab_score(self) -> Score | None:
-        is_vtab = not (self.sweep.unpublished if self.sweep else self.tags.get(UNPUBLISHED_TAG))
-        name = OVERALL if is_vtab else f"{OVERALL}, not all of the published files"
-        if self.sweep and (mean := self.sweep.means.get(OVERALL)):
-            return Score(name, mean.accuracy, None, mean.num_test, mean.interval)
-        return Score(name, float(self.series["vtab_mean"].values[-1])) if "vtab_mean" in self.series else None

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,11 @@ from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import FIGURES
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
-from pipeline.review.budgets import finite
 from pipeline.review.compare import shown, when, write_report
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
 from pipeline.review.record import RunRecord, best_of, title_of
-from pipeline.review.table import PLACES, median_speed, row, weights_of
+from pipeline.review.table import PLACES, row, weights_of
 from pipeline.settings import changes
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
@@ -149,8 +147,10 @@ def lineage(record: RunRecord) -> Iterator[tuple[str, ...]]:
         )
         path = Path(used.path).absolute()  # The checkpoint itself may have been removed since.
         around = next((folder for folder in path.parents[:4] if is_run(folder)), None) or run_of_checkpoint(path)
+        if around is None:
+            return
         try:
-            record = from_folder(around) if around else replace(record, origin=None)
+            record = from_folder(around)
         except (UserError, OSError):  # A damaged run of the past is not this run's problem.
             return
 
@@ -161,7 +161,6 @@ def measured(record: RunRecord) -> Table | None:
     if not steps:
         return None
     train = record.dataset("training")
-    speed, mfu, wait = median_speed(record), _median(record, "mfu"), _median(record, "data_wait")
     planned, so_far = (record.axes(step)["exaflops"] for step in (steps, done))
     # Those of data.path, of which a batch of a mixture holds a share, as the run planned them.
     in_all = float(record.parameters.get("epochs", 0)) or (steps * batch / train.num_samples if train else 0.0)
@@ -171,19 +170,14 @@ def measured(record: RunRecord) -> Table | None:
         ("images", f"{steps * batch:,}", f"{done * batch:,}"),
         ("epochs", f"{in_all:,.1f}", f"{in_all * done / steps:,.1f}"),
         ("training exaFLOPs", f"{planned:.4g}", f"{so_far:.4g}"),
-        ("images/s, median", "–", shown(speed or None)),
-        ("MFU, median", "–", f"{mfu:.3g}"),
+        ("images/s, median", "–", shown(record.median("images_per_second"))),
+        ("MFU, median", "–", shown(record.median("mfu"))),
         ("time of training steps", "–", duration(record.training_seconds)),
         ("ranks", shown(record.ranks), f"{record.ranks} ({record.tags.get('device', '')})"),
         ("peak memory of a rank", "–", f"{np.nanmax(memory.values):.2f} GiB" if memory else "–"),
-        ("share of time that waits for data, median", "–", f"{wait:.1%}"),
+        ("share of time that waits for data, median", "–", shown(record.median("data_wait"))),
     ]
     return Table(("", "planned", "measured"), rows)
-
-
-def _median(record: RunRecord, name: str) -> float:
-    values = record.series[name].values if name in record.series else np.zeros(1)
-    return float(np.nanmedian(finite(values)))
 
 
 def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:

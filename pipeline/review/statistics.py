@@ -173,8 +173,7 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     name = Path(data).name
     if record.kind == "vtab":
         name = data = "VTAB-1k"
-        protocol = results.get("protocol", {}).get("sha256") or record.tags.get("protocol_sha256", "")
-        measure = f"{score.name}, protocol {protocol}"
+        measure = f"{score.name}, protocol {results['protocol']['sha256']}"
     elif not data:
         data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))
         name = f"{facts.name}, fingerprint {data}" if facts else Path(data).name

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,8 +16,6 @@ from pipeline.monitor.run_page import TEACHER_TAG, ModelFacts
 from pipeline.process.committed import checkpoints_of
 from pipeline.review.record import RunRecord
 
-# With fewer log lines the median speed says little, because the first ones are slow.
-_MIN_SPEEDS = 5
 # Settings that are names and places, not differences.
 PLACES = ("name", "out", "track.uri", "launch.env")
 # Columns that are tags of the run.
@@ -58,7 +55,7 @@ def row(name: str, record: RunRecord) -> dict[str, Any]:
         "planned_steps": record.steps,
         "images_seen": record.images_seen,
         "exaflops": record.axes(record.last_step).get("exaflops"),
-        "images_per_second": median_speed(record),
+        "images_per_second": record.median("images_per_second"),
         "training_seconds": record.training_seconds,
         "ranks": record.ranks,
         "device_seconds": record.training_seconds * record.ranks,
@@ -119,12 +116,6 @@ def differences(values: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]
     keys = dict.fromkeys(key for of_run in values.values() for key in of_run)
     rows = [(key, *(str(of_run.get(key, "-")) for of_run in values.values())) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def median_speed(record: RunRecord) -> float:
-    """Median training speed in images/s; 0 for fewer than five log lines."""
-    speeds = record.series.get("images_per_second")
-    return float(np.median(speeds.values)) if speeds and len(speeds) >= _MIN_SPEEDS else 0.0
 
 
 def weights_of(record: RunRecord) -> tuple[list[ModelFacts], str]:

@@ -19,21 +19,18 @@ def write(path: Path, *records: tuple[int, dict[str, float]]) -> list[bytes]:
 def test_a_file_in_order_is_kept_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = write(path, (1, {"loss": 1.0}), (2, {"loss": 0.5}), (2, {"top1": 0.1}))
-    plan = repair(path, 2)
-    assert (plan.lines, plan.changed, plan.notes) == (lines, False, [])
-    assert plan.logged == {"loss": 0.5, "top1": 0.1}
+    assert repair(path, 2) == ({"loss": 0.5, "top1": 0.1}, [])
+    assert path.read_bytes() == b"".join(lines)
 
 
 def test_later_steps_and_damage_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = write(path, (1, {"loss": 1.0}), (2, {"loss": 0.5, "lr": 0.1}), (4, {"loss": 0.3}), (3, {"loss": 0.4}))
     path.write_bytes(b"".join(lines) + b'{"step": 5, "ti')
-    plan = repair(path, 3)
-    assert plan.lines == [*lines[:2], lines[3]]
-    assert plan.changed
-    assert len(plan.notes) == 2
-    path.write_bytes(b"".join(plan.lines))
-    assert not repair(path, 3).changed
+    logged, notes = repair(path, 3)
+    assert (logged, len(notes)) == ({"loss": 0.4}, 2)
+    assert path.read_bytes() == b"".join([*lines[:2], lines[3]])
+    assert repair(path, 3) == (logged, [])
     assert by_name(read_metrics(path)[0])["loss"] == {1: 1.0, 2: 0.5, 3: 0.4}
 
 

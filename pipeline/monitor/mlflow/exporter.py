@@ -13,7 +13,7 @@ from pipeline.monitor.export import Sent, warn
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.connection import active_run, connect, experiment_id
 from pipeline.monitor.mlflow.models import LoggedModels
-from pipeline.monitor.mlflow.refusals import Refusals, what_failed
+from pipeline.monitor.mlflow.refusals import what_failed
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
@@ -51,7 +51,7 @@ class MlflowExporter(LoggedModels):
         self.title = f"MLflow at {self.destination}"
         self.artifacts, self.config, self.facts, self.page = artifacts, config, facts, PageFolder(folder)
         self.find_models = find_models
-        self.refusals = Refusals(lambda: active_run(self.client, self.sent.run_id) is not None)
+        self.refused = set()
         self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
 
     def connect(self) -> None:
@@ -88,19 +88,19 @@ class MlflowExporter(LoggedModels):
 
         items = [Param(name, str(value)[:_MAX_VALUE]) for name, value in self.facts.parameters.items()]
         for first in range(0, len(items), _MAX_PARAMETERS):
-            self.refusals.send_each(
+            self.send_each(
                 items[first : first + _MAX_PARAMETERS],
                 lambda param: f"parameter {param.key}",
                 lambda some: self.client.log_batch(self.sent.run_id, params=some),
             )
         if inputs := dataset_inputs(self.facts.datasets):
-            self.refusals.allows("the data sets", lambda: self.client.log_inputs(self.sent.run_id, inputs))
+            self.allows("the data sets", lambda: self.client.log_inputs(self.sent.run_id, inputs))
 
     def _set_tags(self, what: str, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
         set_tags = [RunTag(name, text[:_MAX_TAG]) for name, text in tags.items()]
-        self.refusals.allows(what, lambda: self.client.log_batch(self.sent.run_id, tags=set_tags))
+        self.allows(what, lambda: self.client.log_batch(self.sent.run_id, tags=set_tags))
 
     def log(self, records: Sequence[Record]) -> None:
         def send(some: Sequence[Record]) -> None:
@@ -111,7 +111,7 @@ class MlflowExporter(LoggedModels):
             tags = [RunTag(name, text) for name, text in self._tags_of(some).items()]
             self.client.log_batch(self.sent.run_id, metrics=points, tags=tags)
 
-        self.refusals.send_each(records, lambda record: f"the metrics of step {record.step:,}", send)
+        self.send_each(records, lambda record: f"the metrics of step {record.step:,}", send)
 
     def _tags_of(self, records: Sequence[Record]) -> dict[str, str]:
         """The tags that show in the list of runs how far this one is, how good, and whether points follow twice."""
@@ -130,7 +130,7 @@ class MlflowExporter(LoggedModels):
 
     def upload(self, path: Path, name: str) -> None:
         folder = name.rpartition("/")[0] or None
-        self.refusals.allows(str(path), lambda: self.client.log_artifact(self.sent.run_id, str(path), folder))
+        self.allows(str(path), lambda: self.client.log_artifact(self.sent.run_id, str(path), folder))
 
     def finish(self, end: End) -> None:
         self._set_tags("how the run ended", end.tags)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pipeline.monitor.export import Exporter, Scores, SentModel, warn
+from pipeline.monitor.export import Scores, SentModel, warn
 from pipeline.monitor.mlflow.connection import found_by
-from pipeline.monitor.mlflow.refusals import Refusals
+from pipeline.monitor.mlflow.refusals import RefusableExporter
 from pipeline.monitor.run_page import NOTE, ModelFacts, RunFacts, dataset_name
 from pipeline.settings.run import TrackConfig
 
@@ -40,18 +39,16 @@ SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
 The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
 
 
-class LoggedModels(Exporter):
+class LoggedModels(RefusableExporter):
     """The part of `MlflowExporter` that shows checkpoints.
 
     find_models: returns those to show, during the run (False) or after its end (True). config: whether weights are
     uploaded, and the name of a registered model.
     """
 
-    client: Any
     experiment_id: str
     facts: RunFacts
     config: TrackConfig
-    refusals: Refusals
     find_models: Callable[[bool], list[ModelFacts]]
 
     def show_models(self, scores: Scores, ended: bool) -> None:
@@ -73,9 +70,9 @@ class LoggedModels(Exporter):
             ):
                 continue
             show = partial(self._show, model, of_step)
-            if self.refusals.allows(f"the logged model of {model.path}", show, optional=True) and name:
+            if self.allows(f"the logged model of {model.path}", show, optional=True) and name:
                 version = f"{model.path} as a version of the registered model {name}"
-                self.refusals.allows(version, partial(self._register, model, of_step))
+                self.allows(version, partial(self._register, model, of_step))
 
     def _show(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
         """Show a model, and the scores of its step as measured on the data of the evaluation."""
@@ -117,7 +114,7 @@ class LoggedModels(Exporter):
             client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])
         file = Path(model.path, WEIGHTS)
         if self.config.upload_weights and file.is_file():  # It may just have been removed, or be in a bucket.
-            self.refusals.allows(str(file), partial(client.log_model_artifact, made.model_id, str(file)))
+            self.allows(str(file), partial(client.log_model_artifact, made.model_id, str(file)))
         return str(made.model_id)
 
     def _register(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.base.words import on_one_line
-from pipeline.monitor.export import warn
+from pipeline.monitor.export import Exporter, warn
+from pipeline.monitor.mlflow.connection import active_run
 from pipeline.monitor.run_page import hide_passwords
 
 T = TypeVar("T")
@@ -15,25 +16,24 @@ _MAX_REASON = 300
 _TOO_LARGE = "failed with error code 413 "
 
 
-class Refusals:
-    """Items that a store refused and would refuse again: each is reported once and skipped.
+class RefusableExporter(Exporter):
+    """An exporter whose store refuses items, which it would refuse again: each is reported once and skipped.
 
-    is_active: whether the run exists; a deleted one refuses everything. names: what will never arrive in this store.
+    refused: what will never arrive in this store.
     """
 
-    def __init__(self, is_active: Callable[[], bool]) -> None:
-        self.names = set[str]()
-        self._is_active = is_active
+    client: Any
+    refused: set[str]
 
     def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
         """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors.
 
         optional: a store that has no such request refuses it.
         """
-        if name in self.names:
+        if name in self.refused:
             return False
         if reason := self._reason(request, optional):
-            self.names.add(name)
+            self.refused.add(name)
             warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
         return not reason
 
@@ -53,9 +53,10 @@ class Refusals:
             # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
             # models; a server that does not know the request for metrics is not MLflow.
             missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")[: 1 + optional]
-            if not (is_refusal(error) or getattr(error, "error_code", "") in missing) or not self._is_active():
+            is_refused = is_refusal(error) or getattr(error, "error_code", "") in missing
+            if not is_refused or not active_run(self.client, self.sent.run_id):  # A deleted run refuses everything.
                 raise
-            return one_line(error)
+            return one_line(error) or type(error).__name__
         return ""
 
 
