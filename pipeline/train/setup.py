@@ -41,7 +41,7 @@ from pipeline.checkpoint.store import (
     step_of,
     verify,
 )
-from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.checkpoint.writer import Commit
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import RUN_FOLDER, Ending, refuse_checkpoint_of_another, write_settings
 from pipeline.cluster.stop import Stop
@@ -337,9 +337,8 @@ class TrainingRun(StartingPoint):
         self.watchdog.at(step, "checkpoint")
         self.damaged.discard(step_name(step))  # It is overwritten.
         self.counts.gather_on_all_ranks()
-        commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
         with self.engine.clock.host("checkpoint"):
-            self.saver.save(step, self.engine.part(), commit)
+            self.saver.save(step, self.engine.part(), self._commit(keep))
         self.progress.saved = step
 
     def save_before_stop_on_all_ranks(self) -> None:
@@ -364,7 +363,7 @@ class TrainingRun(StartingPoint):
         )
         progress.step = progress.saved
 
-    def _commit(self, retention: Retention) -> Commit | None:
+    def _commit(self, keep: bool) -> Commit | None:
         """Content of a checkpoint other than tensors; None except on rank 0."""
         if not self.ranks.is_main:
             return None
@@ -399,7 +398,8 @@ class TrainingRun(StartingPoint):
         if isinstance(split, MixedSplit) and split.class_maps:
             extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
-        return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
+        metadata = models.safetensors_metadata(model, extra)
+        return Commit(state, engine.shapes, metadata, config.checkpoint.keep, sorted(self.damaged), keep)
 
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
