@@ -31,7 +31,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished, sync_folder, write_text
 from pipeline.base.trained_on import TrainedSet
-from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.checkpoint.sharded_tensors import Ranges, ShardedTensors
 from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
@@ -103,10 +103,10 @@ class WrittenPart:
     """A rank's finished file. ranges: (name, start, length) within each state. constants: of tensors without states."""
 
     file: str
-    ranges: list[tuple[str, int, int]]
+    ranges: Ranges
     bytes: int
     sha256: str
-    constants: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: Ranges = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from pipeline.checkpoint.sharded_tensors import (
     INDEX,
     WEIGHTS,
     CheckpointIndex,
+    Ranges,
     ShardedTensors,
     with_factors,
 )
@@ -92,9 +93,9 @@ class SaveJob:
     rank: int
     world_size: int
     states: list[str]
-    ranges: list[tuple[str, int, int]]
+    ranges: Ranges
     commit: Commit | None
-    constants: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: Ranges = field(default_factory=list)
 
     @property
     def bytes(self) -> int:

@@ -100,7 +100,9 @@ if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds, and an experi
     from pipeline.train.evaluators import Evaluator
     from pipeline.train.zero.engine import Engine
 
-# Entries of a checkpoint's identity other than settings.
+# Settings by dotted name, data and number of ranks, which identify a run.
+Identity = dict[str, Any]
+# Its entries other than settings.
 _FACTS = {
     **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
     "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
@@ -188,7 +190,7 @@ class StartingPoint(Prepared):
     ranks: Ranks
     stop: Stop
     console: Console
-    identity: dict[str, Any]
+    identity: Identity
     trained_on: Sequence[TrainedSet]
     checkpoints: Checkpoints
     resumed: AnyPath | None
@@ -570,8 +572,8 @@ def _longest_wait_minutes(config: RunConfig) -> float:
     return max(config.data.retry_minutes, config.commit_minutes)
 
 
-def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
-    """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
+    """The identity of a run, which is saved with each checkpoint."""
     dataset, split, evaluation = data.dataset, data.split, data.evaluation
     splits = [split, evaluation] if evaluation else [split]
     return {
@@ -588,7 +590,7 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
     }
 
 
-def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
+def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
     """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
@@ -604,7 +606,7 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 
 
 def find_checkpoint_on_all_ranks(
-    checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
+    checkpoints: Checkpoints, now: Identity, num_steps: int, ranks: Ranks, console: Console
 ) -> tuple[AnyPath | None, set[str]]:
     """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
 
@@ -643,13 +645,13 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
         )
 
 
-def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
+def changes_since(state: State, now: Identity) -> list[Change]:
     """Differences to the run that made a checkpoint. now: this run's `identity`."""
     known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
     return changes.differences(state.identity, now, known)
 
 
-def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
+def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
     refuse_checkpoint_of_another(path, state.identity, now)
@@ -682,7 +684,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
 
 
-def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _other_comparison(then: Identity, now: Identity) -> list[str]:
     """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than
     before.
     """
