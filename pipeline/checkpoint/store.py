@@ -351,7 +351,11 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     try:
         if (expected := Retry().read_file(str(path / CHECKSUMS), partial(read_checksums, path))) is None:
             return f"{CHECKSUMS} is missing or unreadable"
-        if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
+        needed = {"state.json"}
+        if share == 0:
+            with contextlib.suppress(OSError, UserError):  # Its checksum reports that it is damaged.
+                needed |= ShardedTensors.open(path).index.files.keys()
+        if missing := needed - expected.keys():
             return f"{min(missing)} has no checksum"
         for name, known in sorted(expected.items())[share::shares]:
             if Retry().read_file(str(path / name), partial(checksum, path / name)) != known:
@@ -361,14 +365,6 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _listed_files(path: AnyPath) -> set[str]:
-    """Files listed in index.json; empty if it is damaged, which its checksum reports."""
-    try:
-        return set(ShardedTensors.open(path).index.files)
-    except (OSError, UserError):
-        return set()
 
 
 def read_state(path: AnyPath) -> State:
