@@ -31,9 +31,9 @@ from pipeline.experiment.identity import claim
 from pipeline.experiment.page import ExperimentPage
 from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
-from pipeline.settings.changes import Fact
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import TrackConfig
+from pipeline.settings.schema import Fact
 
 OUTPUT, NOTES = "output", "notes"
 # Least time between two answers of an unfinished experiment, each of which draws figures.

@@ -24,7 +24,7 @@ from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
 from pipeline.review.record import RunRecord, Series, best_of, title_of
 from pipeline.review.table import median_speed, row, settings_of, weights_of
-from pipeline.settings import changes
+from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 
@@ -210,7 +210,7 @@ def results(record: RunRecord) -> list[Block]:
 
 def settings(record: RunRecord) -> Table:
     """Those that differ from the defaults; an evaluation has the settings of another command."""
-    defaults = {} if record.kind == "evaluation" else changes.defaults(RunConfig)
+    defaults = {} if record.kind == "evaluation" else schema.defaults(RunConfig)
     rows = [
         (name, str(value), "–" if defaults.get(name) in ("", None) else str(defaults[name]))
         for name, value in settings_of(record).items()

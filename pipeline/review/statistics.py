@@ -21,7 +21,7 @@ from pipeline.evaluate.differences import (
 )
 from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import RunRecord
-from pipeline.settings import changes
+from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 MAX_NAMED = 12
@@ -124,10 +124,10 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     """Key that runs share if only their seeds differ; None if the settings are unknown."""
     if not record.has_all_settings:
         return None
-    compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
+    compared = schema.decisive(record.settings, schema.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
     # These settings draw the excluded images by the seed.
-    defaults, by_seed = changes.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
+    defaults, by_seed = schema.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
     is_drawn = any(str(record.settings.get(name, defaults[name])) != str(defaults[name]) for name in by_seed)
     data = (*(facts.digest for facts in record.datasets), None if is_drawn else record.parameters.get("excluded"))
     # The weights in a folder may change, and a run that ended halfway is not another sample of the same training.
@@ -198,7 +198,7 @@ def _fit(record: RunRecord) -> str:
     """
     if record.scored not in record.probes:
         return ""
-    defaults, section = changes.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
+    defaults, section = schema.defaults(RunConfig), "" if record.kind == "evaluation" else "probe."
     names = {f"{section}{name}": f"probe.{name}" for name in (_KNN if record.scored.endswith("nn") else _FEW_SHOT)}
     values = {name: str(record.settings[name]) for name in names if name in record.settings}
     # The same images with groups and without have one fingerprint, but other shots.

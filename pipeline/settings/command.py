@@ -19,8 +19,7 @@ from pipeline.process.launcher_process import end_restarts
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
-from pipeline.settings.changes import facts_of
-from pipeline.settings.schema import OnChange
+from pipeline.settings.schema import OnChange, facts_of
 from pipeline.settings.yaml_reader import as_typed
 
 T = TypeVar("T")

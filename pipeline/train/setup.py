@@ -87,11 +87,10 @@ from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console, progress_line
 from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
-from pipeline.settings import changes, schema
-from pipeline.settings.changes import Change, Fact
+from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import OnChange
+from pipeline.settings.schema import Change, Fact, OnChange
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.loop import Feed, training_step
 from pipeline.train.start import Prepared
@@ -647,8 +646,8 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
 
 def changes_since(state: State, now: Identity) -> list[Change]:
     """Differences to the run that made a checkpoint. now: this run's `identity`."""
-    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
-    return changes.differences(state.identity, now, known)
+    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(schema.facts_of(RunConfig))) | _FACTS
+    return schema.differences(state.identity, now, known)
 
 
 def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
@@ -959,7 +958,7 @@ def run_facts(start: StartingPoint, origin: WeightsOrigin | None) -> RunFacts:
     dataset, split, objective = data.dataset, data.split, objectives.kind(config.train.loss)
     flops = objectives.training_flops(config, model)
     resolved = architecture.as_settings(model)
-    defaults = changes.defaults(RunConfig)
+    defaults = schema.defaults(RunConfig)
     settings = schema.flatten(schema.to_dict(config)) | ({"init.weights": origin.path} if origin else {})
     parameters = {
         **{name: value for name, value in settings.items() if value != defaults.get(name)},
