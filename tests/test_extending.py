@@ -42,7 +42,7 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.experiment.identity import claim
 from pipeline.settings import schema
-from pipeline.settings.changes import facts_of
+from pipeline.settings.schema import facts_of
 from pipeline.settings.commands.transfer import VtabConfig
 
 def settings(*given):

@@ -240,7 +240,9 @@ class Saver:
 
     def _replace_writer(self) -> None:
         """Start another writer and resend the requests that have no reply."""
-        what = f"the checkpoint writer of rank {self.ranks.rank} died ({self._last_words()})"
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        what = f"the checkpoint writer of rank {self.ranks.rank} died ({said[-1] if said else 'it was killed'})"
         unanswered = list(self._in_flight)
         self._in_flight.clear()
         if any(request.again for request in unanswered):
@@ -259,11 +261,6 @@ class Saver:
         for stream in (self._to, self._from):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it was killed"
 
     def _conclude(self) -> None:
         """Share notes, errors and the step of the last commit with all ranks. Raises the first error."""

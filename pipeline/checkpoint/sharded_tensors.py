@@ -28,6 +28,8 @@ from pipeline.data.storage.bucket import AnyPath
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
     from torch import Tensor
 
+# Parts of flattened tensors: (name, first element, number of elements).
+Ranges = list[tuple[str, int, int]]
 # The states that are not the optimizer's: weights, and their exponential moving average.
 WEIGHTS, EMA = "weights", "ema"
 INDEX = "index.json"
@@ -54,9 +56,9 @@ class RankPart:
     constant_ranges, constants: the same of tensors that no optimizer updates, of any floating-point type.
     """
 
-    ranges: list[tuple[str, int, int]]
+    ranges: Ranges
     tensors: dict[str, Sequence["Tensor"]]
-    constant_ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    constant_ranges: Ranges = field(default_factory=list)
     constants: Sequence["Tensor"] = ()
 
     def all_tensors(self) -> list["Tensor"]:
@@ -73,8 +75,8 @@ class CheckpointIndex:
 
     shapes: dict[str, list[int]]
     states: list[str]
-    files: dict[str, list[tuple[str, int, int]]]
-    constants: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
+    files: dict[str, Ranges]
+    constants: dict[str, Ranges] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of index.json."""

@@ -31,7 +31,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished, sync_folder, write_text
 from pipeline.base.trained_on import TrainedSet
-from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.checkpoint.sharded_tensors import Ranges, ShardedTensors
 from pipeline.data.storage.atomic import read_bytes, replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
@@ -103,10 +103,10 @@ class WrittenPart:
     """A rank's finished file. ranges: (name, start, length) within each state. constants: of tensors without states."""
 
     file: str
-    ranges: list[tuple[str, int, int]]
+    ranges: Ranges
     bytes: int
     sha256: str
-    constants: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: Ranges = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,11 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     try:
         if (expected := Retry().read_file(str(path / CHECKSUMS), partial(read_checksums, path))) is None:
             return f"{CHECKSUMS} is missing or unreadable"
-        if missing := ({"state.json"} | (_listed_files(path) if share == 0 else set())) - expected.keys():
+        needed = {"state.json"}
+        if share == 0:
+            with contextlib.suppress(OSError, UserError):  # Its checksum reports that it is damaged.
+                needed |= ShardedTensors.open(path).index.files.keys()
+        if missing := needed - expected.keys():
             return f"{min(missing)} has no checksum"
         for name, known in sorted(expected.items())[share::shares]:
             if Retry().read_file(str(path / name), partial(checksum, path / name)) != known:
@@ -361,14 +365,6 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-def _listed_files(path: AnyPath) -> set[str]:
-    """Files listed in index.json; empty if it is damaged, which its checksum reports."""
-    try:
-        return set(ShardedTensors.open(path).index.files)
-    except (OSError, UserError):
-        return set()
 
 
 def read_state(path: AnyPath) -> State:

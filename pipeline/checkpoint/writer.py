@@ -34,6 +34,7 @@ from pipeline.checkpoint.sharded_tensors import (
     INDEX,
     WEIGHTS,
     CheckpointIndex,
+    Ranges,
     ShardedTensors,
     with_factors,
 )
@@ -62,24 +63,18 @@ _CHUNK = 2**23
 
 
 @dataclass(frozen=True)
-class Retention:
-    """keep: number of newest checkpoints to retain. damaged: names that do not count. always: never remove this one."""
-
-    keep: int
-    damaged: list[str]
-    always: bool
-
-
-@dataclass(frozen=True)
 class Commit:
     """What rank 0's writer also needs. state: for state.json. shapes: of parameters and buffers. metadata: for
-    model.safetensors.
+    model.safetensors. keep: number of newest checkpoints to retain. damaged: names that do not count. always: never
+    remove this one.
     """
 
     state: dict[str, Any]
     shapes: dict[str, list[int]]
     metadata: dict[str, str]
-    retention: Retention
+    keep: int
+    damaged: list[str]
+    always: bool
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,9 @@ class SaveJob:
     rank: int
     world_size: int
     states: list[str]
-    ranges: list[tuple[str, int, int]]
+    ranges: Ranges
     commit: Commit | None
-    constants: list[tuple[str, int, int]] = field(default_factory=list)
+    constants: Ranges = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -151,7 +146,7 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
         if again and (final := checkpoints.committed_by(job.step, job.token)) is not None:
             if job.commit is not None:  # The previous writer died after the commit.
                 checkpoints.point_at(final)
-                _retain(checkpoints, final, job.commit.retention)
+                _retain(checkpoints, final, job.commit)
             return
         path = checkpoints.begin(job.step, job.token)
         if again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
@@ -163,7 +158,7 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
         if job.commit is not None:
             final = checkpoints.commit(path, checksums)
             committed = True
-            _retain(checkpoints, final, job.commit.retention)
+            _retain(checkpoints, final, job.commit)
         else:
             write_status(path, job.rank, job.token, WriterStatus(part=part))
     except (OSError, UserError, CrashError) as error:
@@ -246,10 +241,10 @@ def _write_rest(path: AnyPath, job: SaveJob, commit: Commit, parts: list[Written
     return checksums
 
 
-def _retain(checkpoints: Checkpoints, final: AnyPath, retention: Retention) -> None:
-    if retention.always:
+def _retain(checkpoints: Checkpoints, final: AnyPath, commit: Commit) -> None:
+    if commit.always:
         checkpoints.keep_always(final.name)
-    checkpoints.prune(final, retention.keep, set(retention.damaged) - {final.name})
+    checkpoints.prune(final, commit.keep, set(commit.damaged) - {final.name})
 
 
 def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Checksum:

@@ -53,6 +53,31 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.activations + self.inputs + self.buffers
 
 
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of an objective's parameters, and of tensors."""
+
+    trained: int
+    backbone: int  # of these the backbone's
+    backbone_largest: int  # of the backbone's largest trained tensor
+    frozen: int  # with its persistent buffers, without the teachers
+    teacher: int
+    published: int  # of a teacher that is in no checkpoint
+    undecayed: int  # trained without weight decay: biases, norms, class token, positions
+    largest: int  # of the largest trained tensor
+    # of the backbone's head, or the largest tensor that is added for training outside dense layers: it has a
+    # normalised copy
+    head: int
+    persistent: int  # of trained tensors below stage 3's threshold
+    matrices: int  # of the backbone's blocks, which Muon would update
+    largest_matrix: int  # of its kernels
+
+    @property
+    def average_bytes(self) -> int:
+        """Bytes per trained parameter of the fp32 average that a teacher is copied from."""
+        return 4 * bool(self.teacher)
+
+
 def rank_memory(model: Config, config: RunConfig, micro_batch: int, accumulation: int, world_size: int) -> Memory:
     """Returns the moment of a step with the largest memory."""
     return max(moments(model, config, micro_batch, accumulation, world_size), key=lambda moment: moment.total)
@@ -158,7 +183,7 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
         untrained = found.frozen + found.published + found.teacher
         weights = e * (p + found.persistent + math.ceil(untrained / world_size))
         gathered = e * (p + math.ceil(untrained / world_size) + min(P + untrained, MAX_LIVE_PARAMETERS))
-    gradients, buffers = _gradients_and_buffers(model, config, accumulation > 1, world_size)
+    gradients, buffers = _gradients_and_buffers(config, found, P, p, accumulation > 1, world_size)
     return [
         Memory("backward", gathered, optimizer, gradients[0], full, inputs, buffers[0]),
         Memory("reduction", gathered, optimizer, gradients[1], left, inputs if left else 0, buffers[1]),
@@ -167,13 +192,10 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
 
 
 def _gradients_and_buffers(
-    model: Config, config: RunConfig, accumulates: bool, world_size: int
+    config: RunConfig, found: Parameters, P: int, p: int, accumulates: bool, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
     stage, e = config.engine.zero_stage, dtype_of(config.engine.precision).itemsize
-    found = parameters(config, model)
-    P = found.trained
-    p = math.ceil(P / world_size)
     # The two parameter groups are updated one after the other; this is the larger.
     group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's
@@ -256,8 +278,6 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     """Bytes of all views of a micro-batch's images."""
     precision, cls = config.engine.precision, kind(config.train.loss)
-    if cls.trains_backbone_alone:
-        return input_bytes(model.image_size, micro_batch, precision, model.pixels)
     teacher = cls.teacher_config(config, model)
     views = [(ImageSize.parse(group.size), group.count, model.pixels) for group in cls.views(config)]
     if teacher and (teacher.image_size, teacher.pixels) != (model.image_size, model.pixels):
@@ -298,31 +318,6 @@ def _moments_bytes(optimizer: OptimizerConfig) -> int:
     # Where Muon has no second moment, checkpoints hold zeros.
     moments = 8 if optimizer.name != "sgd" else 4 * bool(optimizer.momentum)
     return moments + 4 * bool(optimizer.ema_decay)
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Numbers of an objective's parameters, and of tensors."""
-
-    trained: int
-    backbone: int  # of these the backbone's
-    backbone_largest: int  # of the backbone's largest trained tensor
-    frozen: int  # with its persistent buffers, without the teachers
-    teacher: int
-    published: int  # of a teacher that is in no checkpoint
-    undecayed: int  # trained without weight decay: biases, norms, class token, positions
-    largest: int  # of the largest trained tensor
-    # of the backbone's head, or the largest tensor that is added for training outside dense layers: it has a
-    # normalised copy
-    head: int
-    persistent: int  # of trained tensors below stage 3's threshold
-    matrices: int  # of the backbone's blocks, which Muon would update
-    largest_matrix: int  # of its kernels
-
-    @property
-    def average_bytes(self) -> int:
-        """Bytes per trained parameter of the fp32 average that a teacher is copied from."""
-        return 4 * bool(self.teacher)
 
 
 def parameters(config: RunConfig, model: Config) -> Parameters:

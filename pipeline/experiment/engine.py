@@ -31,9 +31,9 @@ from pipeline.experiment.page import ExperimentPage, uri_of_runs
 from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
 from pipeline.monitor.run_page import RunFacts
-from pipeline.settings.changes import Fact
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import TrackConfig
+from pipeline.settings.schema import Fact
 
 OUTPUT, NOTES = "output", "notes"
 # Least time between two answers of an unfinished experiment, each of which draws figures.

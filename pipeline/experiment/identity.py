@@ -13,9 +13,9 @@ from pipeline.base.files import as_bytes, replacing
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.experiment.spec import RunSpec
 from pipeline.monitor.origin import sha256_now
-from pipeline.settings import changes
-from pipeline.settings.changes import Fact
+from pipeline.settings import schema
 from pipeline.settings.quantities import Limit
+from pipeline.settings.schema import Fact
 
 FILE = "experiment.json"
 
@@ -52,7 +52,7 @@ def claim(
     changed = [f"{name} was {before}, is {of}" for name, before, of in pairs if before != of]
     for name, settings in now.runs.items():
         before = then.runs.get(name, settings)
-        changed += [f"{change} in {name}" for change in changes.differences(before, settings, known, "comparison")]
+        changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]
     if changed:
         more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
         raise UserError(

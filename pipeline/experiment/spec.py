@@ -37,7 +37,7 @@ from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.process import waits
 from pipeline.process.start import check_program, dying_with_parent
-from pipeline.settings import changes, schema
+from pipeline.settings import schema
 from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.run import RunConfig, TrackConfig
 
@@ -262,7 +262,7 @@ def has_ended(spec: RunSpec) -> bool:
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """The settings of a run by dotted name that its result depends on."""
     known = objectives.facts(spec.config.train.loss)
-    found = changes.decisive(objectives.flat_settings(spec.config), known, "comparison")
+    found = schema.decisive(objectives.flat_settings(spec.config), known, "comparison")
     if spec.needs and Path(str(found.get("init.weights"))).parent == Path(spec.config.out):
         del found["init.weights"]  # A path in another run of the experiment, which may be moved.
     return found

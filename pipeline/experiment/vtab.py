@@ -59,9 +59,8 @@ from pipeline.monitor.run_page import RunFacts, split_facts
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import hold
 from pipeline.settings import schema
-from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
-from pipeline.settings.schema import without_effect
+from pipeline.settings.schema import Fact, facts_of, without_effect
 
 CELLS = "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).

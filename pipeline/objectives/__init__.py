@@ -21,10 +21,9 @@ from pipeline.objectives import classification, on_meta
 from pipeline.objectives.objective import Objective
 from pipeline.objectives.parameters import optimizers
 from pipeline.settings import schema
-from pipeline.settings.changes import Fact, facts_of
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import flatten, to_dict
+from pipeline.settings.schema import Fact, facts_of, flatten, to_dict
 
 
 def kind(loss: str) -> type[Objective]:

@@ -23,7 +23,7 @@ from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
 from pipeline.review.record import RunRecord, best_of, title_of
 from pipeline.review.table import PLACES, row, weights_of
-from pipeline.settings import changes
+from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 
@@ -193,7 +193,7 @@ def score_rows(record: RunRecord) -> Iterator[tuple[str, ...]]:
 
 def settings(record: RunRecord) -> Table:
     """Those that differ from the defaults; an evaluation has the settings of another command."""
-    defaults = {} if record.kind == "evaluation" else changes.defaults(RunConfig)
+    defaults = {} if record.kind == "evaluation" else schema.defaults(RunConfig)
     rows = [
         (name, str(value), "–" if defaults.get(name) in ("", None) else str(defaults[name]))
         for name, value in record.settings.items()

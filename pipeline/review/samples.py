@@ -26,9 +26,9 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.process.committed import checkpoints_of, read_checksums
 from pipeline.settings import schema
-from pipeline.settings.changes import Fact, differences, fact_of, facts_of
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import DataConfig, RunConfig
+from pipeline.settings.schema import Fact, differences, fact_of, facts_of
 
 _STATE = "state.json"
 _TILE = 96

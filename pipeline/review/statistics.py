@@ -21,7 +21,7 @@ from pipeline.evaluate.differences import (
 )
 from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import PREDICTIONS, RunRecord, read_predictions
-from pipeline.settings import changes
+from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 # Settings of a probe that its scores depend on, beside those in their names.
@@ -121,10 +121,10 @@ def _but_the_seed(record: RunRecord) -> Hashable:
     """Key that runs share if only their seeds differ; None if the settings are unknown."""
     if not record.has_all_settings:
         return None
-    compared = changes.decisive(record.settings, changes.facts_of(RunConfig), "comparison")
+    compared = schema.decisive(record.settings, schema.facts_of(RunConfig), "comparison")
     settings = {name: str(value) for name, value in compared.items() if name != "seed"}
     # These settings draw the excluded images by the seed.
-    defaults, by_seed = changes.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
+    defaults, by_seed = schema.defaults(RunConfig), ("data.limit", "data.dev_share", "data.mix")
     is_drawn = any(str(record.settings.get(name, defaults[name])) != str(defaults[name]) for name in by_seed)
     data = (*(facts.digest for facts in record.datasets), None if is_drawn else record.parameters.get("excluded"))
     # The weights in a folder may change, and a run that ended halfway is not another sample of the same training.
@@ -187,7 +187,7 @@ def _fit(record: RunRecord) -> str:
     probe.neighbour_images=10000".
     """
     is_knn, section = record.scored.endswith("nn"), "" if record.kind == "evaluation" else "probe."
-    told, defaults = [], changes.defaults(RunConfig)
+    told, defaults = [], schema.defaults(RunConfig)
     for name in _KNN if is_knn else _FEW_SHOT:
         default = str(defaults[f"probe.{name}"])
         if (value := str(record.settings.get(f"{section}{name}", default))) != default:

@@ -19,8 +19,7 @@ from pipeline.process.launcher_process import end_restarts
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
 from pipeline.settings import schema
-from pipeline.settings.changes import facts_of
-from pipeline.settings.schema import OnChange
+from pipeline.settings.schema import OnChange, facts_of
 from pipeline.settings.yaml_reader import as_typed
 
 T = TypeVar("T")
@@ -152,19 +151,12 @@ def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
             print(f"error: {line}", file=sys.stderr, flush=True)
         elif is_of_one_rank(error):
             print(f"error on rank {rank()}: {line}", file=sys.stderr, flush=True)
-        else:
-            _let_rank_0_speak()
+        else:  # A launcher ends all ranks when the first has ended, and rank 0, which says the error, may be later.
+            with suppress(KeyboardInterrupt):
+                time.sleep(SILENT_SECONDS)
         if by_launcher and exit_code(error) == 2:
             end_restarts()
         sys.exit(exit_code(error))
-
-
-def _let_rank_0_speak() -> None:
-    """Wait until a launcher ends this rank: it ends all when the first has ended, and rank 0, which says the error of
-    all, may be later.
-    """
-    with suppress(KeyboardInterrupt):
-        time.sleep(SILENT_SECONDS)
 
 
 def fields_help(cls: type) -> str:

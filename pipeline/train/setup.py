@@ -41,7 +41,7 @@ from pipeline.checkpoint.store import (
     step_of,
     verify,
 )
-from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.checkpoint.writer import Commit
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import RUN_FOLDER, Ending, refuse_checkpoint_of_another, write_settings
 from pipeline.cluster.stop import Stop
@@ -87,11 +87,10 @@ from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console, progress_line
 from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
-from pipeline.settings import changes, schema
-from pipeline.settings.changes import Change, Fact
+from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import OnChange
+from pipeline.settings.schema import Change, Fact, OnChange
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.loop import Feed, training_step
 from pipeline.train.start import Prepared
@@ -100,7 +99,9 @@ if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds, and an experi
     from pipeline.train.evaluators import Evaluator
     from pipeline.train.zero.engine import Engine
 
-# Entries of a checkpoint's identity other than settings.
+# Settings by dotted name, data and number of ranks, which identify a run.
+Identity = dict[str, Any]
+# Its entries other than settings.
 _FACTS = {
     **dict.fromkeys(("fingerprint", "classes"), Fact(on_change="run")),
     "excluded": Fact(NOTHING_EXCLUDED, on_change="run"),
@@ -188,7 +189,7 @@ class StartingPoint(Prepared):
     ranks: Ranks
     stop: Stop
     console: Console
-    identity: dict[str, Any]
+    identity: Identity
     trained_on: Sequence[TrainedSet]
     checkpoints: Checkpoints
     resumed: AnyPath | None
@@ -337,9 +338,8 @@ class TrainingRun(StartingPoint):
         self.watchdog.at(step, "checkpoint")
         self.damaged.discard(step_name(step))  # It is overwritten.
         self.counts.gather_on_all_ranks()
-        commit = self._commit(Retention(self.config.checkpoint.keep, sorted(self.damaged), keep))
         with self.engine.clock.host("checkpoint"):
-            self.saver.save(step, self.engine.part(), commit)
+            self.saver.save(step, self.engine.part(), self._commit(keep))
         self.progress.saved = step
 
     def save_before_stop_on_all_ranks(self) -> None:
@@ -364,7 +364,7 @@ class TrainingRun(StartingPoint):
         )
         progress.step = progress.saved
 
-    def _commit(self, retention: Retention) -> Commit | None:
+    def _commit(self, keep: bool) -> Commit | None:
         """Content of a checkpoint other than tensors; None except on rank 0."""
         if not self.ranks.is_main:
             return None
@@ -399,7 +399,8 @@ class TrainingRun(StartingPoint):
         if isinstance(split, MixedSplit) and split.class_maps:
             extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
-        return Commit(state, engine.shapes, models.safetensors_metadata(model, extra), retention)
+        metadata = models.safetensors_metadata(model, extra)
+        return Commit(state, engine.shapes, metadata, config.checkpoint.keep, sorted(self.damaged), keep)
 
     # ------------------------------------------------------------------ the end
     def report_bad_samples_on_all_ranks(self) -> None:
@@ -570,8 +571,8 @@ def _longest_wait_minutes(config: RunConfig) -> float:
     return max(config.data.retry_minutes, config.commit_minutes)
 
 
-def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
-    """Settings by dotted name, data and number of ranks, which identify a run. Saved with each checkpoint."""
+def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
+    """The identity of a run, which is saved with each checkpoint."""
     dataset, split, evaluation = data.dataset, data.split, data.evaluation
     splits = [split, evaluation] if evaluation else [split]
     return {
@@ -588,7 +589,7 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> dict[str, Any]:
     }
 
 
-def refuse_other_facts(mine: dict[str, Any], of_rank_0: dict[str, Any]) -> None:
+def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
     """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
@@ -604,7 +605,7 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
 
 
 def find_checkpoint_on_all_ranks(
-    checkpoints: Checkpoints, now: dict[str, Any], num_steps: int, ranks: Ranks, console: Console
+    checkpoints: Checkpoints, now: Identity, num_steps: int, ranks: Ranks, console: Console
 ) -> tuple[AnyPath | None, set[str]]:
     """Return the newest intact checkpoint of this run (None: there is none) and the names of damaged ones.
 
@@ -643,13 +644,13 @@ def refuse_checkpoints_elsewhere(config: RunConfig) -> None:
         )
 
 
-def changes_since(state: State, now: dict[str, Any]) -> list[Change]:
+def changes_since(state: State, now: Identity) -> list[Change]:
     """Differences to the run that made a checkpoint. now: this run's `identity`."""
-    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(changes.facts_of(RunConfig))) | _FACTS
-    return changes.differences(state.identity, now, known)
+    known = (objectives.facts(now["train.loss"]) if "train.loss" in now else dict(schema.facts_of(RunConfig))) | _FACTS
+    return schema.differences(state.identity, now, known)
 
 
-def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
+def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
     refuse_checkpoint_of_another(path, state.identity, now)
@@ -682,7 +683,7 @@ def _compare(path: AnyPath, now: dict[str, Any], num_steps: int) -> list[str]:
     return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
 
 
-def _other_comparison(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _other_comparison(then: Identity, now: Identity) -> list[str]:
     """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than
     before.
     """
@@ -957,7 +958,7 @@ def run_facts(start: StartingPoint, origin: WeightsOrigin | None) -> RunFacts:
     dataset, split, objective = data.dataset, data.split, objectives.kind(config.train.loss)
     flops = objectives.training_flops(config, model)
     resolved = architecture.as_settings(model)
-    defaults = changes.defaults(RunConfig)
+    defaults = schema.defaults(RunConfig)
     settings = schema.flatten(schema.to_dict(config)) | ({"init.weights": origin.path} if origin else {})
     parameters = {
         **{name: value for name, value in settings.items() if value != defaults.get(name)},

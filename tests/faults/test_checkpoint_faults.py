@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
-from pipeline.settings import changes, schema
+from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_one_line(run: Path, mo
 # -------------------------------------------------------------------- settings of a run that is finished
 def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path) -> None:
     console, checkpoints = Console(run / "log.txt", True), Checkpoints(run / "checkpoints")
-    now = {**changes.defaults(RunConfig), "excluded": "none", "evaluation_excluded": "none", "seed": 0}
+    now = {**schema.defaults(RunConfig), "excluded": "none", "evaluation_excluded": "none", "seed": 0}
 
     def start(steps: int, **changed: object) -> None:
         settings = {name.replace("__", "."): value for name, value in changed.items()}

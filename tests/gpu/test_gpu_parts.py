@@ -12,7 +12,7 @@ from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
-from pipeline.checkpoint.writer import Commit, Retention
+from pipeline.checkpoint.writer import Commit
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.monitor.system import HostMeter
@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: tor
                 for i, state in enumerate(("weights", "exp_avg"))
             }
             shapes = {"w": [count]}
-            commit = Commit({}, shapes, {}, Retention(2, [], False))
+            commit = Commit({}, shapes, {}, 2, [], False)
             saver.save(step_number, RankPart([("w", 0, count)], tensors), commit)
             for values in tensors.values():
                 values[0].fill_(-1)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.architecture.variants import configure
 from pipeline.checkpoint.store import Checkpoints, verify
-from pipeline.checkpoint.writer import Commit, Retention, SaveJob, save
+from pipeline.checkpoint.writer import Commit, SaveJob, save
 from pipeline.data.storage.bucket import BucketPath
 
 CONFIG = configure("ViT-mu/8", 16, 3, width=8, depth=1, mlp_width=8, num_heads=1)
@@ -79,7 +79,9 @@ def job(
         {"step": step, **state},
         shapes,
         metadata(step),
-        Retention(keep, list(damaged), always),
+        keep,
+        list(damaged),
+        always,
     )
     return SaveJob(
         str(folder), retry, step, token, rank, world_size, list(STATES), ranges, commit if rank == 0 else None

@@ -8,8 +8,8 @@ from pipeline.checkpoint.sharded_tensors import with_factors
 from pipeline.model import build, configure
 from pipeline.objectives.objective import Objective, constants, stored_name
 from pipeline.settings import schema
-from pipeline.settings.changes import facts_of
 from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import facts_of
 
 MODEL = configure("ViT-mu/8", 16, 5, layer_scale=0.5, depth=3)
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings import changes, schema
-from pipeline.settings.changes import Fact, decisive, differences, facts_of
+from pipeline.settings import schema
 from pipeline.settings.commands.transfer import ProtocolConfig
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import DataConfig, RunConfig, TrainConfig
-from pipeline.settings.schema import setting
+from pipeline.settings.schema import Fact, decisive, differences, facts_of, setting
 
 FACTS = facts_of(RunConfig)
 
@@ -43,8 +42,8 @@ def test_defaults_are_those_of_a_config_that_sets_nothing() -> None:
         "train.length": None,
         "objective": None,
     }  # A mapping's entries have names.
-    assert changes.defaults(RunConfig) == flat | required
-    assert changes.defaults(ProtocolConfig)["augment.randaugment_contrast"] == "mean"
+    assert schema.defaults(RunConfig) == flat | required
+    assert schema.defaults(ProtocolConfig)["augment.randaugment_contrast"] == "mean"
 
 
 def of(then: dict[str, Any], now: dict[str, Any], known: dict[str, Fact], **least: Any) -> list[str]:

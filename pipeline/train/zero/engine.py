@@ -119,16 +119,16 @@ class Engine:
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
         internals.use_few_kernels(self.optimizer)
+        self.shards = internals.shards(self.engine, ranks.rank)
         if isinstance(optimizer, Muon) and self.stage:
-            optimizer.lay_out({shard.key: shard.places for shard in self._shards()}, ranks.gather)
+            optimizer.lay_out({shard.key: shard.places for shard in self.shards}, ranks.gather)
         if config.compile:
             _without_joint_reductions()
             self.engine.compile()
         if optimizer_config.ema_decay or objective.teacher is not None:
-            shards = self._shards()
-            self.ema = Ema(shards)
+            self.ema = Ema(self.shards)
             if objective.teacher is not None:
-                self.teacher = Teacher(self.engine, self.ema, shards, ranks)
+                self.teacher = Teacher(self.engine, self.ema, self.shards, ranks)
 
     # ------------------------------------------------------------------ interface of `training_step` (loop.Trainer)
     def begin_step(self, step: int, lr: float) -> None:
@@ -208,7 +208,10 @@ class Engine:
             yield
         for buffer, value in buffers.items():
             buffer.copy_(value)
-        _zero_states(self.client)
+        for state in self.client.state.values():
+            for value in state.values():
+                if torch.is_tensor(value):  # In place: DeepSpeed's parameters hold views of them.
+                    value.zero_()
         self._count_on(counters)
         self.clock.read()
 
@@ -271,42 +274,32 @@ class Engine:
 
     def part(self) -> RankPart:
         """Return this rank's part of a checkpoint: live tensors, to be copied before the next step."""
-        shards = self._shards()
-        ranges, where = [], []
-        for i, shard in enumerate(shards):
+        ranks, ranges, where = self.ranks, [], []
+        for i, shard in enumerate(self.shards):
             for place in shard.places:
                 if self.stage == 0:
-                    place = place.share(self.ranks.rank, self.ranks.world_size)
+                    place = place.share(ranks.rank, ranks.world_size)
                 if place.length:
                     ranges.append((place.name, place.start, place.length))
                     where.append((i, place.offset, place.length))
-        states = self._states(shards)
-        constant = list(internals.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=False))
+        constant = list(internals.constant_parts(self.engine, ranks.rank, ranks.world_size, all_ranks=False))
         return RankPart(
             ranges,
             {
                 name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
-                for name, flats in states.items()
+                for name, flats in self._states().items()
             },
             [(name, start, tensor.numel()) for name, start, tensor in constant],
             [tensor for _, _, tensor in constant],
         )
 
-    def _shards(self) -> list[OptimizerShard]:
-        return internals.shards(self.engine, self.ranks.rank)
-
-    def _states(self, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
-        states = _states(self.client, shards)
-        return states | {EMA: self.ema.mean} if self.ema else states
-
     def counters(self) -> Counters:
         """Return the counters to save with the tensors; the same on every rank."""
-        return Counters(
-            _optimizer_steps(self.client, self._shards()),
-            int(self.engine.global_steps),
-            self.skipped_steps,
-            internals.loss_scale(self.engine),
-        )
+        states = [self.client.state.get(shard.key, {}) for shard in self.shards]
+        steps = {int(state["step"]) for state in states if "step" in state}  # None with SGD.
+        assert len(steps) < 2, steps
+        done = steps.pop() if steps else None
+        return Counters(done, int(self.engine.global_steps), self.skipped_steps, internals.loss_scale(self.engine))
 
     @torch.no_grad()
     def load(self, sharded: ShardedTensors, counters: Counters) -> None:
@@ -315,32 +308,59 @@ class Engine:
         Raises UserError if it belongs to another model.
         """
         sharded.check(self.shapes)
-        shards = self._shards()
-        of_optimizer = [name for name in sharded.states if name != EMA]
-        _begin_states(self.client, shards, of_optimizer, counters.optimizer_steps)
-        for name, flats in self._states(shards).items():
+        for shard in self.shards:  # Create the states that the optimizer creates at its first step, to load into.
+            state = self.client.state[shard.key]
+            for name in sharded.states:
+                if name not in (WEIGHTS, EMA) and name not in state and not self._lacks(shard, name):
+                    state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
+            if counters.optimizer_steps is not None and not self._lacks(shard, "step"):
+                # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
+                fused = any(group.get("fused") for group in self.client.param_groups)
+                device = shard.key.device if fused else "cpu"
+                state["step"] = torch.tensor(float(counters.optimizer_steps), device=device)
+        for name, flats in self._states().items():
             if name in sharded.states:
                 _fill(
                     sharded,
                     name,
                     [
                         (place.name, place.start, flat.narrow(0, place.offset, place.length))
-                        for flat, shard in zip(flats, shards, strict=True)
-                        if not _lacks(self.client, shard, name)
+                        for flat, shard in zip(flats, self.shards, strict=True)
+                        if not self._lacks(shard, name)
                         for place in shard.places
                     ],
                 )
-        _fill(
-            sharded,
-            WEIGHTS,
-            internals.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True),
-        )
+        constant = internals.constant_parts(self.engine, self.ranks.rank, self.ranks.world_size, all_ranks=True)
+        _fill(sharded, WEIGHTS, constant)
         internals.publish(self.engine)
         if self.ema and EMA not in sharded.states:
             self.ema.begin()  # The EMA was enabled after this checkpoint.
         if self.teacher:
             self.teacher.refresh()
         self._count_on(counters)
+
+    def _states(self) -> dict[str, list[Tensor]]:
+        """Return live flat tensors by state, one per shard: the weights, their average, and the optimizer's states that
+        exist so far. What a shard lacks is zeros without memory.
+        """
+        shards, states = self.shards, self.client.state
+        found = {WEIGHTS: [shard.weights for shard in shards]}
+        most = max(shards, key=lambda shard: len(states.get(shard.key, {})))
+        for key, value in states.get(most.key, {}).items():
+            if torch.is_tensor(value) and value.numel() == most.weights.numel() and key != "step":
+                found[key] = [
+                    torch.zeros((), device=shard.weights.device).expand(shard.weights.numel())
+                    if self._lacks(shard, key)
+                    else states[shard.key][key].view(-1)
+                    for shard in shards
+                ]
+        return found | {EMA: self.ema.mean} if self.ema else found
+
+    def _lacks(self, shard: OptimizerShard, state: str) -> bool:
+        """Whether the optimizer keeps no such state of a shard: Muon has no second moment."""
+        return state in ("exp_avg_sq", "step") and any(
+            group.get("matrices") and any(p is shard.key for p in group["params"]) for group in self.client.param_groups
+        )
 
     def _count_on(self, counters: Counters) -> None:
         self.engine.global_steps = counters.global_steps
@@ -351,67 +371,6 @@ class Engine:
     @property
     def skipped_steps(self) -> int:
         return int(self.engine.skipped_steps)
-
-
-# ---------------------------------------------------------------------- the optimizer's state
-def _states(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> dict[str, list[Tensor]]:
-    """Return live flat tensors by state, one per shard: the weights, and the optimizer's states that exist so far.
-
-    What a shard lacks is zeros without memory.
-    """
-    found = {WEIGHTS: [shard.weights for shard in shards]}
-    of_optimizer = optimizer.state
-    most = max(shards, key=lambda shard: len(of_optimizer.get(shard.key, {})))
-    for key, value in of_optimizer.get(most.key, {}).items():
-        if torch.is_tensor(value) and value.numel() == most.weights.numel() and key != "step":
-            found[key] = [
-                torch.zeros((), device=shard.weights.device).expand(shard.weights.numel())
-                if _lacks(optimizer, shard, key)
-                else of_optimizer[shard.key][key].view(-1)
-                for shard in shards
-            ]
-    return found
-
-
-def _lacks(optimizer: torch.optim.Optimizer, shard: OptimizerShard, state: str) -> bool:
-    """Whether the optimizer keeps no such state of a shard: Muon has no second moment."""
-    groups = optimizer.param_groups
-    return state in ("exp_avg_sq", "step") and any(
-        group.get("matrices") and any(p is shard.key for p in group["params"]) for group in groups
-    )
-
-
-def _begin_states(
-    optimizer: torch.optim.Optimizer, shards: list[OptimizerShard], names: list[str], steps: int | None
-) -> None:
-    """Create the states that an optimizer creates at its first step, to load into.
-
-    steps: optimizer steps done; None if the optimizer does not count them.
-    """
-    for shard in shards:
-        state = optimizer.state[shard.key]
-        for name in names:
-            if name != WEIGHTS and name not in state and not _lacks(optimizer, shard, name):
-                state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
-        if steps is not None and not _lacks(optimizer, shard, "step"):
-            # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            state["step"] = torch.tensor(float(steps), device=shard.key.device if fused else "cpu")
-
-
-def _zero_states(optimizer: torch.optim.Optimizer) -> None:
-    """Reset the optimizer's states to zero, in place: DeepSpeed's parameters hold views of them."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value):
-                value.zero_()
-
-
-def _optimizer_steps(optimizer: torch.optim.Optimizer, shards: list[OptimizerShard]) -> int | None:
-    """Return the optimizer's step count, the same for all shards; None if it has none (SGD)."""
-    counted = {int(optimizer.state[s.key]["step"]) for s in shards if "step" in optimizer.state.get(s.key, {})}
-    assert len(counted) < 2, counted
-    return counted.pop() if counted else None
 
 
 def _fill(sharded: ShardedTensors, state: str, targets: Iterable[tuple[str, int, Tensor]]) -> None:
