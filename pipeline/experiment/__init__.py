@@ -3,6 +3,6 @@ does those that are not done.
 
 `identity.py` is what a started experiment must not change, `table.py` the table of its runs, `plan.py` its cost and
 SLURM script, `page.py` what MLflow shows of it. `grid.py` chooses a learning rate, `vtab.py` scores weights on VTAB-1k,
-`study.py` asks the `questions/` of pre-trainings, with the mathematics of law.py, points.py, curves.py and variants.py.
+`study.py` asks the `questions/` of pre-trainings, with the mathematics of law.py, points.py and curves.py.
 Imports rooms above it. Used by review/, data_tools/ and launch/.
 """

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table
 from pipeline.experiment.law import NUM_PARAMETERS, Estimate, fit_power_laws, leave_largest_out
-from pipeline.experiment.points import Line, Point, Tested, percent, points_of, tested
+from pipeline.experiment.points import Line, Point, Tested, percent, points_of, table, tested
 from pipeline.experiment.study_figures import draw_scores
 from pipeline.experiment.table import StudyResults
 
@@ -41,19 +41,19 @@ def answer(results: StudyResults) -> Iterator[Block]:
     points = points_of(results)
     models, families = lines(points, results)
     if found := leads(points, 1.0 if results.counts_images else _SAME_BUDGET):
-        yield _leads_table(found, results)
+        yield table(found, results, "best", "second")
     if picture := draw_scores(points, families or models, results):
         yield PngImage("score.png", "Scores with 95 % intervals, fitted laws, and predictions", picture)
-    if any(line.law for line in (*models, *families)):
+    if models or families:
         yield Heading("Laws, predictions and their check")
-        yield _laws_table([*(line for line in families if line.law), *(line for line in models if line.law)], results)
+        yield _laws_table([*families, *models], results)
     yield Paragraph(_METHOD)
 
 
 # -------------------------------------------------------------------- laws
 def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], list[Line]]:
     """Returns (lines of models, lines of families; none unless the question is scaling and a family has several
-    models).
+    models), without those of too few points for a law.
     """
     families = {name: [p for p in points if p.family == name] for name in results.families}
     several = not results.counts_images and any(len({p.model for p in own}) > 1 for own in families.values())
@@ -64,19 +64,17 @@ def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], l
 
 def _fitted(points: dict[str, list[Point]], seed: int) -> list[Line]:
     above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in points.items()}
-    above_0 = {name: own for name, own in above_0.items() if own}
     runs = {
         name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
         for name, own in above_0.items()
         if len({p.x for p in own}) > NUM_PARAMETERS
     }
-    laws = fit_power_laws(runs, seed) if runs else {}
     found = []
-    for name, own in above_0.items():
-        law, next_x = laws.get(name), next_larger([p.x for p in own]) if name in laws else 0.0
-        prediction, holdout = (law.predict(next_x), leave_largest_out(law, *runs[name])) if law else ("", "")
-        found.append(Line(name, own, law, next_x, prediction, holdout))
-    return found
+    for name, law in (fit_power_laws(runs, seed) if runs else {}).items():
+        own, xs = above_0[name], runs[name][0]
+        next_x = next_larger(xs)
+        found.append(Line(name, own, law, next_x, law.predict(next_x), leave_largest_out(law, *runs[name])))
+    return sorted(found, key=lambda line: list(points).index(line.name))
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -86,28 +84,24 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
     otherwise be left out, and the frontier be too high.
     """
-    points = [point for point in points if point.x > 0]  # Positive, for the logarithm.
     models = list(dict.fromkeys(point.model for point in points))
-    curves = {}
-    for model in models:
-        own = sorted((p for p in points if p.model == model), key=_x)
-        curves[model] = np.log([p.x for p in own]), np.array([p.mean for p in own])
+    points = sorted((point for point in points if point.x > 0), key=_x)  # Positive, for the logarithm.
 
     def is_beaten(point: Point) -> bool:
-        for place, model in enumerate(models):
-            logs, means = curves[model]
-            at = math.log(point.x)
-            if model == point.model or at < logs[0] - math.log(_SAME_BUDGET):
+        for model in {p.model for p in points}:
+            own = [p for p in points if p.model == model]
+            ways = np.log([p.x / point.x for p in own])
+            if model == point.model or ways[0] > math.log(_SAME_BUDGET):
                 continue
-            nearest = int(np.abs(logs - at).argmin())
-            is_same = abs(logs[nearest] - at) <= math.log(_SAME_BUDGET)
-            other = means[nearest] if is_same else np.interp(at, logs, means)
+            means, nearest = [p.mean for p in own], int(np.abs(ways).argmin())
+            is_same = abs(ways[nearest]) <= math.log(_SAME_BUDGET)
+            other = means[nearest] if is_same else np.interp(0.0, ways, means)
             # If scores are equal, the first model's stays.
-            if other > point.mean or (other == point.mean and place < models.index(point.model)):
+            if other > point.mean or (other == point.mean and models.index(model) < models.index(point.model)):
                 return True
         return False
 
-    return sorted((point for point in points if not is_beaten(point)), key=_x)
+    return [point for point in points if not is_beaten(point)]
 
 
 def next_larger(xs: Iterable[float]) -> float:
@@ -144,23 +138,11 @@ def _same(points: Sequence[Point], tolerance: float) -> list[list[Point]]:
 
 
 # -------------------------------------------------------------------- tables
-def _leads_table(found: Sequence[Tested], results: StudyResults) -> Table:
-    header = ("best", "score, %", "second", "score, %", "best minus second, points", "p, corrected", "difference")
-    return Table(
-        (results.unit[1], *header),
-        [
-            (results.number(t.first.x), t.first.model, t.first.text, t.second.model, t.second.text, *t.texts)
-            for t in found
-        ],
-    )
-
-
 def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
     rows = []
     for line in found:
-        law, prediction, check = line.law, line.prediction, line.holdout
-        assert law
-        exponent, floor = law.exponent, law.floor
+        prediction, check = line.prediction, line.holdout
+        exponent, floor = line.law.exponent, line.law.floor
         models = list(dict.fromkeys(point.model for point in line.points))
         rows.append(
             (

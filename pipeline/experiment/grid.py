@@ -84,11 +84,11 @@ class Grid(Experiment):
         """The trials that have ended: lr, top1 on dev, loss, num_samples; or lr, diverged: reason."""
         tried = []
         for row in rows:
-            if row.name in self.rates and row.state == "diverged":
-                tried.append({"lr": self.rates[row.name], "diverged": f"{row.folder}: {row.reason}"})
-            elif row.name in self.rates and row.state == "done":
-                scores = {"top1": row.scores["top1"], "loss": row.loss, "num_samples": row.num_test["top1"]}
-                tried.append({"lr": self.rates[row.name], **scores})
+            if row.name in self.rates and row.state in ("done", "diverged"):
+                found: dict[str, Any] = {"diverged": f"{row.folder}: {row.reason}"}
+                if row.state == "done":
+                    found = {"top1": row.scores["top1"], "loss": row.loss, "num_samples": row.num_test["top1"]}
+                tried.append({"lr": self.rates[row.name], **found})
         return tried
 
     def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:

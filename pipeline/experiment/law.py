@@ -48,7 +48,7 @@ class Estimate:
 class PowerLaw:
     """A fitted law. scale: the error above the floor at the largest x. x, errors: of the runs, (n,) float64.
 
-    noise: residuals of all runs whose noise is taken to be the same, (N,), enlarged for `freedom` degrees of freedom.
+    noise: residuals of all runs whose noise is taken to be the same, (N,), enlarged for their degrees of freedom.
     refits: floor, scale and exponent of each resample, (3, D).
     """
 
@@ -58,7 +58,6 @@ class PowerLaw:
     x: np.ndarray = field(repr=False)
     errors: np.ndarray = field(repr=False)
     noise: np.ndarray = field(repr=False)
-    freedom: int
     refits: np.ndarray = field(repr=False)
     seed: int
 
@@ -117,7 +116,7 @@ def fit_power_laws(runs: Mapping[str, Runs], seed: int, noise: PowerLaw | None =
     best = {name: np.concatenate(minimise(errors[None], x / x.max())) for name, (x, errors) in arrays.items()}
     residuals = {name: errors - _error(best[name], x / x.max()) for name, (x, errors) in arrays.items()}
     if noise:
-        pool, freedom = noise.noise, noise.freedom
+        pool = noise.noise
     elif _cells_deviate([(x, residuals[name]) for name, (x, _) in arrays.items()]):
         return fit_power_laws({name: _means(*of_one) for name, of_one in arrays.items()}, seed)
     else:
@@ -129,7 +128,7 @@ def fit_power_laws(runs: Mapping[str, Runs], seed: int, noise: PowerLaw | None =
         own_seed = torch_seed(seed, Purpose.STUDY_BOOTSTRAP, stream)
         lows, highs, refits = _resampled(errors - residuals[name], x / x.max(), pool, own_seed)
         floor, scale, exponent = map(_estimate, best[name].tolist(), lows, highs)
-        found[name] = PowerLaw(floor, scale, exponent, x, errors, pool, freedom, refits, own_seed)
+        found[name] = PowerLaw(floor, scale, exponent, x, errors, pool, refits, own_seed)
     return found
 
 

@@ -166,9 +166,8 @@ def plan_lines(
 def write_script(experiment: Experiment, cost: CostEstimate, file: str) -> None:
     """Write the script, or print it if file is '-'. It repeats the command line of this process."""
     config, jobs = experiment.config, jobs_of(experiment.specs)
-    # An empty slurm= if it is in the file of settings.
-    given = [text for text in sys.argv[1:] if not text.startswith("slurm=")]
-    command = shlex.join([sys.executable, sys.argv[0], *given, *([] if len(given) < len(sys.argv) - 1 else ["slurm="])])
+    given = [text for text in sys.argv if not text.startswith("slurm=")]
+    command = shlex.join([sys.executable, *given, "slurm="])  # It may be in the file of settings.
     longest = max(sum(cost.hours.get(spec.name, 0.0) for spec in job) for job in jobs)
     minutes = math.ceil(60 * _MARGIN * longest)
     text = _SCRIPT.format(

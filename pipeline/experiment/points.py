@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.base.page import Table
 from pipeline.evaluate.differences import ScoreDifference, holm, in_words, of_proportions, of_same_seeds, of_seeds
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
@@ -58,13 +59,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """Points with their law, None for too few. prediction: (x, error) of the next larger run; it and holdout may be why
-    there is none.
-    """
+    """Points with their law. prediction: (x, error) of the next larger run; it and holdout may be why there is none."""
 
     name: str
     points: list[Point]
-    law: PowerLaw | None
+    law: PowerLaw
     next_x: float
     prediction: Estimate | str
     holdout: Holdout | str
@@ -133,6 +132,28 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
     if first.effective and second.effective:
         return of_proportions(first.mean, first.effective, second.mean, second.effective)
     return None
+
+
+def differences(results: StudyResults) -> list[Tested]:
+    """Each model minus the first of the study, by data size, the best first; [] if that one has no score."""
+    # The longest run of each: these questions have one length.
+    points = points_of(results)
+    longest = {(p.data_size, p.model): p for p in sorted(points, key=lambda point: (point.data_size, point.exaflops))}
+    firsts = {size: point for (size, name), point in longest.items() if name == results.models[0]}
+    pairs = [(point, firsts[size]) for (size, _), point in longest.items() if size in firsts]
+    found = tested([(point, first) for point, first in pairs if point is not first])
+    return sorted(found, key=lambda one: (one.first.data_size, one.second.mean - one.first.mean))
+
+
+def table(found: Sequence[Tested], results: StudyResults, first: str, second: str) -> Table:
+    """first, second: what the models of each difference are."""
+    header = (results.unit[1], first, "seeds", "score, %", second, "its score, %", "difference, points", "p, corrected")
+    rows = []
+    for t in found:
+        one, other = t.first, t.second
+        texts = (one.model, f"{len(one.scores)}", one.text, other.model, other.text, *t.texts)
+        rows.append((results.number(one.x), *texts))
+    return Table((*header, "difference"), rows)
 
 
 def percent(score: float, *ends: float) -> str:

@@ -133,18 +133,9 @@ def column_of(name: str, results: dict[str, Any]) -> Column:
 
 
 def choice_in_words(score: dict[str, Any]) -> str:
-    """The setting of a row of results.json: 'lr 0.01, weight decay 0, 2,500 steps, 61.5 % on val200'."""
-    formats = {
-        "learning_rate": "lr {:g}",
-        "weight_decay": "weight decay {:g}",
-        "steps": "{:,} steps",
-        "l2": "l2 {:g}",
-        "neighbours": "neighbours {}",
-    }
-    words = [text.format(score[name]) for name, text in formats.items() if score.get(name) is not None]
-    if score.get("val_accuracy") is not None:
-        words.append(f"{100 * score['val_accuracy']:.1f} % on val200")
-    return ", ".join(words)
+    """What a row of results.json chose: 'learning rate 0.01, weight decay 0, steps 2500, val accuracy 0.615'."""
+    names = ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy")
+    return ", ".join(f"{name.replace('_', ' ')} {score[name]:g}" for name in names if score.get(name) is not None)
 
 
 def column_as_published(published: Published) -> Column:

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -167,20 +166,14 @@ def start_command(command: str, arguments: Sequence[str], launcher: str = "", ou
     """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None
     is ours.
 
-    Raises UserError where there is no such file or no such launcher.
+    Raises UserError where there is no such launcher.
     """
-    script = _COMMANDS / f"{command}.py"
-    if not script.exists():  # A worker of a Ray cluster whose job brought the packages alone.
-        raise UserError(
-            f"{socket.gethostname()} has no {script}. On a Ray cluster, use: ray job submit --working-dir . -- python"
-            " launch/..."
-        )
     start = shlex.split(launcher) or [sys.executable]
     # Find the launchers beside this interpreter even if its environment is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     check_program(start[0], path)
     return subprocess.run(
-        [*start, str(script), *arguments],
+        [*start, str(_COMMANDS / f"{command}.py"), *arguments],
         env={**os.environ, "PATH": path},
         stdout=output,
         stderr=None if output is None else subprocess.STDOUT,
@@ -234,18 +227,19 @@ def _plant(spec: RunSpec) -> None:
     assert spec.trunk
     (source,) = [path for path in _checkpoints(spec.trunk).candidates() if step_of(path) == spec.trunk_steps]
     target = _checkpoints(spec)
-    path = target.begin(spec.trunk_steps, "planted")
-    assert isinstance(path, Path), "study.py refuses checkpoints in a bucket"
-    for old in path.iterdir():  # Left by a killed call.
-        old.unlink()
-    for file in Path(str(source)).iterdir():
-        try:
-            os.link(file, path / file.name)
-        except OSError:
-            shutil.copy2(file, path / file.name)
+    path = Path(str(target.begin(spec.trunk_steps, "planted")))  # study.py refuses checkpoints in a bucket.
+    shutil.rmtree(path)  # What a killed call left.
+    shutil.copytree(str(source), path, copy_function=_link)
     final = path.parent / source.name
     path.rename(final)
     target.point_at(final)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 # -------------------------------------------------------------------- what became of one

@@ -73,35 +73,28 @@ class Study(Experiment):
         self.dataset = open_dataset(self.cells[0].config.data.path)
         _refuse_twins(self.cells)
         _check_comparable(self.cells)
-        self._check_score()
-
-    @property
-    def scored_on(self) -> str:
-        """Data set and split of the study's score, as "photos:val"."""
-        (kind, _, name), cell = self.score.partition(":"), self.cells[0]
-        tuned = f"{cell.name}-{name}"
-        config = next(spec for spec in self.specs if spec.name == tuned).config if kind == "finetune" else cell.config
-        if kind in ("finetune", "top1", "top5", "best_top1"):
-            return f"{Path(config.data.path).name}:{config.data.evaluated[0]}"
-        return f"{Path(config.probe.data or config.data.path).name}:{config.probe.split}"
-
-    def _check_score(self) -> None:
-        """Raise UserError if the cells will not have the score of the study."""
-        cell = self.cells[0]
-        run, measured = cell.config, objectives.metrics(cell.config, self.dataset.num_classes)["scores"]
-        known = [name for name in ("top1", "top5") if any(metric.endswith(f"_{name}") for metric in measured)]
-        known += ["best_top1"] if run.checkpoint.best.endswith("top1") else []
-        if run.probe.every.amount:
-            found = run.probe.metrics("").items()
-            known += [name.removeprefix("_") for name, metric in found if metric.better and metric.is_share]
-        tuned = [spec.name.removeprefix(f"{cell.name}-") for spec in self.specs if cell.name in spec.needs]
-        known += [f"finetune:{name}" for name in tuned]
-        if self.score not in known:
+        measured = self._measured()
+        if self.score not in measured:
             raise UserError(
-                f"score = {self.score}: these cells will not have it, but {', '.join(known) or 'none at all'}. 5shot"
+                f"score = {self.score}: these cells will not have it, but {', '.join(measured) or 'none at all'}. 5shot"
                 " and 20nn need probe.every, probe.shots and probe.neighbours of the run; finetune:NAME needs"
                 " `finetune`."
             )
+        self.scored_on = measured[self.score]
+
+    def _measured(self) -> dict[str, str]:
+        """The scores that cells will have -> data set and split, as "photos:val"."""
+        cell = self.cells[0]
+        run, metrics = cell.config, objectives.metrics(cell.config, self.dataset.num_classes)["scores"]
+        own = _evaluated(run)
+        found = {name: own for name in ("top1", "top5") if any(metric.endswith(f"_{name}") for metric in metrics)}
+        found |= {"best_top1": own} if run.checkpoint.best.endswith("top1") else {}
+        if run.probe.every.amount:
+            on = f"{Path(run.probe.data or run.data.path).name}:{run.probe.split}"
+            probed = run.probe.metrics("").items()
+            found |= {name.removeprefix("_"): on for name, metric in probed if metric.better and metric.is_share}
+        tuned = [spec for spec in self.specs if cell.name in spec.needs]
+        return found | {f"finetune:{_tuned_name(s.name, cell.name)}": _evaluated(s.config) for s in tuned}
 
     @cached_property
     def shared(self) -> dict[str, Any]:  # type: ignore[override]
@@ -135,6 +128,14 @@ class Study(Experiment):
             score=_BEST,
             scored_on=named + self.scored_on,
         )
+
+
+def _evaluated(config: RunConfig) -> str:
+    return f"{Path(config.data.path).name}:{config.data.evaluated[0]}"
+
+
+def _tuned_name(name: str, cell: str) -> str:
+    return name.removeprefix(f"{cell}-")
 
 
 def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
@@ -171,7 +172,7 @@ def joined(rows: Sequence[Row]) -> list[Row]:
         if row.state != "done":
             cells[cell.name] = replace(cell, state=row.state, reason=f"{row.name}: {row.reason}" * bool(row.reason))
             continue
-        own, merged = "finetune:" + row.name.removeprefix(f"{cell.name}-"), {}
+        own, merged = f"finetune:{_tuned_name(row.name, cell.name)}", {}
         for name in ("scores", "num_test", "effective_images"):
             values = getattr(row, name)
             merged[name] = getattr(cell, name) | ({own: values["top1"]} if "top1" in values else {})
@@ -181,7 +182,8 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cells_table(results: StudyResults) -> Table:
-    names, (size, unit) = results.score_names, results.compute_unit
+    size, unit = results.compute_unit
+    names = list(dict.fromkeys([results.score, *(name for cell in results.cells for name in cell.scores)]))
     rows = [
         (
             cell.name,

@@ -30,7 +30,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
         return None
     figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    laws = {line.name: line for line in lines if line.law and not line.law.why_not}
+    laws = {line.name: line for line in lines if not line.law.why_not}
     colours = dict(zip([*results.models, *results.families], cycle(COLOURS), strict=False))
     for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
         own = [point for point in points if point.model == model]
@@ -39,7 +39,6 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
         look: dict[str, Any] = {"color": colours[model], "marker": marker, "linestyle": "" if model in laws else ":"}
         axes.errorbar([p.x for p in own], 100 * means, bars, **look, capsize=3, label=shorten(model, _MAX_NAME))
     for name, line in laws.items():
-        assert line.law
         found, colour = line.prediction, colours[name]
         end = line.next_x if isinstance(found, Estimate) else line.points[-1].x
         x = np.geomspace(line.points[0].x, end, 200)

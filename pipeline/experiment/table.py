@@ -158,11 +158,6 @@ class StudyResults:
     counts_images: bool = False
 
     @property
-    def score_names(self) -> list[str]:
-        """Names of the scores that any cell has; the study's own score comes first."""
-        return list(dict.fromkeys([self.score, *(name for cell in self.cells for name in cell.scores)]))
-
-    @property
     def seed(self) -> int:
         """Seed of the report's random draws."""
         return min((cell.seed for cell in self.cells), default=0)

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,9 @@ def tracking_uri(config: VtabConfig) -> str:
         return "" if config.mlflow == "none" else config.mlflow
     if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
         return uri
-    if run := tracked_folder_of(config.weights):
-        uri = last_uri(run)
-        if "***" not in uri:  # A password that was not kept.
-            return uri
+    run = tracked_folder_of(config.weights)
+    if run and "***" not in (uri := last_uri(run)):  # A password that was not kept.
+        return uri
     return default_uri(Path(config.out).parent if config.out else Path("runs"))
 
 
@@ -148,32 +147,36 @@ class Sweep(Experiment):
     def __init__(self, config: VtabConfig, folder: Path, uri: str = "") -> None:
         self.folder, self.uri, self.named = folder, uri, config.weights
         self.datasets, self.missing = _open_datasets(config)
-        weights = files.find_file(Path(config.weights)).absolute()
-        self.sha256 = file_sha256(weights)
-        self.config = replace(config, weights=str(weights), data=str(Path(config.data).absolute()))
+        file = files.find_file(Path(config.weights)).absolute()
+        self.sha256 = file_sha256(file)
+        self.config = config = replace(config, weights=str(file), data=str(Path(config.data).absolute()))
         self.tasks = [task for task in TASKS if task.name in self.datasets]
         for task in self.tasks:
             _check_dataset(self, task)
-        protocol = config.protocol
+        protocol, weights = config.protocol, models.read_weights(config.weights)
+        self.model = weights.config
         self.notes = [
-            f"{weights} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by"
-            f" {protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {config.method}"
+            f"{file} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by"
+            f" {protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {config.method}",
+            *_check_weights(self, weights),
+            *[f"not prepared: {', '.join(self.missing)}"] * bool(self.missing),
         ]
-        _check_weights(self)
-        self.notes += [f"not prepared: {', '.join(self.missing)}"] * bool(self.missing)
         self.unpublished = _unpublished(self.datasets)
         self.notes += unpublished_warning(self.unpublished)
-        self.contamination = _contamination(self)
+        self.contamination = _contamination(self, weights.extra)
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
+        settings = settings_of(protocol)
+        # The cells that choose a task's setting; none if the protocol has only one.
+        is_searched, seed = config.method == "finetune" and len(settings) > 1, config.seeds[0]
+        self.searches = {
+            task.name: [self._cell(task, "search", setting, seed) for setting in settings] if is_searched else []
+            for task in self.tasks
+        }
         finals = [cell for task in self.tasks for cell in self.finals(task)]
-        self.specs = [*(cell for task in self.tasks for cell in self.searches(task)), *finals]
+        self.specs = [*itertools.chain.from_iterable(self.searches.values()), *finals]
 
     # ---------------------------------------------------------------- cells
-    @cached_property
-    def model(self) -> models.Config:
-        return models.read_weights(self.config.weights).config
-
     def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, **more: Any) -> VtabCell:
         dataset, protocol = self.datasets[task.name], self.config.protocol
         num = dataset.info["samples"]
@@ -190,13 +193,6 @@ class Sweep(Experiment):
         }
         return VtabCell(task, stage, setting, seed, dataset.fingerprint, facts=facts, **more)
 
-    def searches(self, task: Task) -> list[VtabCell]:
-        """The cells that choose a task's setting; none if the protocol has only one."""
-        settings = settings_of(self.config.protocol)
-        if self.config.method != "finetune" or len(settings) == 1:
-            return []
-        return [self._cell(task, "search", setting, self.config.seeds[0]) for setting in settings]
-
     def finals(self, task: Task) -> list[VtabCell]:
         """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which
         draws nothing.
@@ -205,7 +201,7 @@ class Sweep(Experiment):
             return [self._cell(task, "probe", None, 0)]
         # The chosen setting may be unknown yet, but not the number of final cells.
         any_setting = settings_of(self.config.protocol)[0]
-        choose = self._choose if self.searches(task) else None
+        choose = self._choose if self.searches[task.name] else None
         return [
             self._cell(task, "final", any_setting, seed, choose=choose and partial(choose, task, seed))
             for seed in self.config.seeds
@@ -215,7 +211,7 @@ class Sweep(Experiment):
         """The final cell with the setting that is best on val200; None while an outcome of the search is missing. Ties
         go to the lower rate, the shorter run, the lower weight decay.
         """
-        cells = self.searches(task)
+        cells = self.searches[task.name]
         if any(rows[cell.name].state in TO_RUN for cell in cells):
             return None
 
@@ -258,11 +254,10 @@ class Sweep(Experiment):
 
     def row(self, spec: VtabCell) -> Row:
         setting = spec.setting
-        settings = {
+        tried = (setting.lr, setting.weight_decay, str(setting.length)) if setting else (None,) * 3
+        settings: dict[str, Any] = {
             "stage": spec.stage,
-            "learning_rate": setting.lr if setting else None,
-            "weight_decay": setting.weight_decay if setting else None,
-            "length": str(setting.length) if setting else None,
+            **dict(zip(("learning_rate", "weight_decay", "length"), tried, strict=True)),
             "val_accuracy": spec.val_accuracy,
             "data": spec.fingerprint,
             "published": spec.group not in self.unpublished,
@@ -403,8 +398,6 @@ def _unpublished(datasets: Mapping[str, Dataset]) -> list[str]:
 def _check_dataset(sweep: Sweep, task: Task) -> None:
     dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
     dataset.refuse_without_labels("data", "Make it with launch/vtab_prepare.py.")
-    if missing := {TRAIN, VAL, ALL, TEST} - set(dataset.splits):
-        raise UserError(f"{dataset.path} has no split {min(missing)!r}. Make it with launch/vtab_prepare.py.")
     for name in (TRAIN, VAL, ALL, TEST):
         num_labels = np.diff(dataset.split(name, "none").label_offsets)
         # A probe would take no label, -1, for the last class, and no method learns the second of two.
@@ -418,27 +411,27 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
             warmup_steps(protocol, setting, dataset.info["samples"][split])
 
 
-def _check_weights(sweep: Sweep) -> None:
-    """Raise UserError for weights of other than 8-bit RGB, and an image size that they cannot take, before Ray is
-    started. Adds notes.
+def _check_weights(sweep: Sweep, weights: models.Weights) -> list[str]:
+    """Notes on the weights. Raises UserError for weights of other than 8-bit RGB, and an image size that they cannot
+    take, before Ray is started.
     """
-    config, protocol = sweep.config, sweep.config.protocol
-    weights, state = models.read_weights(config.weights)[:2]
-    weights.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
-    if config.method == "finetune" and protocol.dropout and isinstance(weights, models.ResNetConfig):
+    config, protocol, model, notes = sweep.config, sweep.config.protocol, weights.config, list[str]()
+    model.pixels.refuse_others(RGB8, config.weights, "VTAB-1k")
+    if config.method == "finetune" and protocol.dropout and isinstance(model, models.ResNetConfig):
         raise UserError(
             f"protocol.dropout = {protocol.dropout}: {config.weights} is a ResNet, which has none. Use"
             " protocol.dropout=0."
         )
     for size in dict.fromkeys(view_of(protocol, task)[0] for task in sweep.tasks):
         try:
-            resized = models.adapted(weights, config.weights, size)
-            if isinstance(weights, models.ViTConfig) and isinstance(resized, models.ViTConfig):
-                models.resample_state(state, weights, resized)
-                sweep.notes.extend(models.resizing_notes(weights, resized))
+            resized = models.adapted(model, config.weights, size)
+            if isinstance(model, models.ViTConfig) and isinstance(resized, models.ViTConfig):
+                models.resample_state(weights.state, model, resized)
+                notes += models.resizing_notes(model, resized)
         except UserError as error:
             name = "image_size" if size == protocol.image_size else "small_image_size"
             raise UserError(f"protocol.{name} = {size} does not suit {config.weights}: {error}") from None
+    return notes
 
 
 def settings_of(protocol: ProtocolConfig) -> list[Setting]:
@@ -463,13 +456,13 @@ def protocol_title(protocol: ProtocolConfig) -> str:
     return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
 
 
-def _contamination(sweep: Sweep) -> dict[str, int | None]:
+def _contamination(sweep: Sweep, extra: dict[str, Any]) -> dict[str, int | None]:
     """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as
-    copies of these.
+    copies of these. extra: of the weights.
 
     None if copies were not searched for in all sets that the weights were trained on.
     """
-    sets = recorded(models.read_weights(sweep.config.weights).extra)
+    sets = recorded(extra)
     total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
     if sweep.config.pretrained_on:
         total = _copies(sweep, {(one.fingerprint, one.split): one.name for one in sets})

@@ -128,10 +128,8 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     try:
         sha256 = checksum_of(Path(config.weights), job.sha256)
     except OSError as error:
-        why = f"cannot be read: {on_one_line(error)}"
-        if isinstance(error, FileNotFoundError):
-            is_checkpoint = NAME.fullmatch(Path(config.weights).parent.name)
-            why = GONE if is_checkpoint else "it is missing. Put it on storage that all nodes share"
+        is_gone = isinstance(error, FileNotFoundError) and NAME.fullmatch(Path(config.weights).parent.name)
+        why = GONE if is_gone else f"{on_one_line(error)}. Put it on storage that all nodes share"
         raise UserError(f"{config.weights} on this host: {why}.") from error
     if sha256 != job.sha256:
         raise UserError(
@@ -162,16 +160,11 @@ def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch
     steps, diverged = train_model(model, train, cell, config, device)
     outcome: dict[str, Any] = {"steps": steps, "num_images": len(tested), "accuracy": 0.0}
     read = reader(protocol, model, device)
-
-    def logits(images: Tensor) -> Tensor:
-        with _arithmetic(config, device):
-            return model(read(images)).float()
-
-    model.eval()
+    logits = _arithmetic(config, device)(lambda images: model(read(images)).float())
     if not diverged:
-        scores = score(
-            predict(logits, _reading(tested, size, augment, config, device), "softmax"), tested, dataset.num_classes
-        )
+        model.eval()
+        seen = predict(logits, _reading(tested, size, augment, config, device), "softmax")
+        scores = score(seen, tested, dataset.num_classes)
         if math.isfinite(scores.loss):
             return {**outcome, "accuracy": scores.top1, "loss": scores.loss}
         diverged = steps  # By the last update, after which no loss of the training is computed.
@@ -270,16 +263,11 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     size, augment = view_of(protocol, cell.task)
     model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).eval().to(device)
     read = reader(protocol, model, device)
-
-    def features(images: Tensor) -> Tensor:
-        with _arithmetic(config, device):
-            return model.features(read(images))
-
+    features = _arithmetic(config, device)(lambda images: model.features(read(images)))
     values, labels = {}, {}
     for name in (TRAIN, VAL, TEST):
         split = dataset.split(name, "none")
-        rows = np.arange(len(split))
-        seen = extract(features, _reading(split, size, augment, config, device), rows)
+        seen = extract(features, _reading(split, size, augment, config, device), np.arange(len(split)))
         check_outputs(config.weights, f"{cell.task.name}, {name}", seen, split)
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 consists of these two.
@@ -293,29 +281,15 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
         if config.method == "linear":
             found = regression(train).classify(values[tested], choice)
         else:
-            votes = knn_predict(
-                torch.from_numpy(values[train]),
-                torch.from_numpy(labels[train]),
-                torch.from_numpy(values[tested]),
-                dataset.num_classes,
-                int(choice),
-                protocol.temperature,
-            )
-            found = votes.argmax(1).numpy()
+            x, y, tests = map(torch.from_numpy, (values[train], labels[train], values[tested]))
+            found = knn_predict(x, y, tests, dataset.num_classes, int(choice), protocol.temperature).argmax(1).numpy()
         return float((found == labels[tested]).mean())
 
-    tried = {
-        choice: accuracy(choice, TRAIN, VAL)
-        for choice in (protocol.l2 if config.method == "linear" else protocol.neighbours)
-    }
+    name, choices = ("l2", protocol.l2) if config.method == "linear" else ("neighbours", protocol.neighbours)
+    tried = {choice: accuracy(choice, TRAIN, VAL) for choice in choices}
     best = max(tried, key=lambda choice: (tried[choice], -choice))
-    return {
-        "accuracy": accuracy(best, ALL, TEST),
-        "num_images": len(values[TEST]),
-        "steps": None,
-        "val_accuracy": tried[best],
-        "l2" if config.method == "linear" else "neighbours": best,
-    }
+    outcome = {"accuracy": accuracy(best, ALL, TEST), "num_images": len(values[TEST]), "steps": None}
+    return {**outcome, "val_accuracy": tried[best], name: best}
 
 
 def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:

@@ -309,7 +309,7 @@ def test_a_slurm_script_has_a_task_for_each_job(
     text = file.read_text()
     assert subprocess.run(["bash", "-n", str(file)]).returncode == 0
     assert file.stat().st_mode & 0o777 == 0o600, "it repeats the command, which may hold a password"
-    for line in ("#SBATCH --array=0-7\n", "--gpus-per-node=8\n", "--cpus-per-task=32\n", "gpus=8 report=true\n"):
+    for line in ("#SBATCH --array=0-7\n", "--gpus-per-node=8\n", "--cpus-per-task=32\n", "gpus=8 slurm= report=true\n"):
         assert line in text, line
     listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
     assert sorted(listed) == sorted(names(Study(make(base, SIZES))))

@@ -201,7 +201,7 @@ def test_settings_to_folder_and_mlflow(database: Path, tmp_path: Path, capsys: p
     assert float(found["ViT-L/16, ImageNet-21k (paper)", "svhn"]["accuracy"]) == 80.9
     page, html = (out / "report.md").read_text(), (out / "report.html").read_text()
     # Of contamination: 7 marked for pets; the others were not searched.
-    pets = next(line for line in page.splitlines() if line.startswith("| Pets |") and "lr" in line)
+    pets = next(line for line in page.splitlines() if line.startswith("| Pets |") and "learning rate" in line)
     assert pets.split("|")[5].strip() == "7"
     # One file: its pictures are inside, and nothing is fetched.
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)

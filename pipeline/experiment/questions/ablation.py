@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, PngImage
-from pipeline.experiment import variants
+from pipeline.experiment.points import differences, table
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.study_figures import draw_differences
@@ -20,6 +20,6 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 
 
 def answer(results: StudyResults) -> Iterator[Block]:
-    if found := variants.differences(results):
-        yield variants.table(found, results)
+    if found := differences(results):
+        yield table(found, results, "variant", "the first model")
         yield PngImage("differences.png", "Differences to the first model", draw_differences(found, results))

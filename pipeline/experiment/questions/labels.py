@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, PngImage
-from pipeline.experiment import variants
-from pipeline.experiment.points import points_of
+from pipeline.experiment.points import differences, points_of, table
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.study_figures import draw_scores
@@ -26,7 +25,7 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 
 def answer(results: StudyResults) -> Iterator[Block]:
     results = replace(results, counts_images=True)
-    if found := variants.differences(results):
-        yield variants.table(found, results)
+    if found := differences(results):
+        yield table(found, results, "variant", "the first model")
     if picture := draw_scores(points_of(results), [], results):
         yield PngImage("score.png", "Scores by number of labelled images", picture)
