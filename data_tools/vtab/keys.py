@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 from data_tools.sources.listing import Listing
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.readers.files import Pool
-from pipeline.base import json_record
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import AnyPath
@@ -56,20 +55,8 @@ def digest(table: pa.Table) -> str:
 
 
 def read_about(dataset: Dataset) -> dict[str, Any] | None:
-    """Returns the entry of `prepare.py` in dataset.json, None for other data sets. Raises UserError for an invalid
-    entry.
-    """
-    where = str(dataset.path / INFO)
-    about = json_record.convert(dataset.info.get("source"), dict[str, Any], where, "source").get("vtab")
-    if about is None:
-        return None
-    json_record.convert(about, dict[str, Any], where, "source.vtab")
-    kinds: dict[str, Any] = {"task": str, "from": str, "published": bool, "notes": list[str]}
-    if about.get("from") != "lists":
-        kinds["keys_sha256"] = str
-    for name, kind in kinds.items():
-        json_record.convert(about.get(name), kind, where, f"source.vtab.{name}")
-    return about
+    """Returns the entry of `prepare.py` in dataset.json, None for other data sets."""
+    return dataset.info["source"].get("vtab")
 
 
 def as_recorded(listing: Listing, out: AnyPath) -> Listing:
