@@ -107,9 +107,7 @@ class GpuBench:
         sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
         if self.device_memory is not None:
             most = most_images(gpu_step.settings(case), case.config, 1, 1, self.device_memory, _MAX_BATCH)
-            sizes = sorted(
-                {max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)}
-            )
+            sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
         self.apart(f"fit {case.name}, predicted {most or 'none'}", gpu_step.fits, case, sizes)
 
     def apart(self, name: str, work: Callable[..., Iterator[Row]], *arguments: Any) -> list[Row]:

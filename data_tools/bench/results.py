@@ -5,6 +5,7 @@ tables.
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -19,8 +20,6 @@ from data_tools.bench.gpu_step import Setup
 from pipeline.base import files
 from pipeline.monitor.gpus import find_gpu
 
-_PLAIN = asdict(Setup())
-
 
 class BenchResults:
     """Rows of measurements. `add` replaces the JSON file, so that what was measured survives a kill. file: empty is
@@ -33,10 +32,9 @@ class BenchResults:
     def __init__(self, file: str, tolerance: float) -> None:
         self.file, self.tolerance = file, tolerance
         self.rows: list[Row] = []
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+        cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         self.machine: dict[str, Any] = {
-            "cpu": cpu,
+            "cpu": cpu[1] if cpu else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "gpu": "none",
             "torch": torch.__version__,
@@ -51,11 +49,11 @@ class BenchResults:
     def add(self, name: str, row: Row) -> None:
         """Add a row, if it is of a step with its largest relative difference to the losses of the plain step."""
         row = {"name": name, **row}
+        self.rows.append(row)
         if "losses" in row:
-            plain = row if row["setup"] == _PLAIN else self.step(row["model"], row["batch"], Setup())
+            plain = self.step(row["model"], row["batch"], Setup())
             pairs = zip(row["losses"], plain["losses"], strict=True) if plain else ()
             row["loss_difference"] = max((round(abs(a - b) / abs(b), 6) for a, b in pairs), default=None)
-        self.rows.append(row)
         self.write()
 
     def write(self) -> None:
@@ -68,36 +66,28 @@ class BenchResults:
 
     def fastest(self, model: str, batch: int) -> Row | None:
         """The fastest exact step of the engine."""
-        steps = self._steps(model, batch)
         exact = [
-            row for row in steps if row["setup"]["engine"] and row["setup"]["deterministic"] and self._is_close(row)
+            row
+            for row in self._steps(model, batch)
+            if row["setup"]["engine"] and row["setup"]["deterministic"] and row["loss_difference"] is not None
         ]
+        exact = [row for row in exact if row["loss_difference"] <= self.tolerance]
         return min(exact, key=lambda row: row["ms"], default=None)
 
     def _steps(self, model: str, batch: int) -> list[Row]:
         return [row for row in self.rows if "losses" in row and (row["model"], row["batch"]) == (model, batch)]
 
-    def _is_close(self, row: Row) -> bool:
-        difference = row.get("loss_difference")
-        return difference is not None and difference <= self.tolerance
-
     def report(self) -> None:
         """Print the tables in Markdown, and the settings to use; both also become part of the file."""
         device = self.machine["cpu"] if self.machine["gpu"] == "none" else self.machine["gpu"]
         product = next((row["tflops"] for row in self.rows if "side" in row), 0.0)
-        gpu = find_gpu(device)
-        sheet = gpu.tflops if gpu else 0.0
-        parts = [
-            (
-                f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}:"
-                f" `{self.facts['command']}`"
-            ),
-            (
-                f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet"
-                f" {sheet:,.0f} (0: unknown)."
-            ),
-            *(self._table(part) for part in ("step", "shards", "objectives", "fit")),
-        ]
+        sheet = gpu.tflops if (gpu := find_gpu(device)) else 0.0
+        about = (
+            f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}:"
+            f" `{self.facts['command']}`\n\nbf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured),"
+            f" of the data sheet {sheet:,.0f} (0: unknown)."
+        )
+        parts = [about, *(self._table(part) for part in ("step", "shards", "objectives", "fit"))]
         for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:
             settings = ["none measured"]
             if best := self.fastest(model, batch):
@@ -114,8 +104,6 @@ class BenchResults:
         rows = [row for row in self.rows if f"{row['name']} ".startswith(f"{part} ") and "made" not in row]
         shown = [{name: value for name, value in row.items() if isinstance(value, int | float | str)} for row in rows]
         columns = list(dict.fromkeys(name for row in shown for name in row))
-        lines = [columns, ["---"] * len(columns)]
-        for row in shown:
-            values = (row.get(name, "") for name in columns)
-            lines.append([f"{value:,.5g}" if isinstance(value, float) else str(value) for value in values])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+        lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in shown)]
+        texts = ([f"{value:,.5g}" if isinstance(value, float) else str(value) for value in line] for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in texts) if rows else ""
