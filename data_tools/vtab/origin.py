@@ -2,13 +2,12 @@
 it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from data_tools.sharding.shard import resolve
-from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import wrong_counts
+from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
 from data_tools.vtab.readers.files import DatasetFiles, Original, sources_of
 from data_tools.vtab.readers.labels import NAMES
@@ -115,3 +114,11 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
                 f"{origin.folder} has {counted(len(classes), 'class')}, but {task.title} has {task.num_classes}."
             )
     return replace(original, classes=classes, notes=notes)
+
+
+def wrong_counts(dataset: str, keys: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields a description of each pool of another number of samples than was published. keys: of each pool."""
+    for pool, expected in DATASETS[dataset].counts.items():
+        found = keys.get(pool, ())
+        if len(found) - (UNREADABLE in found) != expected:
+            yield f"has {counted(len(found), 'image')} of {pool!r}, but {expected:,} were published"

@@ -18,9 +18,8 @@ from data_tools.sharding import shard
 from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import KEYS_FILE, as_recorded, digest, key_table, read_about
 from data_tools.vtab.origin import MissingError, Origin, check_folders, find_origin, read_original
-from data_tools.vtab.prove import prove
+from data_tools.vtab.prove import KEYS_FILE, as_recorded, digest, key_table, prove, read_about
 from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import FileLocation, Original, Pool

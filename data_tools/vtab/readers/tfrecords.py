@@ -53,7 +53,7 @@ def dmlab(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool in ("train", "validation", "test"):
         samples = []
-        for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
+        for shard in sorted(files.matching(f"dmlab-{pool}.tfrecord*")):
             path = to_path(shard.archive) if shard.archive else files.folder / shard.name
             samples += _samples(path, shard.offset, shard.size, shard.name, task, [])
         pools[pool] = _pool(samples, [str(key) for key, *_ in samples])
