@@ -7,9 +7,8 @@ score the result.
 
 import contextlib
 import json
-import os
 import shutil
-import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -76,8 +75,7 @@ def demo(config: DemoConfig) -> None:
     check(command(config, "finetune", [f"data.path={out / 'digits'}", f"init.weights={out / 'pretrain'}", *length]))
 
     title("5/5  Score")
-    from pipeline.base import json_record  # Late: --help needs no torch.
-    from pipeline.evaluate import score_report
+    from pipeline.evaluate import score_report  # Late: --help needs no torch.
     from pipeline.monitor.metrics_file import by_name, read_metrics
     from pipeline.monitor.tracking import default_uri
     from pipeline.review import report as run_report
@@ -89,13 +87,12 @@ def demo(config: DemoConfig) -> None:
         schema.load(ScoreConfig, None, [f"weights={out / 'pretrain'}", "shots=5", "classify=false", *digits])
     )
 
-    pretrained = json_record.read(out / "pretrain" / "scores.json", dict)
-    speeds = sorted(by_name(read_metrics(out / "pretrain" / "metrics.jsonl")[0])["images_per_second"].values())
+    speeds = by_name(read_metrics(out / "pretrain" / "metrics.jsonl")[0])["images_per_second"].values()
     summary = {
-        "pretrain_top1": pretrained["top1"],
+        "pretrain_top1": json.loads((out / "pretrain" / "scores.json").read_text())["top1"],
         "finetune_top1": finetuned["top1"],
         "fewshot_top1": probed["fewshot"][0]["top1"],
-        "images_per_second": speeds[len(speeds) // 2],
+        "images_per_second": statistics.median(speeds),
         "seconds": time.perf_counter() - begin,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -128,21 +125,18 @@ def command(config: DemoConfig, name: str, overrides: list[str]) -> list[str]:
     return [*launcher, str(ROOT / "launch" / f"{name}.py"), *settings]
 
 
-def environment() -> dict[str, str]:
-    """Environment of the ranks: one thread each."""
-    return {"OMP_NUM_THREADS": "1", **os.environ}
-
-
 def check(arguments: list[str]) -> None:
     """Run a command. Raises UserError if it fails; its own output shows the reason."""
-    code = subprocess.run(arguments, env=environment()).returncode
+    code = subprocess.run(arguments).returncode
     if code:
         raise UserError(f"this command failed with exit code {code}, see above: {' '.join(arguments)}")
 
 
 def run_and_kill(arguments: list[str], pointer: Path) -> None:
     """Start a command, and kill it and all its ranks with SIGKILL once a second checkpoint is committed."""
-    process = subprocess.Popen(arguments, env=environment(), start_new_session=True)
+    import psutil  # Late: not of Python's own library.
+
+    process = psutil.Popen(arguments)
     seen: set[str] = set()
     while len(seen) < 2:
         if process.poll() is not None:
@@ -150,22 +144,13 @@ def run_and_kill(arguments: list[str], pointer: Path) -> None:
         if pointer.exists():
             seen.add(pointer.read_text())
         time.sleep(0.1)
-    kill_tree(process.pid)
-    process.wait()
-    print("killed")
-
-
-def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process and all its descendants: killing a process group would miss ranks, which have own
-    sessions.
-    """
-    import psutil
-
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in family:
+    # Not its process group, in which the ranks are not.
+    family = [process, *process.children(recursive=True)]
+    for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):  # One that drew figures may have ended just now.
-            process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(family[1:], timeout=10)
+            member.kill()
+    psutil.wait_procs(family)
+    print("killed")
 
 
 def title(text: str) -> None:

@@ -11,9 +11,9 @@ DeepSpeed's launcher reads it from its working folder. Set ssh options as for pd
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

@@ -12,9 +12,9 @@ With train.loss=NAME, --help also lists the settings of what is learned.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

@@ -13,9 +13,9 @@ the path of its image below its folder: photos/cat/1.jpg, masks/cat/1.png. See d
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

@@ -36,9 +36,9 @@ Unreadable images are skipped and listed in skipped.csv; above a share of max_ba
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

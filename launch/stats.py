@@ -12,9 +12,9 @@ Writes stats.json, classes.csv, shards.csv, histograms.png and contact_sheet.png
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

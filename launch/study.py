@@ -24,9 +24,9 @@ A cell that fails or diverges is reported, and the others continue; the exit cod
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

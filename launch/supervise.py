@@ -13,9 +13,9 @@ The run's folder has a log of the supervisor in supervise.log.
 
 import sys
 from functools import partial
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

@@ -27,9 +27,9 @@ sweep is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a
 """
 
 import sys
-from pathlib import Path
+from os.path import dirname
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, dirname(dirname(__file__)))
 
 from pipeline.process.start import guard
 

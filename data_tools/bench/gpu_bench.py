@@ -4,12 +4,17 @@ Each measurement (`gpu_step.py`) is a process of its own with a time limit: runn
 that takes too long is a row of the result. What is worth most comes first, and every row is written at once.
 """
 
+import json
 import math
 import os
+import platform
+import re
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,11 @@ import torch
 from data_tools.bench import gpu_step
 from data_tools.bench.apart import Row, rows_apart
 from data_tools.bench.gpu_step import DEFAULTS, Case, Setup
-from data_tools.bench.results import BenchResults
+from pipeline.base import files
 from pipeline.base.errors import UserError
+from pipeline.base.page import Block, Paragraph, Table, markdown
 from pipeline.estimate.memory import most_images
+from pipeline.monitor.gpus import find_gpu
 from pipeline.settings.commands.bench import GpuBenchConfig
 
 _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
@@ -42,23 +49,40 @@ def run(config: GpuBenchConfig) -> None:
             raise UserError("torch sees no GPU here. device=cpu runs the same code on tiny models, as a test of it.")
     else:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    results = BenchResults(config.json, config.tolerance)
-    bench = GpuBench(config, results)
+    bench = GpuBench(config)
     bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
     try:
         bench.measure()
     finally:  # Also after Ctrl-C.
-        results.report()
+        bench.report()
 
 
 class GpuBench:
-    """The measurements in order. Rows: name (its first word is the part), then what was measured or "failed"."""
+    """The measurements in order. Rows: name (its first word is the part), then what was measured or "failed".
 
-    def __init__(self, config: GpuBenchConfig, results: BenchResults) -> None:
-        self.config, self.results = config, results
+    A step is exact if each of its first losses is within `tolerance` of the plain step's (relative), and its kernels
+    are deterministic.
+    """
+
+    def __init__(self, config: GpuBenchConfig) -> None:
+        self.config = config
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
         self.device_memory: int | None = None
         self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
+        self.rows: list[Row] = []
+        cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        self.machine: dict[str, Any] = {
+            "cpu": cpu[1] if cpu else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpu": "none",
+            "torch": torch.__version__,
+        }
+        self.facts: dict[str, Any] = {
+            # The command as typed: launch/bench.py takes the benchmark's name out of sys.argv.
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "machine": self.machine,
+        }
 
     def _case(self, model: str, pixels: str) -> Case:
         case = Case(model, int(pixels), 1, self.config.candidate_seconds, self.config.device)
@@ -70,7 +94,7 @@ class GpuBench:
         first, others = self.cases[0], self.cases[1:]
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
             self.device_memory = row.get("device_memory")
-            self.results.machine["gpu"] = row.get("gpu", self.results.machine["gpu"])
+            self.machine["gpu"] = row.get("gpu", self.machine["gpu"])
         self.steps(first, Setup(), DEFAULTS, replace(DEFAULTS, compile=True))
         for case in others[:1]:
             self.steps(case, DEFAULTS)
@@ -79,7 +103,7 @@ class GpuBench:
             self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
         self._largest_batch(first)
         self.steps(first, replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False))
-        fastest = self.results.fastest(first.name, first.batch)
+        fastest = self.fastest(first.name, first.batch)
         best = Setup(**fastest["setup"]) if fastest else DEFAULTS
         for case in [*others, *(replace(first, batch=factor * first.batch) for factor in (2, 4))]:
             self.steps(case, Setup(), best)
@@ -88,7 +112,7 @@ class GpuBench:
 
     def steps(self, case: Case, *setups: Setup) -> None:
         for setup in setups:
-            if self.results.step(case.name, case.batch, setup) is None:
+            if self.found(case.name, case.batch, setup) is None:
                 self.apart(f"step {case.name}, batch {case.batch}, {setup}", gpu_step.measure, case, setup)
 
     def _from_shards(self, case: Case) -> None:
@@ -107,9 +131,7 @@ class GpuBench:
         sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
         if self.device_memory is not None:
             most = most_images(gpu_step.settings(case), case.config, 1, 1, self.device_memory, _MAX_BATCH)
-            sizes = sorted(
-                {max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)}
-            )
+            sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
         self.apart(f"fit {case.name}, predicted {most or 'none'}", gpu_step.fits, case, sizes)
 
     def apart(self, name: str, work: Callable[..., Iterator[Row]], *arguments: Any) -> list[Row]:
@@ -118,18 +140,80 @@ class GpuBench:
             return []
         left = self.deadline - time.monotonic()
         if left < _LEAST_SECONDS:
-            self._add(name, {"failed": "not measured: no time left"})
+            self.add(name, {"failed": "not measured: no time left"})
             return []
         rows = []
         for row in rows_apart(work, arguments, min(_PART_SECONDS, left)):
-            self._add(name, row)
+            self.add(name, row)
             rows.append(row)
         return rows
 
-    def _add(self, name: str, row: Row) -> None:
-        self.results.add(name, row)
+    # ---------------------------------------------------------------------- results
+    def add(self, name: str, row: Row) -> None:
+        """Add a row, that of a step with its largest relative difference to the plain step's losses, and write it."""
+        row = {"name": name, **row}
+        self.rows.append(row)
+        if "losses" in row:
+            plain = self.found(row["model"], row["batch"], Setup())
+            pairs = zip(row["losses"], plain["losses"], strict=True) if plain else ()
+            row["loss_difference"] = max((round(abs(a - b) / abs(b), 6) for a, b in pairs), default=None)
+        self.write()
         speed = f"{row['images_per_second']:,.1f} images/s" if "images_per_second" in row else "done"
         print(f"{time.strftime('%H:%M:%S')} {name}: {row.get('failed', speed)}", flush=True)
+
+    def write(self) -> None:
+        """Replace the JSON file, if one is set."""
+        if self.config.json:
+            files.write_text(Path(self.config.json), json.dumps({**self.facts, "rows": self.rows}, indent=1))
+
+    def found(self, model: str, batch: int, setup: Setup) -> Row | None:
+        return next((row for row in self._steps(model, batch) if row["setup"] == asdict(setup)), None)
+
+    def fastest(self, model: str, batch: int) -> Row | None:
+        """The fastest exact step of the engine."""
+        exact = [
+            row
+            for row in self._steps(model, batch)
+            if row["setup"]["engine"] and row["setup"]["deterministic"] and row["loss_difference"] is not None
+        ]
+        exact = [row for row in exact if row["loss_difference"] <= self.config.tolerance]
+        return min(exact, key=lambda row: row["ms"], default=None)
+
+    def _steps(self, model: str, batch: int) -> list[Row]:
+        return [row for row in self.rows if "losses" in row and (row["model"], row["batch"]) == (model, batch)]
+
+    def report(self) -> None:
+        """Print the tables in Markdown, and the settings to use; both also become part of the file."""
+        device = self.machine["cpu"] if self.machine["gpu"] == "none" else self.machine["gpu"]
+        product = next((row["tflops"] for row in self.rows if "side" in row), 0.0)
+        sheet = gpu.tflops if (gpu := find_gpu(device)) else 0.0
+        blocks: list[Block] = [
+            Paragraph(
+                f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet"
+                f" {sheet:,.0f} (0: unknown)."
+            )
+        ]
+        for part in ("step", "shards", "objectives", "fit"):
+            rows = [row for row in self.rows if row["name"].split()[0] == part and "made" not in row]
+            columns = [*dict.fromkeys(name for row in rows for name in row if isinstance(row[name], int | float | str))]
+            if rows:
+                blocks.append(Table(columns, [[_shown(row.get(name)) for name in columns] for row in rows]))
+        for model, batch in {(row["model"], row["batch"]): None for row in self.rows if "losses" in row}:
+            settings = ["none measured"]
+            if best := self.fastest(model, batch):
+                chosen = (f"engine.{name}={str(on).lower()}" for name, on in best["setup"].items() if name != "engine")
+                settings = [*chosen, f"train.micro_batch={batch}"]
+                settings.append(f"(measured={best['images_per_second']:.0f} of launch/plan.py)")
+            text = f"{model}, batch {batch}: fastest exact step of the engine: {' '.join(settings)}."
+            blocks.append(Paragraph(text))
+        title = f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}"
+        self.facts["report"] = markdown(f"{title}: `{self.facts['command']}`", blocks)
+        self.write()
+        print("\n" + self.facts["report"], flush=True)
+
+
+def _shown(value: float | str | None) -> str:
+    return f"{value:,.5g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:

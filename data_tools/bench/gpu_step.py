@@ -6,7 +6,6 @@ process. Models start from the same weights, and see one batch.
 """
 
 import copy
-import gc
 import itertools
 import math
 import statistics
@@ -42,7 +41,7 @@ from pipeline.settings.run import OptimizerConfig, RunConfig
 
 Step = Callable[[], Tensor]
 _LR = 1e-4
-_CHECKED_STEPS, _MIN_ROUNDS = 5, 3
+_CHECKED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def matrix_product(device: str) -> Iterator[Row]:
     }
     side = 8192 if is_gpu else 256
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
-    seconds = _median_seconds(lambda: torch.mm(a, b), 2.0 if is_gpu else 0.2, is_gpu)
+    seconds = _median_seconds(lambda: torch.mm(a, b), 2.0 if is_gpu else 0.2)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
 
 
@@ -280,7 +279,7 @@ def _timed(case: Case, step: Step, flops: float) -> tuple[list[float], Row]:
     begin = time.perf_counter()
     losses = [float(step()) for _ in range(_CHECKED_STEPS)]
     ready = time.perf_counter() - begin
-    seconds = _median_seconds(step, case.seconds, case.device == "cuda")
+    seconds = _median_seconds(step, case.seconds)
     return losses, {
         "model": case.name,
         "batch": case.batch,
@@ -292,24 +291,12 @@ def _timed(case: Case, step: Step, flops: float) -> tuple[list[float], Row]:
     }
 
 
-def _median_seconds(step: Callable[[], object], seconds: float, on_gpu: bool) -> float:
-    """Median time of a step, over rounds of at least one step that take `seconds` together."""
+def _median_seconds(step: Callable[[], object], seconds: float) -> float:
+    """Median time of a step, of those that take `seconds` together; of a GPU, until it is done."""
+    from torch.utils.benchmark import Timer  # Late: it uses CUDA, and processes are forked.
 
-    def round_of(count: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / count
-
-    round_of(1)
-    count = max(1, round(seconds / 5 / round_of(2)))
-    gc.collect()
-    found, end = [round_of(count)], time.perf_counter() + seconds
-    while len(found) < _MIN_ROUNDS or time.perf_counter() < end:
-        found.append(round_of(count))
-    return statistics.median(found)
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).median
 
 
 def _peak_gib(case: Case) -> float:

@@ -35,20 +35,13 @@ class PoolSlice:
 
 
 @dataclass(frozen=True)
-class LaterVersion:
-    """A later major version of tensorflow_datasets with the same keys and labels. note: what is not the same."""
-
-    major: int
-    note: str
-
-
-@dataclass(frozen=True)
 class DataSet:
     """A source data set. name: name of its folder. counts: number of samples of each pool.
 
-    tfds, tfds_major: folder in a data_dir of tensorflow_datasets, and major version that the official task uses.
-    tfds_later: is read if that is missing. val: val200 is the first 200 samples of this part. test: all samples of this
-    part. (train800 is always the beginning of `train`.)
+    tfds: folder in a data_dir of tensorflow_datasets. tfds_versions: the major version that the official task uses, and
+    later ones with the same keys and labels, which are read if that is missing: version -> what is not the same.
+    val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning
+    of `train`.)
     alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get
     or use the files.
     """
@@ -57,12 +50,11 @@ class DataSet:
     files: tuple[PublishedFile, ...]
     counts: dict[str, int]
     tfds: str
-    tfds_major: int
+    tfds_versions: dict[int, str]
     val: PoolSlice = PoolSlice("validation")
     test: PoolSlice = PoolSlice("test")
     alternative: PublishedFile | None = None
     hint: str = ""
-    tfds_later: LaterVersion | None = None
 
 
 DATASETS: dict[str, DataSet] = {dataset.name: dataset for dataset in read_table(__file__, list[DataSet])}

@@ -2,16 +2,12 @@
 it.
 """
 
-import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from google.protobuf.message import DecodeError
-
 from data_tools.sharding.shard import resolve
-from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import wrong_counts
+from data_tools.vtab.datasets import DATASETS, UNREADABLE
 from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
 from data_tools.vtab.readers.files import DatasetFiles, Original, sources_of
 from data_tools.vtab.readers.labels import NAMES
@@ -43,18 +39,6 @@ _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
     )
 }
 
-# Exceptions of readers for files that differ from the published ones.
-_NOT_AS_PUBLISHED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    csv.Error,
-    DecodeError,
-)
-
 Kind = Literal["originals", "tfds", "lists"]
 
 
@@ -70,16 +54,13 @@ class Origin:
     folder: AnyPath
 
 
-def given(config: VtabPrepareConfig) -> dict[str, str]:
-    """Returns the values of originals, tfds and lists that are set. Raises UserError for one that is not a folder."""
-    found = {name: value for name in get_args(Kind) if (value := getattr(config, name))}
-    for name, value in found.items():
-        folder = resolve(name, value)
-        if not folder.is_dir():
+def check_folders(config: VtabPrepareConfig) -> None:
+    """Raise UserError for one of originals, tfds and lists that is set and is not a folder."""
+    for name in get_args(Kind):
+        if (value := getattr(config, name)) and not (folder := resolve(name, value)).is_dir():
             raise UserError(
                 f"{name} = {value}: {folder} is not a folder. Give one with a folder for each data set: {name}=..."
             )
-    return found
 
 
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
@@ -110,9 +91,9 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
         else:
             files = DatasetFiles(DATASETS[task.dataset], origin.folder, staging, published)
             original, unchecked = _READERS[task.dataset](files, task), files.unchecked
-    except UserError:
+    except (UserError, OSError):
         raise
-    except _NOT_AS_PUBLISHED as error:
+    except Exception as error:  # Of any kind, if a file differs from the published one.
         raise UserError(
             f"{origin.folder}: its files differ from the published ones ({type(error).__name__}: {error})."
         ) from error
@@ -133,3 +114,11 @@ def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool)
                 f"{origin.folder} has {counted(len(classes), 'class')}, but {task.title} has {task.num_classes}."
             )
     return replace(original, classes=classes, notes=notes)
+
+
+def wrong_counts(dataset: str, keys: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields a description of each pool of another number of samples than was published. keys: of each pool."""
+    for pool, expected in DATASETS[dataset].counts.items():
+        found = keys.get(pool, ())
+        if len(found) - (UNREADABLE in found) != expected:
+            yield f"has {counted(len(found), 'image')} of {pool!r}, but {expected:,} were published"

@@ -18,9 +18,8 @@ from data_tools.sharding import shard
 from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import KEYS_FILE, as_recorded, digest, key_table, read_about
-from data_tools.vtab.origin import MissingError, Origin, find_origin, given, read_original
-from data_tools.vtab.prove import prove
+from data_tools.vtab.origin import MissingError, Origin, check_folders, find_origin, read_original
+from data_tools.vtab.prove import KEYS_FILE, as_recorded, digest, key_table, prove, read_about
 from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import FileLocation, Original, Pool
@@ -41,7 +40,7 @@ def run(config: VtabPrepareConfig) -> None:
     A failed task does not stop the others. A task whose data set exists counts as ready without its files. Raises
     UserError for a setting that is not a folder; and, after all tasks, if one failed or a requested one is missing.
     """
-    places = given(config)
+    check_folders(config)
     tasks = _tasks(config.tasks)
     if config.prove:
         prove(tasks, config)
@@ -49,13 +48,21 @@ def run(config: VtabPrepareConfig) -> None:
     ready, missing, failed = [], {}, {}
     for task in tasks:
         try:
-            is_made = _is_made(task, _folder(task, config))
+            out = shard.resolve("out", config.out) / task.name
+            about = read_about(open_dataset(out)) if (out / INFO).exists() else None
             origin = find_origin(task, config)
             print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
-            _make(task, origin, config)
+            settings = ShardConfig(
+                source=str(origin.folder),
+                out=str(out),
+                splits=dict.fromkeys(SPLITS, ""),
+                samples_per_shard=config.samples_per_shard,
+                num_tasks=config.num_tasks,
+            )
+            shard.run(settings, functools.partial(_list, task, origin, config.published))
             ready.append(task.name)
         except MissingError as error:
-            if is_made:  # The original files are large and may have been deleted.
+            if about and about["task"] == task.name:  # The original files are large and may have been deleted.
                 ready.append(f"{task.name} (made before)")
             else:
                 missing[task.name] = str(error)
@@ -69,10 +76,7 @@ def run(config: VtabPrepareConfig) -> None:
         few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
         raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {few}")
     if not ready:
-        where = " or ".join(f"{name} = {value}" for name, value in places.items())
-        raise UserError(
-            f"No task has its files in {where}. Each data set has a folder of its own there (docs/vtab.md)."
-        )
+        raise UserError("No task has its files. Each data set has a folder of its own in originals (docs/vtab.md).")
 
 
 def _tasks(names: list[str]) -> list[Task]:
@@ -80,29 +84,6 @@ def _tasks(names: list[str]) -> list[Task]:
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
     return [known[name] for name in names] or list(TASKS)
-
-
-def _folder(task: Task, config: VtabPrepareConfig) -> AnyPath:
-    return shard.resolve("out", config.out) / task.name
-
-
-def _is_made(task: Task, folder: AnyPath) -> bool:
-    """Whether a data set of this task was finished in the folder. Raises UserError for a damaged dataset.json."""
-    if not (folder / INFO).exists():
-        return False
-    about = read_about(open_dataset(folder))
-    return about is not None and about["task"] == task.name
-
-
-def _make(task: Task, origin: Origin, config: VtabPrepareConfig) -> None:
-    settings = ShardConfig(
-        source=str(origin.folder),
-        out=str(_folder(task, config)),
-        splits=dict.fromkeys(SPLITS, ""),
-        samples_per_shard=config.samples_per_shard,
-        num_tasks=config.num_tasks,
-    )
-    shard.run(settings, functools.partial(_list, task, origin, config.published))
 
 
 def _list(

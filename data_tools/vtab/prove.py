@@ -1,38 +1,86 @@
 """Proves that the splits of prepared tasks are those of VTAB-1k: computes them again from the keys, and compares the
 manifest.
 
+keys.parquet has key and label of every sample from which the splits were chosen; dataset.json has its digest.
+
 Images are not read; `launch/verify.py` compares the shards with the manifest.
 """
 
+import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_tools.sharding.shard import resolve
+from data_tools.sources.listing import Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.keys import (
-    KEYS_FILE,
-    by_pool,
-    changes,
-    differences,
-    digest,
-    key_table,
-    read_about,
-    read_keys,
-    wrong_counts,
-)
-from data_tools.vtab.origin import MissingError, find_origin, read_original
+from data_tools.vtab.origin import MissingError, find_origin, read_original, wrong_counts
+from data_tools.vtab.readers.files import Pool
 from data_tools.vtab.split import choose, shard_key
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import StorageError
 from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.commands.data import VtabPrepareConfig
+
+KEYS_FILE = "keys.parquet"
+# pool: a split of tensorflow_datasets. key: as hashed there (the key in shards is `split.shard_key` of it).
+KEYS = pa.schema([("pool", pa.string()), ("key", pa.string()), ("label", pa.int32())])
+_NAMED = 3
+
+
+def key_table(pools: Mapping[str, Pool]) -> pa.Table:
+    """Returns one row per sample of each pool, in the order of the source."""
+    tables = [
+        pa.table([pa.repeat(pa.scalar(name), len(pool.keys)), pool.keys, pool.labels.astype(np.int32)], schema=KEYS)
+        for name, pool in pools.items()
+    ]
+    return pa.concat_tables(tables).combine_chunks()
+
+
+def read_keys(path: AnyPath) -> pa.Table:
+    """Read keys.parquet. Raises OSError or pa.ArrowException for a missing or damaged file."""
+    return open_parquet(path).read().cast(KEYS)
+
+
+def by_pool(table: pa.Table) -> dict[str, tuple[list[str], list[int]]]:
+    """Returns pool -> (keys, labels)."""
+    names = table["pool"].unique().to_pylist()
+    parts = {name: table.filter(pc.equal(table["pool"], name)) for name in names}
+    return {name: (part["key"].to_pylist(), part["label"].to_pylist()) for name, part in parts.items()}
+
+
+def digest(table: pa.Table) -> str:
+    """Returns the hex SHA-256 of the content of a table of keys."""
+    found = hashlib.sha256()
+    for pool, key, label in zip(*(table[name].to_pylist() for name in KEYS.names), strict=True):
+        found.update(f"{pool}\t{key}\t{label}\n".encode())
+    return found.hexdigest()
+
+
+def read_about(dataset: Dataset) -> dict[str, Any] | None:
+    """Returns the entry of `prepare.py` in dataset.json, None for other data sets."""
+    return dataset.info["source"].get("vtab")
+
+
+def as_recorded(listing: Listing, out: AnyPath) -> Listing:
+    """Returns the listing without its table of keys if the finished data set in out has another: dataset.json has the
+    digest of that one.
+
+    Another origin of the same samples lists the keys in another order. (The sharding job refuses other samples.)
+    """
+    table = listing.extra_tables.get(KEYS_FILE)
+    about = read_about(open_dataset(out)) if table is not None and (out / INFO).exists() else None
+    return listing if about is None or digest(table) == about.get("keys_sha256") else replace(listing, extra_tables={})
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
@@ -134,3 +182,24 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
         original = read_original(task, origin, Path(staging), about["published"])
     problems += changes(key_table(original.pools), read_keys(dataset.path / KEYS_FILE))
     return f"; keys and labels read again from {origin.folder}"
+
+
+def changes(now: pa.Table, kept: pa.Table) -> Iterator[str]:
+    """Yields a description of each difference between the keys and labels of a source and those of keys.parquet."""
+    of_source, of_file = by_pool(now), by_pool(kept)
+    for name in sorted(of_source.keys() | of_file.keys()):
+        expected, found = (dict(zip(*pools.get(name, ([], [])), strict=True)) for pools in (of_source, of_file))
+        yield from differences(f"{KEYS_FILE}, pool {name!r},", expected, found)
+
+
+def differences(where: str, expected: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a description of each kind of difference between two mappings of keys to labels."""
+    others = [key for key in expected.keys() & found.keys() if expected[key] != found[key]]
+    for what, keys in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has, and should not,", found.keys() - expected.keys()),
+        ("has with another label", others),
+    ):
+        if keys:
+            some = sorted(keys)[:_NAMED]
+            yield f"{where} {what} {len(keys):,}: {', '.join(some)}{', ...' if len(keys) > _NAMED else ''}"

@@ -50,7 +50,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
     durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
     hidden = path.with_name(f".{path.name}.tmp")
-    with _replacing(path, hidden, os.O_TRUNC, durable=durable) as file:
+    with _replacing(path, hidden, durable=durable) as file:
         file.write(as_bytes(text))
 
 
@@ -61,7 +61,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Several processes may write the same path (a task and its retry): each has a hidden file of its own, so their bytes
     cannot mix. mode: permissions of a new file, before the umask.
     """
-    with _replacing(path, _hidden(path), os.O_EXCL, mode) as file:
+    with _replacing(path, _hidden(path), mode) as file:
         yield file
     sync_folder(path.parent)
 
@@ -71,7 +71,7 @@ def create(path: Path, content: bytes) -> bool:
     wins.
     """
     try:
-        with _replacing(path, _hidden(path), os.O_EXCL, appear=_link) as file:
+        with _replacing(path, _hidden(path), appear=_link) as file:
             file.write(content)
     except FileExistsError:
         return False
@@ -87,7 +87,7 @@ def hidden_folder(path: Path) -> Iterator[Path]:
     hidden = _hidden(path)
     folder = hidden.with_suffix("")
     # The hidden file is there for its lock, and never appears.
-    with _replacing(path, hidden, os.O_EXCL, durable=False, appear=lambda hidden, _: hidden.unlink()):
+    with _replacing(path, hidden, durable=False, appear=lambda hidden, _: hidden.unlink()):
         try:
             folder.mkdir()
             yield folder
@@ -165,17 +165,14 @@ def _link(hidden: Path, path: Path) -> None:
 def _replacing(
     path: Path,
     hidden: Path,
-    flag: int,
     mode: int = 0o666,
     durable: bool = True,
     appear: Callable[[Path, Path], None] = _rename,
 ) -> Iterator[BinaryIO]:
-    """flag: O_EXCL for a new hidden file, which is locked; O_TRUNC for one that only one process writes."""
     try:
-        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | flag, mode), "wb") as file:
-            if flag == os.O_EXCL:
-                with suppress(OSError):  # Without locks nothing is removed.
-                    fcntl.flock(file, fcntl.LOCK_EX)
+        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            with suppress(OSError):  # Without locks nothing is removed.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             if durable:

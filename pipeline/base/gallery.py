@@ -1,19 +1,21 @@
 """A gallery: images in rows with lines of text over them, drawn with Matplotlib."""
 
+import itertools
+import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch
 
 from pipeline.base.errors import UserError
+from pipeline.base.page import add_legend
 from pipeline.base.words import counted, shorten
 
 DPI = 150  # of the PNGs
@@ -22,8 +24,8 @@ SMALL, TEXT, TITLE = 7, 8, 10  # points
 MAP = matplotlib.colormaps["viridis"]
 GREY = "0.35"
 _MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
-_TILE, _GAP, _LINE, _MARGIN, _MIN_WIDTH = 1.2, 0.08, 0.16, 0.2, 3.2  # inches
-LINE_CHARACTERS, _MAX_LINES = 17, 2  # of a line over a tile, and into how many it is wrapped
+_PLACE, _LINE = 1.3, 0.14  # inches: of a tile with a gap, and of a line of text
+LINE_CHARACTERS = 17  # of a line over a tile
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Tile:
     pixels: np.ndarray
     lines: Sequence[str] = ()
     colour: str = ""
+
+    @property
+    def wrapped(self) -> list[str]:
+        """Lines that are as wide as a tile; the middle of a text that is too long for two of them is cut."""
+        short = (shorten(line, 2 * LINE_CHARACTERS) for line in self.lines)
+        return [part for line in short for part in textwrap.wrap(line, LINE_CHARACTERS) or [""]]
 
 
 def gallery(
@@ -49,76 +57,44 @@ def gallery(
     legend: (name, colour) of each square at the foot of the page.
     Raises UserError for more rows than a picture can have.
     """
-    rows = [
-        [tile and replace(tile, lines=[part for line in tile.lines for part in _wrapped(line)]) for tile in row]
-        for row in rows
-    ]
-    num_lines = [max((len(tile.lines) for tile in row if tile), default=0) for row in rows]
-    heights = [lines * _LINE + _TILE + _GAP for lines in num_lines]
-    inside = max(max(map(len, rows)) * (_TILE + _GAP) - _GAP, 0.088 * len(title), _MIN_WIDTH)
-    notes = textwrap.wrap(note, int(inside / 0.063))
-    in_line = max(1, int((inside + _GAP) / (_TILE + _GAP)))
-    above = 0.3 + (len(notes) + 0.4) * _LINE
-    below = (0.65 if bar else 0.0) + -(-len(legend) // in_line) * 1.5 * _LINE
-    width, height = inside + 2 * _MARGIN, sum(heights) + above + below + 2 * _MARGIN
+    columns = max(*map(len, rows), 3, math.ceil(0.088 * len(title) / _PLACE))
+    width = columns * _PLACE
+    note = textwrap.fill(note, int(width / 0.063))
+    num_lines = sum(max((len(tile.wrapped) for tile in row if tile), default=0) for row in rows)
+    foot = note.count("\n") + 4 + 6 * bool(bar) + 2 * len(legend) / columns
+    height = len(rows) * _PLACE + (num_lines + foot) * _LINE
     if height * DPI >= _MAX_PIXELS:
         fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
         raise UserError(
             f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images"
             " (num_drawn)."
         )
-    figure = Figure(figsize=(width, height))
-    # One canvas for all tiles, in inches: separate axes would take 30 ms a tile.
-    canvas = figure.add_axes((0, 0, 1, 1))
-    canvas.set_axis_off()
-    top = height - _MARGIN
-    canvas.text(_MARGIN, top, title, fontsize=TITLE, va="top", weight="bold", parse_math=False)
-    for number, line in enumerate(notes):
-        down = top - 0.24 - number * _LINE
-        canvas.text(_MARGIN, down, line, fontsize=TEXT, va="top", color=GREY, parse_math=False)
-    top -= above
-    for row, lines, row_height in zip(rows, num_lines, heights, strict=True):
-        for column, tile in enumerate(row):
-            if tile is not None:
-                _draw_tile(canvas, _MARGIN + column * (_TILE + _GAP), top - lines * _LINE - _TILE, tile)
-        top -= row_height
-    canvas.set(xlim=(0, width), ylim=(0, height), aspect="auto")
-    for number, (name, colour) in enumerate(legend):
-        down, column = divmod(number, in_line)
-        left, middle = _MARGIN + column * (_TILE + _GAP), _MARGIN + below - (down + 1) * 1.5 * _LINE + _LINE / 2
-        canvas.add_patch(Rectangle((left, middle - _LINE / 2), _LINE, _LINE, facecolor=colour))
-        text = shorten(name, LINE_CHARACTERS - 4)
-        canvas.text(left + 1.5 * _LINE, middle, text, fontsize=TEXT, va="center", parse_math=False)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE, weight="bold", parse_math=False)
+    places = figure.subplots(len(rows), columns, squeeze=False)
+    for row, axes in zip(rows, places, strict=True):
+        for axis, tile in itertools.zip_longest(axes, row):
+            if tile is None:
+                axis.set_axis_off()
+                continue
+            axis.imshow(tile.pixels)
+            text, colour = "\n".join(tile.wrapped), tile.colour or "black"
+            axis.set_title(text, fontsize=TEXT, color=colour, pad=3, parse_math=False)
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_color(tile.colour or "0.6")
+            axis.spines[:].set_linewidth(2.0 if tile.colour else 0.5)
+    if legend:
+        squares = [Patch(color=colour, label=shorten(name, LINE_CHARACTERS - 4)) for name, colour in legend]
+        look = {"loc": "outside lower left", "alignment": "left", "ncols": columns - 1, "fontsize": TEXT}
+        add_legend(figure, handles=squares, title=note, title_fontsize=TEXT, **look)
+    else:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=TEXT, color=GREY, parse_math=False)
     if bar:
-        place = (_MARGIN / width, (_MARGIN + 0.38) / height, 2.5 / width, 0.1 / height)
         scale = ScalarMappable(Normalize(0, 1), MAP)
-        colours = figure.colorbar(scale, figure.add_axes(place), orientation="horizontal")
-        colours.set_ticks([0, 1], labels=["0", "largest"])
-        colours.ax.tick_params(labelsize=SMALL)
+        colours = figure.colorbar(scale, ax=places, location="bottom", ticks=[0, 1], aspect=40)
+        colours.ax.set_xticklabels(["0", "largest"], fontsize=SMALL)
         colours.set_label(bar, fontsize=TEXT)
     return figure
-
-
-def _draw_tile(canvas: Axes, left: float, bottom: float, tile: Tile) -> None:
-    height, width = (_TILE / 2 * side / max(tile.pixels.shape[:2]) for side in tile.pixels.shape[:2])
-    x, y = left + _TILE / 2, bottom + _TILE / 2
-    canvas.imshow(tile.pixels, extent=(x - width, x + width, y - height, y + height))
-    edge, line_width = (tile.colour, 2.0) if tile.colour else ("0.6", 0.5)
-    canvas.add_patch(Rectangle((left, bottom), _TILE, _TILE, fill=False, edgecolor=edge, linewidth=line_width))
-    for number, line in enumerate(reversed(tile.lines)):
-        place = left + _TILE / 2, bottom + _TILE + 0.045 + number * _LINE
-        canvas.text(*place, line, fontsize=TEXT, color=tile.colour or "black", ha="center", parse_math=False)
-
-
-def _wrapped(line: str) -> list[str]:
-    """Lines that are as wide as a tile, after spaces where they can; the middle of a text that is too long for them is
-    cut.
-    """
-    for most in range(_MAX_LINES * LINE_CHARACTERS, 0, -1):
-        parts = textwrap.wrap(shorten(line, most), LINE_CHARACTERS) or [""]
-        if len(parts) <= _MAX_LINES:
-            break
-    return parts
 
 
 def folded(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:

@@ -106,6 +106,9 @@ def only_writer(output: object, is_file: bool = False) -> Iterator[None]:
     try:
         lock = _lock(folder / name, output)
         try:
+            command = os.path.basename(sys.argv[0]) or "python"
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
             yield
         finally:
             (folder / name).unlink(missing_ok=True)
@@ -117,7 +120,7 @@ def only_writer(output: object, is_file: bool = False) -> Iterator[None]:
 
 
 def _lock(path: Path, output: object) -> FileLock:
-    """Lock the file, and write this process's name into it. Creates its folder."""
+    """Create and lock the file, and its folder."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -135,14 +138,5 @@ def _lock(path: Path, output: object) -> FileLock:
             print(f"note: {output} has no locks ({error.strerror}): start no second job on it", file=sys.stderr)
         # The previous holder may have deleted the file after we opened it and before we locked it.
         if lock.is_current():
-            break
+            return lock
         lock.close()
-    command = os.path.basename(sys.argv[0]) or "python"
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    try:
-        lock.write_owner(f"{command} on {socket.gethostname()} (process {os.getpid()}, since {since})")
-    except OSError:
-        path.unlink(missing_ok=True)
-        lock.close()
-        raise
-    return lock

@@ -9,8 +9,6 @@ import numpy as np
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.words import on_one_line, printable
 
-_MAX_REASON = 300
-
 
 def read_arrays(
     source: Path | bytes,
@@ -27,8 +25,6 @@ def read_arrays(
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as raw:
             file = np.load(raw, allow_pickle=False)
-            if isinstance(file, np.ndarray):
-                raise UserError(f"{where}: holds one array; an .npz of named arrays is needed.")
             with file:
                 wanted = file.files if names is None else [*names, *(name for name in optional if name in file.files)]
                 return {name: np.asarray(file[name]) for name in wanted}
@@ -38,7 +34,5 @@ def read_arrays(
     # struct.error, SyntaxError, MemoryError, ... An array of objects raises ValueError.
     except Exception as error:
         raise_outage(error, where)
-        reason = on_one_line(error)[:_MAX_REASON] or type(error).__name__
-        if "allow_pickle" in reason or "pickled" in reason:
-            reason = "it holds Python objects, which are never loaded because that can run code"
-        raise UserError(f"{where}: not a readable .npz ({printable(reason)}).") from error
+        reason = printable(on_one_line(error)[:300]) or type(error).__name__
+        raise UserError(f"{where}: not an .npz that is readable without Python objects ({reason}).") from error

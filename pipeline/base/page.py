@@ -97,26 +97,14 @@ def png(figure: Any, dpi: int | str = "figure", caption: str = "") -> bytes:
     of it.
     """
     if caption:
-        _add_caption(figure, caption)
+        width = figure.get_size_inches()[0]
+        text = textwrap.fill(caption, max(int((width - 0.4) / 0.058), 20))
+        figure.text(0.2 / width, 0, text, fontsize=7, color="0.35", va="top", parse_math=False)
     # File names may be in a script that the font lacks; its characters are drawn as boxes.
     warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-    figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
+    # "tight": all that is drawn, so the caption, too, which is below the figure.
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi, bbox_inches="tight" if caption else None)
     return buffer.getvalue()
-
-
-def _add_caption(figure: Any, caption: str) -> None:
-    """Make the figure higher by the lines of the caption; all else keeps its size."""
-    width, height = figure.get_size_inches()
-    lines = textwrap.wrap(caption, max(int((width - 0.4) / 0.058), 20))
-    foot = 0.125 * (len(lines) + 1)
-    below, share = foot / (height + foot), height / (height + foot)
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.set(rect=(0, below, 1, share))
-    for axes in figure.axes if layout is None else ():
-        box = axes.get_position()
-        axes.set_position((box.x0, below + box.y0 * share, box.width, box.height * share))
-    figure.set_size_inches(width, height + foot)
-    figure.text(0.2 / width, below / 2, "\n".join(lines), fontsize=7, color="0.35", va="center", parse_math=False)
 
 
 def style_axes(axes: Any, grid: str = "both") -> None:

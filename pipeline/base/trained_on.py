@@ -24,8 +24,7 @@ def recorded(extra: Mapping[str, Any]) -> list[TrainedSet]:
     """What weights were trained on: by their run, by those from whose weights it began, and by its teacher. extra: of
     their file.
     """
-    found = extra.get(TRAINED_ON) or ()
-    return [TrainedSet(one["name"], one["fingerprint"], one["split"], one.get("run", "")) for one in found]
+    return [TrainedSet(**one) for one in extra.get(TRAINED_ON) or ()]
 
 
 def trained_by(sets: Iterable[TrainedSet], fingerprint: str, split: str) -> str:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,38 +44,19 @@ def _is_outage(error: Exception, path: Any) -> bool:
     return is_outage(error) and path.exists()
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The fields of run.json that locate a run's checkpoints."""
-
-    name: str = ""
-    checkpoint_folder: str = ""
-
-
-@dataclass(frozen=True)
-class _WithFacts:
-    facts: _Facts = field(default_factory=_Facts)
-
-
 def checkpoints_of(run: Path) -> Path | str:
     """The folder of a run's checkpoints: that of its setting checkpoint.folder, a URL as text, else `checkpoints` in
     its folder.
     """
-    return _place(run, (json_record.read_or_none(run / "run.json", _WithFacts) or _WithFacts()).facts)
+    facts = (json_record.read_or_none(run / "run.json", dict[str, Any]) or {}).get("facts", {})
+    elsewhere = facts.get("checkpoint_folder")
+    return _place(elsewhere, facts.get("name", "")) if elsewhere else run / "checkpoints"
 
 
-def _place(run: Path, facts: _Facts) -> Path | str:
-    folder, mark, options = facts.checkpoint_folder.partition("?")  # Options of a URL.
-    if "://" in folder:
-        return f"{folder.rstrip('/')}/{facts.name}{mark}{options}"
-    return Path(facts.checkpoint_folder, facts.name) if folder else run / "checkpoints"
-
-
-@dataclass(frozen=True)
-class _RecordedIdentity:
-    """The field of a checkpoint's state.json with all settings of its run, by dotted name."""
-
-    identity: dict[str, Any] = field(default_factory=dict)
+def _place(setting: str, name: str) -> Path | str:
+    """The folder of the checkpoints of a run of this name. setting: its checkpoint.folder."""
+    folder, mark, options = setting.partition("?")  # Options of a URL.
+    return f"{folder.rstrip('/')}/{name}{mark}{options}" if "://" in folder else Path(setting, name)
 
 
 def run_of_checkpoint(path: Path) -> Path | None:
@@ -86,14 +67,15 @@ def run_of_checkpoint(path: Path) -> Path | None:
     folder: a run of the same name that keeps its checkpoints elsewhere is another one.
     """
     folder = path if os.path.isdir(path) else path.parent  # Path.is_dir raises for a name that is too long.
-    state = json_record.read_or_none(folder / "state.json", _RecordedIdentity) or _RecordedIdentity()
-    name, out, elsewhere = (state.identity.get(key) for key in ("name", "out", "checkpoint.folder"))
-    if not (isinstance(name, str) and isinstance(out, str) and isinstance(elsewhere, str) and elsewhere):
+    # All settings of its run, by dotted name.
+    identity = (json_record.read_or_none(folder / "state.json", dict[str, Any]) or {}).get("identity", {})
+    name, out, elsewhere = (identity.get(key, "") for key in ("name", "out", "checkpoint.folder"))
+    if not elsewhere:
         return None
     run = Path(out, name)
     place = checkpoints_of(run)
     if isinstance(place, str):
-        return run if place == _place(run, _Facts(name, elsewhere)) else None
+        return run if place == _place(elsewhere, name) else None
     return run if place.resolve() == folder.resolve().parent else None
 
 

@@ -24,8 +24,6 @@ T = TypeVar("T")
 # This many missing ranks are named.
 _NAMED = 8
 _CONNECT_SECONDS = 5.0
-# With these values alone, products of cuBLAS have the same bits each time.
-_WORKSPACE, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 class StopRequest(Protocol):
@@ -131,7 +129,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""
-        values: list[Any] = [value] * self.world_size
+        values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
@@ -183,10 +181,7 @@ def all_started(
 
         def pause() -> None:
             if wait.left <= 0:
-                raise crash(
-                    f"waited in vain for {wait}: killed, or not started by the launcher. The same command starts the"
-                    " run again."
-                )
+                raise crash(f"waited in vain for {wait}: killed, or not started by the launcher.")
             time.sleep(min(0.02 + wait.age / 10, 1.0))
 
         while not hosts_it and not _listens(address, port):  # Torch would print stack frames at the limit.
@@ -200,32 +195,26 @@ def all_started(
             store.add(count, 1)
             while store.add(count, 0) < ranks.world_size:
                 if speaks and wait.age > waits.NOTICE_SECONDS / 2:
-                    wait.what = (
-                        f"{name_ranks([rank for rank, name in enumerate(names) if not store.check([name])])} to start"
-                    )
+                    missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+                    wait.what = f"{name_ranks(missing)} to start"
                 pause()
         except RuntimeError as error:  # Torch's errors of networks.
             if "EADDRINUSE" in str(error):  # The port was free when the run started.
                 raise busy_port() from None
-            raise crash(
-                f"rank 0, where the ranks meet ({address}:{port}), ended before all had started. The same command"
-                " starts the run again."
-            ) from None
+            raise crash(f"rank 0, where the ranks meet ({address}:{port}), ended before all had started.") from None
     yield
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """The ranks for a message, the first of many: "rank 3", "ranks 0, 1"."""
     shown = ", ".join(map(str, ranks[:_NAMED]))
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{', ...' * (len(ranks) > _NAMED)}"
 
 
 def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS):
+        return True
+    return False
 
 
 def seed_torch(seed: int, on_gpu: bool) -> None:
@@ -247,9 +236,9 @@ def use_exact_arithmetic(device: torch.device, deterministic: bool = True) -> No
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False  # True by default: patch embeddings would differ from a CPU's by 1e-3.
     if deterministic:
-        # cuBLAS reads it when it starts, and torch insists on it.
-        if os.environ.get(_WORKSPACE) not in _FIXED_WORKSPACES:
-            os.environ[_WORKSPACE] = _FIXED_WORKSPACES[0]
+        # cuBLAS reads it when it starts, and torch insists on it: with other values products may differ in bits.
+        if os.environ.get("CUBLAS_WORKSPACE_CONFIG") != ":16:8":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         # Not warn_only=True, with which torch leaves the backward passes of flash, memory-efficient and cuDNN attention
         # as they are, and only warns of them.
         torch.use_deterministic_algorithms(True)

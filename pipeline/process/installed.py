@@ -1,6 +1,5 @@
 """The command `vit` of an installed library: `vit NAME ...` is `python launch/NAME.py ...`, from any folder."""
 
-import ast
 import runpy
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def main() -> None:
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         print("usage: vit COMMAND [--config FILE] [setting=value ...]; vit COMMAND --help explains it\n")
         for name, file in known.items():
-            about = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+            about = file.read_text().splitlines()[0].strip('"')
             print(f"  {name:<16}{about.partition(': ')[2]}")
         return
     name = sys.argv.pop(1)

@@ -20,7 +20,6 @@ VARIABLES = (
 )
 # Those that a script may set for all ranks that a launcher of it starts.
 _OF_ALL_RANKS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NUMBERS = ("RANK", "WORLD_SIZE")
 _PORTS = range(20_000, 29_000)  # Above Ray's, below DeepSpeed's 29,500 and those that Linux assigns, from 32,768.
 
 
@@ -59,17 +58,14 @@ def share_cores() -> None:
 
 def check_environment() -> int:
     """Returns the number of ranks, 1 without a launcher. Raises UserError for missing variables."""
-    numbers = {name: int(os.environ[name]) for name in _NUMBERS if name in os.environ}
-    if "RANK" not in numbers:
+    if "RANK" not in os.environ:
         return 1
     if missing := [name for name in ("LOCAL_RANK", *_OF_ALL_RANKS) if name not in os.environ]:
         raise OneRankError(  # Rank 0 may not exist to report it.
-            f"RANK = {numbers['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher (deepspeed, "
-            "torchrun) sets all of them; for a run of one rank, unset RANK."
+            f"RANK = {os.environ['RANK']} is set in the environment, but not {', '.join(missing)}. A launcher"
+            " (deepspeed, torchrun) sets all of them; for a run of one rank, unset RANK."
         )
-    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise OneRankError(f"RANK = {numbers['RANK']} must be below WORLD_SIZE = {numbers['WORLD_SIZE']}.")
-    return numbers["WORLD_SIZE"]
+    return int(os.environ["WORLD_SIZE"])
 
 
 def ranks_on_host() -> int:
@@ -98,8 +94,6 @@ def refuse_busy_port() -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", int(port)))
-        except PermissionError:
-            raise UserError(f"MASTER_PORT = {port} is kept for the system here. Use one above 1023.") from None
         except OSError:
             raise busy_port() from None
 
@@ -118,6 +112,6 @@ def free_port() -> int:
 
 def busy_port() -> UserError:
     return UserError(
-        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, by another run perhaps. Choose another:"
+        f"MASTER_PORT = {os.environ.get('MASTER_PORT')} is in use on this host, or kept for the system. Choose another:"
         " deepspeed --master_port PORT, torchrun --master_port PORT, or in the environment."
     )

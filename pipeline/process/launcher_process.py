@@ -14,6 +14,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")
 _LAUNCHER = "deepspeed.launcher.launch"
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -38,18 +40,18 @@ class LauncherProcess:
 
 def find_launcher() -> LauncherProcess | None:
     """Return the process that started this rank, or None if no known launcher is among its ancestors."""
-    child = os.getpid()
+    child = psutil.Process()
     links: list[tuple[int, int]] = []
-    found, launcher = None, 0
-    while (parent := _parent(child)) is not None and parent > 0:
-        links.append((child, parent))
+    found, launcher = None, None
+    for parent in child.parents():
+        links.append((child.pid, parent.pid))
         program = _program(parent)
         if program in _RUNNERS or program in _TORCHRUN:
-            return LauncherProcess(program, parent, tuple(links))
+            return LauncherProcess(program, parent.pid, tuple(links))
         if program == _LAUNCHER and not launcher:
-            found, launcher = LauncherProcess(program, parent, tuple(links)), parent
-        if launcher and _started_over_ssh(launcher, parent):
-            found = LauncherProcess("the ssh connection", parent, tuple(links))
+            found, launcher = LauncherProcess(program, parent.pid, tuple(links)), parent
+        if launcher and _started_over_ssh(launcher.pid, parent.pid):
+            found = LauncherProcess("the ssh connection", parent.pid, tuple(links))
             # pdsh outlives its runner, and ssh connections outlive pdsh; only pdsh's own host can detect that.
             if (above := _pdsh_above(launcher)) is not None:
                 found = LauncherProcess("pdsh", above[0], (*links, above))
@@ -82,44 +84,40 @@ def _started_over_ssh(launcher: int, parent: int) -> bool:
     return False
 
 
-def _pdsh_above(launcher: int) -> tuple[int, int] | None:
+def _pdsh_above(launcher: psutil.Process) -> tuple[int, int] | None:
     """Return (pid, pid of its runner) of the pdsh on this host that started the launcher, or None."""
-    own = [word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))]
+    own = {word for word in _command(launcher) if word.startswith(("--world_info=", "--master_port="))}
     if not own:  # Not started by a runner: any pdsh would match.
         return None
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if _program(pid) in _PDSH and set(own) <= set(_command(pid)):
-            parent = _parent(pid)
-            if parent and _program(parent) in _RUNNERS:
-                return pid, parent
+    for process in psutil.process_iter():
+        if _program(process) in _PDSH and own <= {*_command(process)}:
+            runner = process.parent()
+            if runner and _program(runner) in _RUNNERS:
+                return process.pid, runner.pid
     return None
 
 
 def _parent(pid: int) -> int | None:
     """Return the parent's pid; None if the process does not exist or is hidden."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(text.rpartition(")")[2].split()[1])  # After the name, which may contain any character.
-    except (OSError, ValueError, IndexError):
-        return None
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return None
 
 
-def _command(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
-def _program(pid: int) -> str:
+def _program(process: psutil.Process) -> str:
     """Return the name of the script, module or program that a process runs."""
-    words = _command(pid) or [""]
-    if not os.path.basename(words[0]).startswith("python"):
-        return os.path.basename(words[0])
-    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
-        if word == "-m":
-            return following
-        if not word.startswith("-"):
-            return os.path.basename(word)
-    return ""
+    program, *words = _command(process) or [""]
+    if os.path.basename(program).startswith("python"):
+        for number, word in enumerate(words):
+            if word == "-m":
+                return "".join(words[number + 1 : number + 2])
+            if not word.startswith("-"):
+                return os.path.basename(word)
+        return ""
+    return os.path.basename(program)

@@ -69,30 +69,23 @@ def try_outputs(config: Any, prefix: str = "") -> None:
     fields = [field for field in dataclasses.fields(config) if field.name not in skipped]
     # An output inside another one is checked after it, so that the error names the wrong setting.
     for field in sorted(fields, key=lambda field: field.metadata.get("within") is not None):
-        value, output, within = (
-            getattr(config, field.name),
-            field.metadata.get("output"),
-            field.metadata.get("within"),
-        )
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            try_outputs(value, f"{prefix}{field.name}.")
-        folder = getattr(config, within) if within else ""
+            try_outputs(value, f"{name}.")
+        output, within = field.metadata.get("output"), field.metadata.get("within")
         if output is None or value == "":
             continue
-        is_url = "://" in f"{folder}{value}"
-        if is_url and output != "folder or URL":  # It would become the local folder `s3:`.
-            given, name = (folder, within) if folder else (value, field.name)
-            raise UserError(
-                f"{prefix}{name} = {given}: this is written to a file system, not to a bucket. Give a path."
-            )
-        if not is_url:
+        place = os.path.join(getattr(config, within) if within else "", value)
+        if "://" not in place:
             kind: Output = "folder" if output == "folder or URL" else output
-            path = Path(folder, value)
-            try_output(f"{prefix}{field.name}", path, kind, field.metadata.get("holds"))
+            try_output(name, Path(place), kind, field.metadata.get("holds"))
             if kind == "file":
-                hold(path, is_file=True)
+                hold(Path(place), is_file=True)
             else:
-                _refuse_among(f"{prefix}{field.name}", path, getattr(config, "images", []))
+                _refuse_among(name, Path(place), getattr(config, "images", []))
+        elif output != "folder or URL":  # It would become the local folder `s3:`.
+            setting = f"{prefix}{within}" if within and "://" not in value else name
+            raise UserError(f"{setting} = {place}: this is written to a file system, not to a bucket. Give a path.")
 
 
 def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | None = None) -> None:
@@ -104,7 +97,10 @@ def try_output(name: str, path: Path, output: Output = "folder", holds: Holds | 
     try:
         if output != "folder":
             remove_unfinished(path.parent, [path.name])
-        problem = _problem(path, output) or _of_another_kind(path, output, holds)
+        problem = _problem(path, output)
+        found = kind_of(path) if output == "folder" and holds else None
+        if found not in (None, holds):
+            problem = f"this folder holds results of another kind ({found}, not {holds})"
     except OSError as error:
         raise_outage(error, path)  # The path is not to blame.
         problem = error.strerror or str(error)
@@ -157,35 +153,18 @@ def _refuse_among(name: str, path: Path, images: list[str]) -> None:
             )
 
 
-def _of_another_kind(path: Path, output: Output, holds: Holds | None) -> str:
-    """Like `_problem`, for a folder that holds results of another kind."""
-    found = kind_of(path) if output == "folder" and holds else None
-    if holds and found not in (None, holds):
-        return f"this folder holds results of another kind ({found}, not {holds})"
-    return ""
-
-
 def _problem(path: Path, output: Output) -> str:
     """Returns why the path cannot be written, empty if it can. Raises OSError for what the system refuses."""
-    if output == "folder":
-        return _cannot_create_in(path)
-    if os.path.isdir(path):
+    folder = path if output == "folder" else path.parent
+    if output != "folder" and os.path.isdir(path):
         return "it is a folder, not a file" if output == "file" else "this folder exists already"
-    if os.path.exists(path) and (not os.path.isfile(path) or path.parent == Path("/dev")):
+    if output != "folder" and os.path.exists(path) and (not os.path.isfile(path) or folder == Path("/dev")):
         # Root would replace the device, or the link /dev/stdout, for all programs of the machine.
         return "it is not a regular file"
-    problem = _cannot_create_in(path.parent)
-    if not problem and output == "file" and not os.path.isdir(path.parent):
-        problem = f"there is no folder {path.parent}"
-    return problem
-
-
-def _cannot_create_in(folder: Path) -> str:
-    """Like `_problem`, for creating files in a folder, or in its nearest existing parent."""
     existing = folder
     while not os.path.lexists(existing):
         existing = existing.parent
     if not os.path.isdir(existing):
         return f"{existing} is not a folder"
     with tempfile.TemporaryFile(dir=existing):
-        return ""
+        return f"there is no folder {folder}" if output == "file" and existing != folder else ""

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.base.progress import duration
@@ -26,10 +26,10 @@ Say = Callable[[str], None]
 
 @dataclass(eq=False)
 class Wait:
-    """A wait in progress. what: completes "waiting for ...". seconds: its limit. setting: the setting that gives the
-    limit.
+    """Announces that this thread waits during the block. It does not end the wait.
 
-    kind: of several waits of a kind, one is said. is_silent: it is not said. say: for this wait alone.
+    what: completes "waiting for ...". seconds: its limit. setting: the setting that gives the limit. kind: of several
+    waits of a kind, one is said. is_silent: it is not said. say: for this wait alone.
     """
 
     what: str
@@ -39,6 +39,15 @@ class Wait:
     is_silent: bool = False
     say: Say | None = None
     begin: float = field(default_factory=time.monotonic)
+
+    def __enter__(self) -> "Wait":
+        self._board = _board
+        self._board.waits[id(self)] = self
+        self._board.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._board.waits.pop(id(self), None)
 
     def __str__(self) -> str:
         setting = f" ({self.setting})" if self.setting else ""
@@ -54,19 +63,7 @@ class Wait:
         return self.seconds - self.age
 
 
-@contextlib.contextmanager
-def waiting(
-    what: str, seconds: float, setting: str = "", kind: str = "", is_silent: bool = False, say: Say | None = None
-) -> Iterator[Wait]:
-    """Announce that this thread waits during the block. It does not end the wait. Arguments: see Wait."""
-    wait = Wait(what, seconds, setting, kind or what, is_silent, say)
-    board = _board
-    board.waits[id(wait)] = wait
-    board.start()
-    try:
-        yield wait
-    finally:
-        board.waits.pop(id(wait), None)
+waiting = Wait
 
 
 def in_progress(age: float = 0.0) -> list[Wait]:
@@ -121,7 +118,7 @@ class _Board:
                 if not wait.is_silent and wait.age >= NOTICE_SECONDS:
                     wait.is_silent = True  # Said once.
                     with contextlib.suppress(OSError):  # A full disk, or a closed terminal: the next line may arrive.
-                        say(wait.kind, f"waiting for {wait}", wait.say)
+                        say(wait.kind or wait.what, f"waiting for {wait}", wait.say)
 
 
 _board = _Board()

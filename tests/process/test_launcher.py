@@ -33,10 +33,6 @@ def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         OneRankError, match=r"RANK = 0 is set .* but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
     ):
         check_environment()
-    for name, value in (WHOLE | {"RANK": "2"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OneRankError, match="RANK = 2 must be below WORLD_SIZE = 2"):
-        check_environment()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])

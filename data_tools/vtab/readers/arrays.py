@@ -3,12 +3,11 @@
 Only requested images are read, so that memory does not grow with the data set.
 """
 
-import contextlib
 import math
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -51,15 +50,8 @@ def svhn(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool in ("train", "test"):
         path = files.plain(f"{pool}_32x32.mat")
-        pools[pool] = _numbered(mat(path, "y").ravel() % 10, partial(_images, path, _mat, "X", None))
+        pools[pool] = _numbered(vector(path, "y") % 10, partial(_images, path, _mat, "X", None))
     return Original(pools)
-
-
-# The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
-def mat(path: AnyPath, name: str) -> np.ndarray:
-    """Read an array of a MATLAB file. Raises UserError for a damaged file or a missing array."""
-    with damage_named(path, Exception), path.open("rb") as file:
-        return loadmat(file, variable_names=[name])[name]
 
 
 def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
@@ -109,7 +101,7 @@ def smallnorb(files: DatasetFiles, task: Task) -> Original:
 class _FileArray:
     """An array at the current position of a file, of which a slice of rows is read when it is taken."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(self, file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.file, self.shape, self.dtype, self.offset = file, shape, dtype, file.tell()
 
     def __getitem__(self, rows: slice) -> np.ndarray:
@@ -120,44 +112,45 @@ class _FileArray:
         return np.frombuffer(data, self.dtype).reshape(stop - start, *self.shape[1:])
 
 
-@contextlib.contextmanager
-def _hdf5(path: AnyPath, name: str) -> Iterator[h5py.Dataset]:
-    with path.open("rb") as file, h5py.File(file, "r") as arrays:
-        yield arrays[name]
+# Each takes a file that is open, and the name of an array in it: returns what has a shape, and is sliced by rows.
+def _hdf5(file: BinaryIO, name: str) -> h5py.Dataset:
+    return h5py.File(file, "r")[name]
 
 
-@contextlib.contextmanager
-def _npz(path: AnyPath, name: str) -> Iterator[_FileArray]:
-    with path.open("rb") as file, zipfile.ZipFile(file) as arrays, arrays.open(f"{name}.npy") as array:
-        # np.load would hold the whole array in memory: 3 GB.
-        np.lib.format.read_magic(array)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(array)
-        yield _FileArray(array, shape, dtype)  # type: ignore[arg-type]
+def _npz(file: BinaryIO, name: str) -> _FileArray:
+    # np.load would hold the whole array in memory: 3 GB.
+    array = zipfile.ZipFile(file).open(f"{name}.npy")  # noqa: SIM115 - read only, and closed with the file
+    np.lib.format.read_magic(array)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(array)
+    return _FileArray(array, shape, dtype)
 
 
-@contextlib.contextmanager
-def _mat(path: AnyPath, name: str) -> Iterator[np.ndarray]:
-    yield np.moveaxis(mat(path, name), -1, 0)
+def _mat(file: BinaryIO, name: str) -> np.ndarray:
+    """The last axis becomes the first."""
+    return np.moveaxis(loadmat(file, variable_names=[name])[name], -1, 0)
 
 
-@contextlib.contextmanager
-def _norb(path: AnyPath, name: str) -> Iterator[_FileArray]:
+def _norb(file: BinaryIO, name: str) -> _FileArray:
     """The only matrix of a file. Its header, in int32: magic number, number of dimensions, at least three
     dimensions.
     """
-    with path.open("rb") as file:
-        magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
-        dims = np.frombuffer(file.read(4 * max(num_dims, 3)), "<i4").tolist()
-        yield _FileArray(file, tuple(dims[:num_dims]), _NORB_TYPES[magic])
+    magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
+    dims = np.frombuffer(file.read(4 * max(num_dims, 3)), "<i4").tolist()
+    return _FileArray(file, tuple(dims[:num_dims]), _NORB_TYPES[magic])
 
 
-# Opens the array of a name in a file: an object with a shape, from which a slice of rows can be read.
-_Open = Callable[[AnyPath, str], contextlib.AbstractContextManager[Any]]
+_Open = Callable[[BinaryIO, str], Any]
 
 
+# The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
 def _all(path: AnyPath, open_array: _Open, name: str = "") -> np.ndarray:
-    with damage_named(path, Exception), open_array(path, name) as array:
-        return array[:]
+    with damage_named(path, Exception), path.open("rb") as file:
+        return open_array(file, name)[:]
+
+
+def vector(path: AnyPath, name: str) -> np.ndarray:
+    """Read a vector of a MATLAB file. Raises UserError for a damaged file or a missing array."""
+    return _all(path, _mat, name).ravel()
 
 
 def _images(
@@ -172,7 +165,8 @@ def _images(
 
     change: applied to each block of rows.
     """
-    with damage_named(path, Exception), open_array(path, name) as images:
+    with damage_named(path, Exception), path.open("rb") as file:
+        images = open_array(file, name)
         if images.shape[0] != num_labels:
             raise UserError(
                 f"{path} has {counted(images.shape[0], 'image')}, but there are {counted(num_labels, 'label')} for it."

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from data_tools.sources.images import png
-from pipeline.data.loading.decode import DecodeError, decode, exif_orientation
+from pipeline.data.loading.decode import decode, exif_orientation
 
 _SUN_PIXELS = 120_000
 _SUN_QUALITY = 95  # OpenCV's default, with which sun397/tfds:4 was written; its description says 72.
@@ -80,7 +80,4 @@ def _decode(data: bytes) -> np.ndarray:
 
 
 def _encode(pixels: np.ndarray, quality: int) -> bytes:
-    is_done, encoded = cv2.imencode(".jpg", np.ascontiguousarray(pixels), [cv2.IMWRITE_JPEG_QUALITY, quality])
-    if not is_done:
-        raise DecodeError("its converted pixels cannot be encoded")
-    return encoded.tobytes()
+    return cv2.imencode(".jpg", np.ascontiguousarray(pixels), [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()

@@ -8,6 +8,7 @@ import itertools
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
@@ -109,18 +110,13 @@ class DatasetFiles:
             raise self.missing(f"a folder {' or '.join(folders)}")
         return dict(sorted(found.items()))
 
-    def beginning(self, start: str) -> list[FileLocation]:
-        """Returns all files whose name, without folders, begins with start, sorted. Raises UserError if there are
-        none.
-        """
-        found = [place for name, place in self._places.items() if name.rpartition("/")[2].startswith(start)]
-        if not found:
-            raise self.missing(f"{start}*")
-        return sorted(found)
+    def matching(self, pattern: str) -> list[FileLocation]:
+        """Returns all files whose path ends in this pattern, in which * stands for any characters."""
+        return [place for name, place in self._places.items() if fnmatchcase(f"/{name}", f"*/{pattern}")]
 
     def find(self, name: str) -> FileLocation | None:
         """Returns the file whose path ends in this name, or None."""
-        return next((place for other, place in self._places.items() if f"/{other}".endswith(f"/{name}")), None)
+        return next(iter(self.matching(name)), None)
 
     def place(self, name: str) -> FileLocation:
         """Like `find`, but raises UserError."""

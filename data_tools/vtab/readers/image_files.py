@@ -16,7 +16,7 @@ import numpy as np
 
 from data_tools.vtab.datasets import UNREADABLE
 from data_tools.vtab.readers import convert
-from data_tools.vtab.readers.arrays import mat
+from data_tools.vtab.readers.arrays import vector
 from data_tools.vtab.readers.files import DatasetFiles, FileLocation, Original, Pool
 from data_tools.vtab.readers.labels import RULES, VEHICLES
 from pipeline.base.errors import UserError
@@ -66,10 +66,10 @@ def dtd(files: DatasetFiles, task: Task) -> Original:
 def flowers102(files: DatasetFiles, task: Task) -> Original:
     """jpg/image_00001.jpg; ids of each split in setid.mat, labels of all images, from 1, in imagelabels.mat."""
     places = files.below("jpg")
-    of_image = mat(files.plain("imagelabels.mat"), "labels").ravel()
+    of_image = vector(files.plain("imagelabels.mat"), "labels")
     pools = {}
     for pool, part in {"train": "trnid", "validation": "valid", "test": "tstid"}.items():
-        numbers = mat(files.plain("setid.mat"), part).ravel().tolist()
+        numbers = vector(files.plain("setid.mat"), part).tolist()
         label_of = {f"image_{number:05d}.jpg": int(of_image[number - 1]) - 1 for number in numbers}
         pools[pool] = _pool(label_of, places)
     return Original(pools)

@@ -16,26 +16,25 @@ from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.quantities import whole_number
 
-# Names of a task's folder in NOAH and other projects.
+# Names of a task's folder in NOAH and other projects, besides its own.
 _FOLDERS = {
-    "cifar100": ["cifar", "cifar_100", "cifar100"],
-    "flowers102": ["oxford_flowers102", "flowers102"],
-    "pets": ["oxford_iiit_pet", "pets"],
-    "retinopathy": ["diabetic_retinopathy", "retinopathy"],
-    "clevr_count": ["clevr_count"],
-    "clevr_distance": ["clevr_dist", "clevr_distance"],
-    "kitti_distance": ["kitti", "kitti_distance"],
-    "dsprites_location": ["dsprites_loc", "dsprites_location"],
-    "dsprites_orientation": ["dsprites_ori", "dsprites_orientation"],
-    "smallnorb_azimuth": ["smallnorb_azi", "smallnorb_azimuth"],
-    "smallnorb_elevation": ["smallnorb_ele", "smallnorb_elevation"],
+    "cifar100": ["cifar", "cifar_100"],
+    "flowers102": ["oxford_flowers102"],
+    "pets": ["oxford_iiit_pet"],
+    "retinopathy": ["diabetic_retinopathy"],
+    "clevr_distance": ["clevr_dist"],
+    "kitti_distance": ["kitti"],
+    "dsprites_location": ["dsprites_loc"],
+    "dsprites_orientation": ["dsprites_ori"],
+    "smallnorb_azimuth": ["smallnorb_azi"],
+    "smallnorb_elevation": ["smallnorb_ele"],
 }
 _UNION = "train800val200"
 
 
 def folders(task: Task) -> list[str]:
     """Returns the names that the folder of a task may have."""
-    return _FOLDERS.get(task.name, [task.name])
+    return [*_FOLDERS.get(task.name, []), task.name]
 
 
 def listing(task: Task, folder: AnyPath, check: bool) -> Listing:

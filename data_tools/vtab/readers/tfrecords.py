@@ -11,7 +11,7 @@ key. Images are read by offset, as they are except for dSprites'.
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -53,7 +53,7 @@ def dmlab(files: DatasetFiles, task: Task) -> Original:
     pools = {}
     for pool in ("train", "validation", "test"):
         samples = []
-        for shard in files.beginning(f"dmlab-{pool}.tfrecord"):
+        for shard in sorted(files.matching(f"dmlab-{pool}.tfrecord*")):
             path = to_path(shard.archive) if shard.archive else files.folder / shard.name
             samples += _samples(path, shard.offset, shard.size, shard.name, task, [])
         pools[pool] = _pool(samples, [str(key) for key, *_ in samples])
@@ -89,12 +89,12 @@ def _version(task: Task, folder: AnyPath) -> tuple[AnyPath, list[str]]:
     """Returns (newest version with the major number of the official task, else of a later one; notes). Raises
     UserError.
     """
-    dataset, later = DATASETS[task.dataset], DATASETS[task.dataset].tfds_later
-    for major, notes in [(dataset.tfds_major, list[str]()), *([(later.major, [later.note])] if later else [])]:
+    dataset = DATASETS[task.dataset]
+    for major, note in dataset.tfds_versions.items():
         found = [path for path in folder.iterdir() if re.fullmatch(rf"{major}\.\d+\.\d+", path.name)]
         if found:
-            return max(found, key=lambda path: [*map(int, path.name.split("."))]), notes
-    raise UserError(f"{folder} has no version {dataset.tfds_major}.x.y. {sources_of(dataset)}")
+            return max(found, key=lambda path: [*map(int, path.name.split("."))]), [note] * bool(note)
+    raise UserError(f"{folder} has no version {min(dataset.tfds_versions)}.x.y. {sources_of(dataset)}")
 
 
 @dataclass(frozen=True)
@@ -151,33 +151,35 @@ def _samples(
     found = []
     with path.open("rb") as file:
         for number, (offset, data) in enumerate(records(file, start, start + size, f"{path.parent / name}")):
-            example = Example(data)
-            image = example.bytes("image")
+            example = features(data)
+            (image,) = example["image"]
             place = FileLocation(f"{name}, record {number}", str(path), offset + data.find(image), len(image))
             found.append((_key(example, task.dataset, classes), _label(example, task), place))
     return found
 
 
-def _key(example: "Example", dataset: str, classes: list[str]) -> str | None:
+def _key(example: Mapping[str, Sequence[Any]], dataset: str, classes: list[str]) -> str | None:
     """Returns the key of a record; None if it has none."""
+    names = [example[feature][0].decode() for feature in _NAMES if feature in example]
     if dataset in _NUMBERED:
-        return str(int(example.text("id").rpartition("_")[2])) if "id" in example else None
-    (name,) = (example.text(feature) for feature in _NAMES if feature in example)
+        return str(int(names[0].rpartition("_")[2])) if names else None
+    (name,) = names
     if dataset == "caltech101":
-        folder = classes[example.integer("label")]
+        folder = classes[example["label"][0]]
         return f"{_CALTECH_FOLDERS.get(folder, folder)}/{name}"
     # AnnualCrop_1.jpg -> AnnualCrop_AnnualCrop_1.jpg
     return f"{name.rpartition('_')[0]}_{name}" if dataset in ("eurosat", "resisc45") else name
 
 
-def _label(example: "Example", task: Task) -> int:
+def _label(example: Mapping[str, Sequence[Any]], task: Task) -> int:
     value: Any
     if task.dataset == "clevr":
-        value = example.list("objects/pixel_coords")[2::3]
-    elif task.dataset == "kitti":  # z of each object of type Car, Van or Truck (0, 1 and 2).
-        value = example.list("objects/location")[2::3][example.list("objects/type") < len(VEHICLES)]
+        value = example["objects/pixel_coords"][2::3]
+    elif task.dataset == "kitti":  # z of each object of type Car, Van or Truck (0, 1 and 2). There may be no object.
+        objects = zip(example.get("objects/location", ())[2::3], example.get("objects/type", ()), strict=True)
+        value = [z for z, kind in objects if kind < len(VEHICLES)]
     else:
-        value = example.integer(_LABELS.get(task.name, "label"))
+        (value,) = example[_LABELS.get(task.name, "label")]
     return int(RULES[task.name](value)) if task.name in RULES else value
 
 
@@ -212,38 +214,12 @@ _POOL.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
 _EXAMPLE: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("tf.Example"))
 
 
-class Example:
-    """The features of one record, `data`."""
-
-    def __init__(self, data: bytes) -> None:
-        """Raises google.protobuf.message.DecodeError if data is not an Example."""
-        self.data = data
-        self._features = _EXAMPLE.FromString(data).features.feature
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._features
-
-    def bytes(self, name: str) -> bytes:
-        """Returns the only bytes value of a feature. Raises ValueError if there is not one."""
-        (value,) = self._features[name].bytes_list.value
-        return value
-
-    def text(self, name: str) -> str:
-        """Returns the only bytes value of a feature, as text."""
-        return self.bytes(name).decode()
-
-    def integer(self, name: str) -> int:
-        """Returns the only int64 of a feature. Raises ValueError if there is not one."""
-        (value,) = self._features[name].int64_list.value
-        return value
-
-    def list(self, name: str) -> np.ndarray:
-        """Returns all numbers of a feature, float32 or int64; none if it is missing, which stands for an empty
-        sequence.
-        """
-        feature = self._features[name]
-        floats = feature.float_list.value
-        return np.array(floats, np.float32) if floats else np.array(feature.int64_list.value, np.int64)
+def features(data: bytes) -> dict[str, Sequence[Any]]:
+    """Returns the values of each feature of a record that has any. Raises google.protobuf.message.DecodeError if data
+    is not an Example.
+    """
+    found = _EXAMPLE.FromString(data).features.feature.items()
+    return {name: getattr(feature, kind).value for name, feature in found if (kind := feature.WhichOneof("kind"))}
 
 
 def records(file: BinaryIO, start: int, end: int, where: str) -> Iterator[tuple[int, bytes]]:

@@ -18,7 +18,6 @@ from data_tools.bench import apart, gpu_step
 from data_tools.bench import gpu_bench as gpu
 from data_tools.bench.apart import rows_apart
 from data_tools.bench.gpu_step import DEFAULTS, Case, Setup
-from data_tools.bench.results import BenchResults
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import try_outputs
 from pipeline.settings import schema
@@ -29,7 +28,7 @@ TINY = Case("ViT-mu/16", 32, 4, 0.05, "cpu")
 
 # ---------------------------------------------------------------------- exactness
 def test_configurations_are_judged_by_their_losses_and_kernels() -> None:
-    results = BenchResults("", 0.01)
+    results = gpu.GpuBench(GpuBenchConfig(device="cpu", tolerance=0.01))
     plain = row_of(Setup(), 10.0, [4.0, 2.0])
     wrong = row_of(replace(DEFAULTS, compile=True), 1.0, [4.0, 2.1])
     unsteady = row_of(replace(DEFAULTS, deterministic=False), 5.0, [4.0, 2.001])
@@ -102,17 +101,17 @@ def fails(end: str) -> Iterator[dict[str, Any]]:
 def measure_after_failures(file: str) -> None:
     """In a rank: nothing was computed in its process, which can be forked for each measurement."""
     config = GpuBenchConfig(device="cpu", json=file, seconds=3600, only=["step"], candidate_seconds=0.05)
-    bench = gpu.GpuBench(config, results := BenchResults(file, 0.01))
+    bench = gpu.GpuBench(config)
     bench.apart("step", fails, "raise")
     bench.steps(bench.cases[0], Setup())
-    assert json.loads(Path(file).read_text())["rows"] == json.loads(json.dumps(results.rows)), "written at once"
+    assert json.loads(Path(file).read_text())["rows"] == json.loads(json.dumps(bench.rows)), "written at once"
     bench.deadline = time.monotonic()
     bench.steps(bench.cases[0], DEFAULTS)
-    failed = [row.get("failed", "") for row in results.rows]
+    failed = [row.get("failed", "") for row in bench.rows]
     assert failed[0] == "ValueError: two lines"
     assert [bool(text) for text in failed] == [True, False, True]
     assert bench.apart("shards", rows_then, "raise") == [], "not wanted"
-    results.report()
+    bench.report()
 
 
 @pytest.mark.slow
@@ -132,7 +131,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="json"):
         try_outputs(GpuBenchConfig(json=f"{tmp_path}/missing/found.json"))
     with pytest.raises(UserError, match="BiT-R50x1"):
-        gpu.GpuBench(GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"]), BenchResults("", 0.01))
+        gpu.GpuBench(GpuBenchConfig(device="cpu", models=["BiT-R50x1@224"]))
 
 
 # ---------------------------------------------------------------------- the whole way

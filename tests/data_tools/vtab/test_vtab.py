@@ -21,7 +21,7 @@ from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
 from data_tools.sources import Reader
 from data_tools.sources.images import png
-from data_tools.vtab import keys
+from data_tools.vtab import prove as keys
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import find_origin, read_original
 from data_tools.vtab.prepare import run
