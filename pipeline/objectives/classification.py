@@ -72,9 +72,7 @@ class Classification(Objective):
         return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
 
     def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
-        return losses(
-            self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own")
-        )
+        return losses(self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
 
 
 def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
