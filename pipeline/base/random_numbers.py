@@ -72,12 +72,9 @@ def splitmix(*parts: Integer) -> np.ndarray:
     state = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
-            state = np.asarray(np.asarray(part).astype(np.uint64) + (state + np.uint64(_GOLDEN)))
-            shifted = np.empty_like(state)
+            state = np.asarray(part).astype(np.uint64) + (state + np.uint64(_GOLDEN))
             for shift, factor in _ROUNDS:
-                np.right_shift(state, shift, out=shifted)
-                state ^= shifted
-                state *= factor
+                state = (state ^ (state >> shift)) * factor
     return state
 
 
