@@ -79,6 +79,8 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if not arguments.command:
         parser.error("give a command: launch/pretrain.py --config FILE")
+    if arguments.ranks < 0 or arguments.cpus_per_rank < 1 or not arguments.wait_minutes >= 0:
+        parser.error("--ranks and --wait-minutes must not be negative, and --cpus-per-rank must be at least 1")
     forget_launcher()
     with mistakes_in_one_line():
         sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.wait_minutes, arguments.command))

@@ -54,9 +54,10 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
             )
     orders = {pool: hashed_order(pool, keys) for pool, keys in pools.items()}
     rows = {split: {pool: orders[pool][start:end]} for split, (pool, start, end) in parts.items()}
-    both = [*rows["train800"].items(), *rows["val200"].items()]
-    union = {pool: np.concatenate([chosen for name, chosen in both if name == pool]) for pool, _ in both}
-    return {split: union if split == "train800val200" else rows[split] for split in SPLITS}
+    both = [rows["train800"], rows["val200"]]
+    pools_of_both = both[0] | both[1]
+    union = {pool: np.concatenate([part[pool] for part in both if pool in part]) for pool in pools_of_both}
+    return {split: rows.get(split, union) for split in SPLITS}
 
 
 def shard_key(pool: str, key: str) -> str:

@@ -12,9 +12,10 @@ from hashlib import blake2b
 
 import numpy as np
 
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
 _64_BITS = 2**64 - 1
-_ROUNDS = [(np.uint64(30), np.uint64(_MIX_1)), (np.uint64(27), np.uint64(_MIX_2)), (np.uint64(31), np.uint64(1))]
+# Shift and factor of each.
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 Integer = int | np.integer | np.ndarray
 
@@ -69,15 +70,12 @@ def splitmix(*parts: Integer) -> np.ndarray:
     """The hash of integers: uint64 of the broadcast shape of the parts. `splitmix(x)` is SplitMix64's first number of
     seed x.
     """
-    state = np.zeros((), dtype=np.uint64)
+    state: np.ndarray = np.zeros((), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:
-            state = np.asarray(np.asarray(part).astype(np.uint64) + (state + np.uint64(_GOLDEN)))
-            shifted = np.empty_like(state)
+            state = np.asarray(part).astype(np.uint64) + (state + _GOLDEN)
             for shift, factor in _ROUNDS:
-                np.right_shift(state, shift, out=shifted)
-                state ^= shifted
-                state *= factor
+                state = (state ^ (state >> shift)) * factor
     return state
 
 
@@ -105,9 +103,9 @@ def draws(seed: int, purpose: Purpose, *parts: int) -> Callable[[int], float]:
 def _mixed(state: int, part: int) -> int:
     """One round of `splitmix`."""
     state = (state + _GOLDEN + part) & _64_BITS
-    state = ((state ^ (state >> 30)) * _MIX_1) & _64_BITS
-    state = ((state ^ (state >> 27)) * _MIX_2) & _64_BITS
-    return state ^ (state >> 31)
+    for shift, factor in _ROUNDS:
+        state = ((state ^ (state >> shift)) * factor) & _64_BITS
+    return state
 
 
 def permutation(length: int, seed: Integer, purpose: Purpose, *parts: Integer) -> np.ndarray:

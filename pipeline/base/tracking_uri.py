@@ -2,19 +2,17 @@
 
 import re
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from pipeline.base.errors import UserError
 
-# SQLAlchemy ends the path at a question mark and replaces %20 by a space; it takes every other character as it is.
-_AS_THEY_ARE = "".join(chr(code) for code in range(32, 127) if chr(code) not in "%?")
 _SQLITE = re.compile(r"sqlite(?:\+\w+)?://(?:/(?P<path>[^?]*))?(?P<query>\?.*)?", re.DOTALL)
 
 
 def sqlite_uri(database: Path) -> str:
     """The tracking URI of a database file, whatever characters its path has."""
-    path = str(database.resolve())
-    return "sqlite:///" + "".join(quote(c, safe=_AS_THEY_ARE) if c.isascii() else c for c in path)
+    # SQLAlchemy ends the path at a question mark and replaces %20 by a space; it takes every other character as it is.
+    return "sqlite:///" + str(database.resolve()).replace("%", "%25").replace("?", "%3F")
 
 
 def sqlite_file(uri: str) -> Path | None:

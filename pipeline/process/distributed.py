@@ -208,7 +208,7 @@ def all_started(
 def name_ranks(ranks: Sequence[int]) -> str:
     """The ranks for a message, the first of many: "rank 3", "ranks 0, 1"."""
     shown = ", ".join(map(str, ranks[:_NAMED]))
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{', ...' * (len(ranks) > _NAMED)}"
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''}"
 
 
 def _listens(address: str, port: int) -> bool:

@@ -135,7 +135,7 @@ def hold(output: Path, is_file: bool = False) -> None:
 def kind_of(folder: Path) -> Holds | None:
     """The kind of results in a folder, by its files; None if unknown."""
     for kind, marks in _MARKS.items():
-        if any(True for mark in marks for _ in folder.glob(mark)):
+        if any((folder / mark).exists() for mark in marks):
             return kind
     return None
 

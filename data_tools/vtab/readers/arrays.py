@@ -72,13 +72,14 @@ def dsprites(files: DatasetFiles, task: Task) -> Original:
     """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
     name = DATASETS["dsprites"].files[0].name
     npz = files.find(name.replace(".hdf5", ".npz"))
+    path: AnyPath
+    open_array: _Open
     if npz and not files.find(name):
-        path = files.folder / npz.name
-        latents, images = _all(path, _npz, "latents_classes"), partial(_images, path, _npz, "imgs", _white)
+        path, open_array, latents = files.folder / npz.name, _npz, "latents_classes"
     else:
-        path = files.plain(name)
-        latents, images = _all(path, _hdf5, "latents/classes"), partial(_images, path, _hdf5, "imgs", _white)
-    return Original({"train": _numbered(RULES[task.name](latents[:, _DSPRITES_COLUMNS[task.name]]), images)})
+        path, open_array, latents = files.plain(name), _hdf5, "latents/classes"
+    column = _all(path, open_array, latents)[:, _DSPRITES_COLUMNS[task.name]]
+    return Original({"train": _numbered(RULES[task.name](column), partial(_images, path, open_array, "imgs", _white))})
 
 
 def _white(sprites: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, version, walk_files
+from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, walk_files
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 # The archive inside of Caltech101's, which was published by itself before.
@@ -176,21 +176,18 @@ def sources_of(dataset: DataSet) -> str:
     return f"{dataset.name} consists of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
 
 
+@functools.cache
 def _check(path: AnyPath, file: PublishedFile) -> None:
+    """Raise UserError for another size or SHA-256 than was published. Once for a file, as tasks share data sets."""
     size = file_size(path)
     if file.size and size != file.size:
         raise UserError(
             f"{path} has {counted(size, 'byte')}, but {file.size:,} were published. Fetch it again: {file.url}"
         )
-    if file.sha256 and _sha256(path, size, version(path)) != file.sha256:
-        raise UserError(f"{path} does not have the published checksum. Fetch it again: {file.url}")
-
-
-@functools.cache
-def _sha256(path: AnyPath, size: int, version: str) -> str:
-    """Returns the hex SHA-256, cached by version of the file, because tasks share source data sets."""
-    digest = hashlib.sha256()
-    with reading(path, "hashed") as content:
-        while part := content.read(_BLOCK):
-            digest.update(part)
-    return digest.hexdigest()
+    if file.sha256:
+        digest = hashlib.sha256()
+        with reading(path, "hashed") as content:
+            while part := content.read(_BLOCK):
+                digest.update(part)
+        if digest.hexdigest() != file.sha256:
+            raise UserError(f"{path} does not have the published checksum. Fetch it again: {file.url}")

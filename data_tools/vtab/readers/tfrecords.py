@@ -12,7 +12,6 @@ key. Images are read by offset, as they are except for dSprites'.
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -97,24 +96,12 @@ def _version(task: Task, folder: AnyPath) -> tuple[AnyPath, list[str]]:
     raise UserError(f"{folder} has no version {min(dataset.tfds_versions)}.x.y. {sources_of(dataset)}")
 
 
-@dataclass(frozen=True)
-class _SplitInfo:
-    name: str
-    shardLengths: list[int | str]  # noqa: N815
-
-
-@dataclass(frozen=True)
-class _DatasetInfo:
-    """The part of dataset_info.json that is used here. Numbers are strings, as in JSON of protocol buffers."""
-
-    splits: list[_SplitInfo]
-
-
 def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
     path = folder / "dataset_info.json"
-    info = json_record.parse(read_bytes(path), _DatasetInfo, str(path))
-    counts = [int(length) for split in info.splits if split.name == pool for length in split.shardLengths]
+    # Numbers are strings, as in JSON of protocol buffers.
+    splits = json_record.parse(read_bytes(path), dict[str, Any], str(path))["splits"]
+    counts = [int(length) for split in splits if split["name"] == pool for length in split["shardLengths"]]
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")
     files = [folder / f"{name}-{pool}.tfrecord-{n:05d}-of-{len(counts):05d}" for n in range(len(counts))]
