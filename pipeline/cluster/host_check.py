@@ -41,8 +41,8 @@ _TIMED_OUT = 124  # Exit code of timeout(1).
 _ANSWER = b"host_check: "
 
 
-def run(config: HostsConfig) -> list[dict[str, Any]]:
-    """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check
+def run(config: HostsConfig) -> dict[str, dict[str, Any]]:
+    """Write `.deepspeed_env`, check every host, print a table; returns the answer of each. Raises UserError if a check
     fails.
     """
     slots = read_hostfile(Path(config.hostfile))
@@ -52,23 +52,19 @@ def run(config: HostsConfig) -> list[dict[str, Any]]:
     out = Path(of_run.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     remove_unfinished(out, [_TOKEN])
+    data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
+    paths = [str(Path(path).resolve()) for path in data if "://" not in path]
     with hidden_folder(out / _TOKEN) as token, ThreadPoolExecutor(len(slots)) as pool:
-        data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
-        paths = [str(token), *(str(Path(path).resolve()) for path in data if "://" not in path)]
-        answers = list(pool.map(lambda host: ask(host, paths, str(out)), slots))
-    for host, a in zip(slots, answers, strict=True):
-        parts = [host, f"slots={slots[host]}"]
-        if "error" not in a:
-            packages = [f"{name} {a['versions'][name]}" for name in ("torch", "deepspeed")]
-            parts += [counted(a["gpus"], "GPU"), counted(a["cores"], "core"), *packages]
-            parts.append(f"{a['free_bytes'] / 1e9:,.0f} GB free")
-        print(", ".join(parts))
-    found = problems(slots, answers, config, str(token))
-    for line in found:
+        question = {"paths": paths, "out": str(out), "token": str(token), "min_free_gb": config.min_free_gb}
+        answers = dict(zip(slots, pool.map(lambda host: ask(host, question), slots), strict=True))
+    for host, found in answers.items():
+        print(f"{host}, slots={slots[host]}, {found['about']}")
+    unfit = problems(slots, answers)
+    for line in unfit:
         print(f"unfit: {line}", file=sys.stderr)
-    if found:
+    if unfit:
         raise UserError(
-            f"{counted(len(found), 'problem')} on {counted(len(slots), 'host')}, above: fix them before starting the"
+            f"{counted(len(unfit), 'problem')} on {counted(len(slots), 'host')}, above: fix them before starting the"
             " run."
         )
     print(f"{counted(len(slots), 'host')}, {counted(sum(slots.values()), 'slot')}: alike and fit")
@@ -121,14 +117,13 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     return sorted(chosen)
 
 
-def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-    """Return one host's `answer`; or {"error": reason} if there is none, or its ports cannot be reached, as those of
-    its ranks are.
+def ask(host: str, question: dict[str, Any]) -> dict[str, Any]:
+    """Return one host's `answer`; its only problem is the reason if there is none, or its ports cannot be reached, as
+    those of its ranks are.
     """
-    question = json.dumps({"paths": list(paths), "out": out})
     there = (
         f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.cluster.host_check"
-        f" {shlex.quote(question)}"
+        f" {shlex.quote(json.dumps(question))}"
     )
     # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -139,71 +134,63 @@ def ask(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
     try:
         # A host's shell may print before it, as a greeting in ~/.bashrc does, also without a new line.
         line = next((found for line in process.stdout if (found := line.partition(_ANSWER)[2])), b"")
-        if not line:
-            lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
-            if process.returncode == _TIMED_OUT:
-                lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]
-            return {"error": lines[-1] if lines else f"ssh ended with code {process.returncode}"}
-        facts = json_record.parse(line, dict[str, Any], f"the answer of {host}")
-        _try_port(facts["addresses"], facts["port"])
-        return facts
+        if line:
+            found = json_record.parse(line, dict[str, Any], f"the answer of {host}")
+            _try_port(found["addresses"], found["port"])
+            return found
+        lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
+        if process.returncode == _TIMED_OUT:
+            lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]
+        reason = lines[-1] if lines else f"ssh ended with code {process.returncode}"
     except (OSError, ValueError) as error:
-        return {"error": str(error)}
+        reason = str(error)
     finally:
         process.terminate()
         process.communicate()
+    return {"about": "no answer", "versions": {}, "unfit": [reason], "gpus": 0}
 
 
-def answer(question: dict[str, Any], listener: socket.socket) -> dict[str, Any]:
-    """Collect this host's properties. missing: requested paths that do not exist. port: where it accepts a connection,
+def answer(question: dict[str, Any], port: int) -> dict[str, Any]:
+    """Check this host. versions: to be the same on all hosts. unfit: its problems. port: where it accepts a connection,
     as ranks do.
     """
-    versions = {"python": platform.python_version(), "revision": _revision()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "missing"
-    out = Path(question["out"])
+    installed = {package.name: package.version for package in metadata.distributions()}
+    packages = {name: installed[name] for name in _PACKAGES if name in installed}
+    gpus = sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
+    out, least = question["out"], question["min_free_gb"]
+    free = shutil.disk_usage(out).free / 1e9 if os.path.exists(out) else 0
+    unfit = {
+        **{f"{name} is not installed": name not in packages for name in _PACKAGES},
+        **{f"{path} is missing": not os.path.exists(path) for path in question["paths"]},
+        "the output folder is not shared with it": not os.path.exists(question["token"]),
+        "has no permission to write to the output folder": not os.access(out, os.W_OK),
+        f"{free:.1f} GB free, less than min_free_gb = {least}": free < least,
+    }
+    about = [counted(gpus, "GPU"), counted(len(os.sched_getaffinity(0)), "core"), f"{free:,.0f} GB free"]
     return {
-        "versions": versions,
-        "missing": [path for path in question["paths"] if not os.path.exists(path)],
-        "writable": os.access(out, os.W_OK),
-        "free_bytes": shutil.disk_usage(out).free if out.exists() else 0,
-        "gpus": sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines()),
-        "cores": len(os.sched_getaffinity(0)),
+        "about": ", ".join([*about, *(f"{name} {packages.get(name)}" for name in ("torch", "deepspeed"))]),
+        "versions": {"python": platform.python_version(), "revision": _revision(), **packages},
+        "unfit": [text for text, is_so in unfit.items() if is_so],
+        "gpus": gpus,
         "addresses": [socket.gethostname(), *_printed("hostname", "-I").split()],
-        "port": listener.getsockname()[1],
+        "port": port,
     }
 
 
-def problems(slots: Mapping[str, int], answers: Sequence[dict[str, Any]], config: HostsConfig, token: str) -> list[str]:
+def problems(slots: Mapping[str, int], answers: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return one line per problem of a host; versions are compared with the first host that answered."""
-    found: list[tuple[str, str]] = []
-    fit = {host: a for host, a in zip(slots, answers, strict=True) if "error" not in a}
-    on_gpus = any(a["gpus"] for a in fit.values())  # Then a host without one has a driver that does not answer.
-    for host, a in zip(slots, answers, strict=True):
-        if "error" in a:
-            found.append((host, a["error"]))
-            continue
-        first, reference = next(iter(fit.items()))
+    found: list[str] = []
+    first = next((host for host, a in answers.items() if a["versions"]), "")
+    on_gpus = any(a["gpus"] for a in answers.values())  # Then a host without one has a driver that does not answer.
+    for host, a in answers.items():
+        lines = list(a["unfit"])
         for name, version in a["versions"].items():
-            expected = reference["versions"][name]
-            if version == "missing":
-                found.append((host, f"{name} is not installed"))
-            elif version != expected:
-                found.append((host, f"{name} is {version}, but {expected} on {first}"))
-        for path in a["missing"]:
-            found.append((host, "the output folder is not shared with it" if path == token else f"{path} is missing"))
-        free = f"{a['free_bytes'] / 1e9:.1f} GB free, less than min_free_gb = {config.min_free_gb}"
-        gpus = f"slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}"
-        unfit = {
-            "has no permission to write to the output folder": not a["writable"],
-            free: a["free_bytes"] < config.min_free_gb * 1e9,
-            gpus: on_gpus and slots[host] > a["gpus"],
-        }
-        found += [(host, text) for text, is_so in unfit.items() if is_so]
-    return [f"{host}: {text}" for host, text in found]
+            if version != (expected := answers[first]["versions"].get(name, version)):
+                lines.append(f"{name} is {version}, but {expected} on {first}")
+        if on_gpus and a["versions"] and slots[host] > a["gpus"]:
+            lines.append(f"slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
+        found += [f"{host}: {line}" for line in lines]
+    return found
 
 
 def _try_port(addresses: Sequence[str], port: int) -> None:
@@ -235,5 +222,5 @@ def _revision() -> str:
 if __name__ == "__main__":
     with socket.create_server(("", 0)) as server:
         server.settimeout(_START_SECONDS)
-        print(_ANSWER.decode() + json.dumps(answer(json.loads(sys.argv[1]), server)), flush=True)
+        print(_ANSWER.decode() + json.dumps(answer(json.loads(sys.argv[1]), server.getsockname()[1])), flush=True)
         server.accept()[0].close()

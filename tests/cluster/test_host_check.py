@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipeline.cluster.host_check import problems, read_hostfile
 from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
-ANSWER = {"versions": {}, "missing": [], "writable": True, "free_bytes": 10**12, "gpus": 0, "cores": 2}
+QUESTION = {"paths": ["/nowhere"], "out": "/tmp", "token": "/tmp", "min_free_gb": 1e9}
 
 
 @pytest.mark.parametrize("text", ["a", "a slots=1\na slots=2", "a slots=0", ""])
@@ -31,12 +30,14 @@ def test_hostfiles_with_a_mistake(tmp_path: Path, text: str) -> None:
 def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "ssh" in host_check.ask("node1", [], "out")["error"]
+    assert "ssh" in host_check.ask("node1", QUESTION)["unfit"][0]
 
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setattr(host_check, "_ANSWER_SECONDS", 0.2)
-    assert host_check.ask("node1", [], "out") == {"error": "it accepts ssh, and has not answered within 0.2 s"}
+    (line,) = problems(SLOTS, {"node1": host_check.ask("node1", QUESTION)})
+    assert line.startswith("node1: ")
+    assert "0.2 s" in line
 
 
 def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,20 +45,27 @@ def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatc
     ssh.write_text('#!/bin/sh\necho Welcome\nfor command; do :; done\nexec sh -c "$command"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = host_check.ask("node1", ["/nowhere"], str(tmp_path))
-    assert found["missing"] == ["/nowhere"]
+    unfit = host_check.ask("node1", QUESTION)["unfit"]
+    assert ["/nowhere" in unfit[0], "min_free_gb" in unfit[1], len(unfit)] == [True, True, 2]
 
 
-def test_what_is_installed_on_no_host_is_missing_on_all() -> None:
-    answers = [{**ANSWER, "versions": {"python": "3.12", "deepspeed": "missing"}}] * 3
-    lines = problems(SLOTS, answers, HostsConfig(hostfile="hosts", run="run.yaml"), "token")
-    assert lines == [f"{host}: deepspeed is not installed" for host in SLOTS]
+def test_what_a_host_lacks_is_said_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host_check.answer(QUESTION, 1)
+    monkeypatch.setattr(host_check, "_PACKAGES", ("torch", "no_package"))
+    lacks = host_check.answer(QUESTION, 1)
+    new = sorted({*problems(SLOTS, {"a": lacks, "b": here})} - {*problems(SLOTS, {"a": here, "b": here})})
+    assert len(new) == 1
+    assert new[0].startswith("a: no_package ")
 
 
-def test_a_host_whose_gpus_do_not_answer_is_unfit_among_others_that_have_some() -> None:
-    config = HostsConfig(hostfile="hosts", run="run.yaml")
-    answers = [{**ANSWER, "gpus": gpus} for gpus in (1, 0, 8)]
-    assert problems(SLOTS, answers, config, "token") == ["node2: slots=1 in the hostfile, but it has 0 GPUs"]
+def test_a_host_that_differs_or_whose_gpus_do_not_answer_is_unfit() -> None:
+    answers = {
+        host: {"versions": {"torch": torch}, "unfit": [], "gpus": gpus}
+        for host, torch, gpus in zip(SLOTS, "112", (1, 0, 8), strict=True)
+    }
+    slots, version = problems(SLOTS, answers)
+    assert slots.startswith("node2: slots=1 ")
+    assert version.startswith("node3: torch is 2, ")
 
 
 def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +84,7 @@ def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "..deepspeed_env.0123abcd.tmp").write_text("SECRET=1")
 
-    def killed(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
+    def killed(host: str, question: dict[str, Any]) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
@@ -87,10 +95,10 @@ def test_what_a_killed_check_left_is_removed(tmp_path: Path, monkeypatch: pytest
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert list((tmp_path / "runs").iterdir())
 
-    def answers(host: str, paths: Sequence[str], out: str) -> dict[str, Any]:
-        assert Path(paths[0]).parent == tmp_path / "runs"
-        assert Path(paths[0]).exists(), "each host looks whether it sees this"
-        return {"error": "it does not answer"}
+    def answers(host: str, question: dict[str, Any]) -> dict[str, Any]:
+        assert Path(question["token"]).parent == tmp_path / "runs"
+        assert Path(question["token"]).exists(), "each host looks whether it sees this"
+        return {"about": "", "versions": {}, "unfit": ["it does not answer"], "gpus": 0}
 
     monkeypatch.setattr(host_check, "ask", answers)
     with pytest.raises(UserError, match="1 problem on 1 host"):

@@ -3,15 +3,14 @@
 Ray reads its environment when it is imported, and the import takes a second, so functions import it.
 """
 
+import json
 import os
 import secrets
 import signal
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, is_utf8, to_path
@@ -27,11 +26,6 @@ _START_SECONDS = 120
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
-@dataclass(frozen=True)
-class _RayJob:
-    runtime_env: dict[str, Any] | None = None
-
-
 def shared_path(name: str, value: str) -> AnyPath:
     """The absolute path of the setting `name`.
 
@@ -40,8 +34,8 @@ def shared_path(name: str, value: str) -> AnyPath:
     path = to_path(value)
     if isinstance(path, BucketPath):
         return path
-    job = json_record.parse(os.environ.get(_JOB) or "{}", _RayJob, _JOB)
-    if "working_dir" in (job.runtime_env or {}) and not path.is_absolute():
+    job = json.loads(os.environ.get(_JOB) or "{}")
+    if "working_dir" in (job.get("runtime_env") or {}) and not path.is_absolute():
         raise UserError(
             f"{name} = {value} is a relative path, but under `ray job submit` the job runs in a temporary copy of this "
             f"folder. Give an absolute path on storage that all nodes share: {name}=/..."
@@ -63,12 +57,14 @@ def connect(num_cpus: int = 0) -> int:
     import ray
 
     if not ray.is_initialized():
-        options: dict[str, Any] = {}
+        where, options = "the cluster of this job", dict[str, Any]()
         if _JOB in os.environ:
             pass  # Every worker has this library: the job's working_dir is this repository, or it is installed.
         elif os.environ.get("RAY_ADDRESS"):
+            where = "the cluster of RAY_ADDRESS"
             options = {"runtime_env": {"py_modules": [str(_ROOT / "pipeline"), str(_ROOT / "data_tools")]}}
         else:
+            where = "this machine"
             # "local", because Ray would otherwise join a cluster that `ray start` left running, and refuse the other
             # options.
             options = {
@@ -77,9 +73,6 @@ def connect(num_cpus: int = 0) -> int:
                 "include_dashboard": False,
                 "object_store_memory": 256 * 2**20,
             }
-        where = os.environ.get("RAY_ADDRESS", "")[:200] or (
-            "the cluster of this job" if _JOB in os.environ else "this machine"
-        )
         try:
             # A process of Ray that dies meanwhile ends this one by a line of Ray's library: ours says what it was
             # about.

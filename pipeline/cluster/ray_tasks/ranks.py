@@ -202,14 +202,17 @@ def run_ranks(
     nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     num_ranks, share = ranks_that_fit(nodes, num_ranks, cpus)
 
-    def get(references: Any, what: str, limit: UserError) -> Any:
-        """The results; what, limit: what is waited for, and the error after wait_minutes."""
+    def get(references: Any, what: str) -> Any:
+        """The results. what: what is waited for, for wait_minutes at most."""
         with waiting(what, 60 * wait_minutes, "--wait-minutes", say=say) as wait:
             while ray.wait(references, num_returns=len(references), timeout=_POLL_SECONDS)[1]:
                 if stopping():
                     raise Stopped
                 if wait.left <= 0:
-                    raise limit
+                    raise UserError(
+                        f"waited {wait_minutes:g} minutes (--wait-minutes) for {what}. End other jobs, use fewer"
+                        " --ranks, or wait longer; Ray's logs (ray logs) may have the cause."
+                    )
         return _get_from_rank(references)
 
     def poll() -> list[tuple[list[str], int | None]]:
@@ -225,12 +228,7 @@ def run_ranks(
         needed = amounts({name: num_ranks * amount for name, amount in share.items()})
         free = ray.available_resources()
         left = amounts({name: free.get(name, 0) for name in share})
-        busy = UserError(
-            f"the resources of {counted(num_ranks, 'rank')} ({needed}) did not become free within {wait_minutes:g}"
-            f" minutes (--wait-minutes); when this began, these were: {left}. End other jobs, use fewer --ranks, or"
-            " wait longer."
-        )
-        get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})", busy)
+        get([group.ready()], f"{needed}, of which other jobs hold some (free: {left})")
         # Each rank sees all GPUs of its host and uses that of its LOCAL_RANK: NCCL's peer-to-peer copies need both GPUs
         # visible.
         visible = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
@@ -246,8 +244,7 @@ def run_ranks(
             .remote()
             for number in range(num_ranks)
         ]
-        late = UserError("Ray did not start the processes of the ranks. See its logs (ray logs) for the cause.")
-        places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank", late)
+        places = get([actor.place.remote() for actor in actors], "Ray to start a process for each rank")
         for rank, (actor, variables) in enumerate(zip(actors, rank_environments(places, cpus), strict=True)):
             say(f"rank {rank} on {places[rank].address}, {variables['LOCAL_RANK']} of {variables['LOCAL_SIZE']} there")
             _get_from_rank(actor.start.remote(list(command), variables))

@@ -8,10 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.progress import duration
 from pipeline.base.words import counted, on_one_line
 from pipeline.cluster.ray_tasks.cluster import first_line
-from pipeline.process import waits
 from pipeline.settings.command import mistake_in_words
 
 A = TypeVar("A")
@@ -23,8 +21,6 @@ RETRY_PAUSES = (1.0, 5.0, 25.0)
 _ENDING_SECONDS = 1.0
 # Timeout for cancelled tasks to remove their unfinished files, in seconds.
 _CANCEL_SECONDS = 30.0
-# When no task has ended for so many seconds, and so many times as long as the longest took, one may stand still.
-_STILL_SECONDS, _STILL_FACTOR = 600.0, 10.0
 
 
 class LostError(Exception):
@@ -64,10 +60,7 @@ def run_here(
             try:
                 yield index, function(job)
                 break
-            except UserError as error:
-                on_failure(index, str(error))
-                break
-            except PermissionError as error:  # A folder of this job only: others may be writable.
+            except (UserError, PermissionError) as error:  # Without rights to a folder of this job only.
                 on_failure(index, mistake_in_words(error) or str(error))
                 break
             except LostError as error:
@@ -97,8 +90,6 @@ def run_tasks(
     cancelled.
     on_failure: if given, it is called with index and error of a task that fails, and the others continue. A task that
     raises anything but a UserError is then retried, too.
-    Without it, tasks are taken to be of similar size, and it is said when they seem to stand still, as where a server
-    of files does not answer.
     """
     import ray
 
@@ -111,33 +102,19 @@ def run_tasks(
     options = {"name": function.__name__, "num_cpus": num_cpus, "max_retries": 0}
     remote = ray.remote(**options, **({"num_gpus": num_gpus} if num_gpus else {}))(attempt)
     remaining = enumerate(arguments)
-    # Task -> (index, reference to the argument for a retry, pauses that are left, when it was submitted).
-    in_flight: dict[Any, tuple[int, Any, Iterator[float], float]] = {}
+    # Task -> (index, reference to the argument for a retry, pauses that are left).
+    in_flight: dict[Any, tuple[int, Any, Iterator[float]]] = {}
 
     def start_more() -> None:
         for index, argument in itertools.islice(remaining, limit - len(in_flight)):
             reference = ray.put(argument)
-            in_flight[remote.remote(reference, 0.0)] = index, reference, iter(RETRY_PAUSES), time.monotonic()
-
-    longest = 0.0
-
-    def next_to_end() -> Any:
-        seconds = max(_STILL_SECONDS, _STILL_FACTOR * longest) if longest and on_failure is None else None
-        while not (ended := ray.wait(list(in_flight), num_returns=1, timeout=seconds)[0]):
-            waits.say(
-                "tasks",
-                f"no {function.__name__} has ended for {duration(seconds or 0)}, and none took more than"
-                f" {duration(longest)} before: {counted(len(in_flight), 'task')} may stand still, or the storage that"
-                f" they use. On the nodes, `ps` shows them as ray::{function.__name__}; one that is killed is run"
-                " again.",
-            )
-        return ended[0]
+            in_flight[remote.remote(reference, 0.0)] = index, reference, iter(RETRY_PAUSES)
 
     try:
         start_more()
         while in_flight:
-            reference = next_to_end()
-            index, argument, pauses, begin = in_flight.pop(reference)
+            (reference,), _ = ray.wait(list(in_flight), num_returns=1)
+            index, argument, pauses = in_flight.pop(reference)
             try:
                 result = _result(reference)
             except Exception as error:
@@ -146,14 +123,13 @@ def run_tasks(
                 pause = next(pauses, None) if is_retried else None
                 if pause is not None:
                     on_retry(_in_one_line(error))
-                    in_flight[remote.remote(argument, pause)] = index, argument, pauses, begin
+                    in_flight[remote.remote(argument, pause)] = index, argument, pauses
                 elif on_failure is None:
                     raise _final_error(error) from None
                 else:
                     on_failure(index, _in_one_line(_final_error(error)))
                     start_more()
                 continue
-            longest = max(longest, time.monotonic() - begin)
             start_more()
             yield index, result
     except ray.exceptions.RayError as error:  # Not of a task: the cluster itself is gone.
