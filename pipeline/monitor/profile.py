@@ -20,10 +20,9 @@ from pipeline.process.launcher import ranks_on_host
 # Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA
 # context, and the buffers of cuBLAS and NCCL, take the rest.
 _USABLE = 0.94
-# Matrix products are timed with doubled sides until one takes so long: a smaller one measures the time of its launch.
-_LONG_ENOUGH = 1e-3
-_SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-# Seconds of matrix products for each side.
+# Sides of the matrices whose product is timed. Smaller ones would measure the time of a launch on a GPU; larger ones
+# wait for other processes on a busy CPU.
+_SIDES = {"cuda": 8192, "cpu": 512}
 _MEASURE_SECONDS = 0.1
 
 
@@ -52,21 +51,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: floa
         gpu = find_gpu(torch.cuda.get_device_name(device))
         if gpu:
             return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
-    return _measured_flops(device, dtype), "matrix product timed at start"
-
-
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The highest FLOP/s of matrix products up to one that is large enough to fill the device.
-
-    On a busy CPU most products wait for a core, where a short one has the better chance not to.
-    """
-    highest = 0.0
-    for side in _SIDES:
-        seconds = _product_seconds(side, device, dtype)
-        highest = max(highest, 2 * side**3 / seconds)
-        if seconds >= _LONG_ENOUGH:
-            break
-    return highest
+    side = _SIDES[device.type]
+    return 2 * side**3 / _product_seconds(side, device, dtype), "matrix product timed at start"
 
 
 def _product_seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:

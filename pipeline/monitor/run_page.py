@@ -60,14 +60,6 @@ _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")
 _PASSWORD_PARAMETER = re.compile(r"(?<=[?&])(password|passwd|sslpassword)=[^&\s'\"]*")
 
 
-def metric_name(name: str, declared: Mapping[str, Metric] | None = None) -> str:
-    """A metric of metrics.jsonl as MLflow shows it, with its group: "loss" is "train/loss". Names without a group stay
-    as they are.
-    """
-    group = metric_of(name, declared).group
-    return f"{group}/{name}" if group else name
-
-
 def hide_passwords(text: str) -> str:
     """The text with the password of each URI replaced: postgresql://user:***@host/db."""
     return _PASSWORD_PARAMETER.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", text))
@@ -229,12 +221,14 @@ class RunFacts:
         return f"{what}{metric.text(value)} {self.scored_on or evaluated}".strip()
 
     def sent_name(self, metric: str) -> str:
-        """A metric as MLflow shows it: with its group, and a loss with its objective, "train/loss_sigmoid".
+        """A metric as MLflow shows it: with its group, if any, and a loss with its objective, "train/loss_sigmoid".
 
         Losses of different objectives do not compare, and one chart must not mix them.
         """
-        name, is_loss = metric_name(metric, self.metrics), self.metric(metric).unit == "loss"
-        return f"{name}_{self.objective}" if is_loss and self.objective not in ("", "softmax") else name
+        declared = self.metric(metric)
+        name = f"{declared.group}/{metric}".removeprefix("/")
+        has_objective = declared.unit == "loss" and self.objective not in ("", "softmax")
+        return f"{name}_{self.objective}" if has_objective else name
 
     def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted: only shares sort

@@ -5,8 +5,8 @@ apart.
 import contextlib
 import ctypes
 import socket
+import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -58,12 +58,11 @@ def by_host(readings: dict[str, dict[str, float]]) -> dict[str, float]:
         return {f"system/{name}": value for reading in readings.values() for name, value in reading.items()}
     if len(readings) <= _MAX_HOSTS:
         return {f"system/{host}/{name}": value for host, reading in readings.items() for name, value in reading.items()}
-    values: dict[str, list[float]] = defaultdict(list)
-    for reading in readings.values():
-        for name, value in reading.items():
-            values[name].append(value)
-    means = {f"system/mean/{name}": sum(found) / len(found) for name, found in values.items()}
-    return means | {f"system/max/{name}": max(found) for name, found in values.items()}
+    metrics = {}
+    for name in {name for reading in readings.values() for name in reading}:
+        values = [reading[name] for reading in readings.values() if name in reading]
+        metrics |= {f"system/mean/{name}": statistics.fmean(values), f"system/max/{name}": max(values)}
+    return metrics
 
 
 def _counters() -> dict[str, int]:

@@ -15,29 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.words import counted
 from pipeline.process import distributed, waits
 
 _EXIT_CODE = 1
 # How long a rank waits for the reports of the others, in seconds; the one that speaks for all is given some more.
 _REPORT_SECONDS, _SPEAK_SECONDS = 5.0, 2.0
 _WAITS_FOR_OTHERS = "(waits for other ranks)"
-
-
-@dataclass(frozen=True)
-class PublishedWait:
-    """A wait of a rank, as the other ranks read it. seconds: until its limit, from the time of writing (`written`)."""
-
-    host: str
-    what: str
-    seconds: float
-    written: float
 
 
 class Watchdog:
@@ -59,11 +45,12 @@ class Watchdog:
         record: Callable[[str, bool], None] = lambda line, lost_others: None,
     ) -> None:
         self.folder, self.rank, self.hosts, self.seconds, self.record = folder, rank, hosts, minutes * 60, record
+        self._wait_file = folder / f"wait-{rank:05d}.json"
         self._at = (time.monotonic(), 0, "start")
         self._over = threading.Event()
         self._waited_at = -float("inf")  # When a wait that may last was seen last.
         self._published: waits.Wait | None = None
-        self._of_others: dict[int, tuple[PublishedWait, float]] = {}  # Rank -> (wait, time of its limit).
+        self._of_others: dict[int, tuple[str, float]] = {}  # Rank -> (content of its file, time of its limit).
         # Reports of an earlier hang, which are kept to be read. Not known by their age: clocks of hosts differ.
         self._earlier = {file.name: file.stat().st_mtime_ns for file in folder.glob("rank-*.txt")}
         if self.seconds:
@@ -105,15 +92,11 @@ class Watchdog:
         if longest is None:
             self._withdraw()
             return
-        shown = PublishedWait(self.hosts[self.rank], str(longest), longest.left, time.time())
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(self._file_of_wait(self.rank), json.dumps(asdict(shown)), durable=False)
+        write_text(self._wait_file, json.dumps([longest.left, str(longest)]), durable=False)
 
     def _withdraw(self) -> None:
-        self._file_of_wait(self.rank).unlink(missing_ok=True)
-
-    def _file_of_wait(self, rank: int) -> Path:
-        return self.folder / f"wait-{rank:05d}.json"
+        self._wait_file.unlink(missing_ok=True)
 
     def _is_waited_for(self, seconds: float) -> bool:
         """Whether any rank is in a wait that may last. seconds: without progress, below which other ranks are not
@@ -125,24 +108,24 @@ class Watchdog:
             return is_own
         others = self._waits_of_others()
         if others and self.rank == 0 and not is_own:
-            rank, wait = next(iter(others.items()))
-            more = f" (and {counted(len(others) - 1, 'more rank')} wait)" if len(others) > 1 else ""
-            waits.say("other ranks", f"rank {rank} on {wait.host} waits for {wait.what}{more}")
+            rank, what = next(iter(others.items()))
+            waits.say("other ranks", f"rank {rank} on {self.hosts[rank]} waits for {what}")
         return is_own or bool(others)
 
-    def _waits_of_others(self) -> dict[int, PublishedWait]:
-        """Rank -> wait. The limit counts from when this rank first saw it, because clocks of hosts differ."""
+    def _waits_of_others(self) -> dict[int, str]:
+        """Rank -> what it waits for. Limits count from when this rank first saw a wait, as clocks of hosts differ."""
         now, found = time.monotonic(), {}
         for file in sorted(self.folder.glob("wait-*.json")):  # One listing, for any number of ranks.
             rank = int(file.stem.removeprefix("wait-"))
             if rank == self.rank or rank >= len(self.hosts):
                 continue
-            with contextlib.suppress(FileNotFoundError, UserError):  # It has just ended.
-                wait = json_record.read(file, PublishedWait)
-                if rank not in self._of_others or self._of_others[rank][0] != wait:
-                    self._of_others[rank] = wait, now + wait.seconds
+            with contextlib.suppress(FileNotFoundError):  # It has just ended.
+                text = file.read_text()
+                seconds, what = json.loads(text)
+                if self._of_others.get(rank, ("", now))[0] != text:
+                    self._of_others[rank] = text, now + seconds
                 if self._of_others[rank][1] > now:
-                    found[rank] = wait
+                    found[rank] = what
         return found
 
     # ------------------------------------------------------------------ the end of a run that hangs

@@ -35,7 +35,7 @@ from pipeline.experiment.spec import RunSpec, state_of
 from pipeline.monitor import tracking
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.page_folder import PageFolder
-from pipeline.monitor.run_page import metric_name
+from pipeline.monitor.run_page import RunFacts
 from pipeline.process.console import Console
 from pipeline.process.distributed import Ranks
 from pipeline.review import samples
@@ -369,7 +369,7 @@ def points(store: Path, name: str) -> list[tuple[int, float]]:
     # Not read-only: a run that was killed while it wrote has left a journal, which the next reader has to apply.
     with contextlib.closing(sqlite3.connect(f"file:{store}?mode=rw", uri=True, timeout=30)) as database:
         return database.execute(
-            "SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [metric_name(name)]
+            "SELECT step, value FROM metrics WHERE key = ? ORDER BY step", [RunFacts("", "").sent_name(name)]
         ).fetchall()
 
 

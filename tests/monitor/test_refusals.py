@@ -11,8 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from pipeline.monitor.export import warn
-from pipeline.monitor.mlflow.connection import connect
-from pipeline.monitor.mlflow.refusals import is_refusal
+from pipeline.monitor.mlflow.connection import connect, is_refusal
 
 
 class Failing:

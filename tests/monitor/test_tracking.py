@@ -18,7 +18,7 @@ from tracked_steps import log_step, warnings_in
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import Start
-from pipeline.monitor.run_page import RunFacts, metric_name
+from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri, send_report
 from pipeline.settings.run import TrackConfig
 
@@ -82,7 +82,10 @@ def runs(out: Path, uri: str = "") -> list:
 
 def history(out: Path, name: str, uri: str = "") -> list[tuple[int, float]]:
     (run,) = runs(out, uri)
-    return [(m.step, m.value) for m in client(out, uri).get_metric_history(run.info.run_id, metric_name(name))]
+    return [
+        (m.step, m.value)
+        for m in client(out, uri).get_metric_history(run.info.run_id, RunFacts("", "").sent_name(name))
+    ]
 
 
 def arrived(out: Path) -> bool:

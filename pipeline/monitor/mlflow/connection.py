@@ -13,10 +13,15 @@ from typing import Any, TypeVar
 from pipeline.base.errors import UserError
 from pipeline.base.files import create
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
+from pipeline.base.words import on_one_line
 from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG
-from pipeline.monitor.run_page import EXPERIMENT_TAGS
+from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
 
 T = TypeVar("T")
+
+_MAX_REASON = 300
+# In the text of an error: MLflow has no code for it.
+_TOO_LARGE = "failed with error code 413 "
 
 
 def connect(uri: str) -> Any:
@@ -95,3 +100,24 @@ def found_by(request: Callable[[], T]) -> T | None:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the store answered that a request is wrong, so that it would refuse it again.
+
+    413 is of a web server before it, with a limit to the size of a request.
+    """
+    # Requests about artifacts raise HTTPError.
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    code = getattr(error, "error_code", "")
+    return status in (400, 413) or code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST") or _TOO_LARGE in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """The text of an exception, on one line without passwords.
+
+    SQL statements with their values are left out, and so is the middle of a long text: the reason is often at the
+    end.
+    """
+    text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
+    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"

@@ -1,19 +1,20 @@
 """Appends a run to MLflow by its public client: parameters, data sets, tags, points, files, logged models."""
 
 import json
+import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.base.words import counted
-from pipeline.monitor.export import Sent, warn
+from pipeline.monitor.export import Exporter, Scores, Sent, SentModel, warn
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.connection import active_run, connect, experiment_id
-from pipeline.monitor.mlflow.models import LoggedModels
-from pipeline.monitor.mlflow.refusals import what_failed
+from pipeline.monitor.mlflow.connection import active_run, connect, experiment_id, found_by, is_refusal, one_line
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
@@ -27,7 +28,7 @@ from pipeline.monitor.run_page import (
 )
 from pipeline.settings.run import TrackConfig
 
-# Returns the checkpoints to show, during the run (False) or after its end (True).
+T = TypeVar("T")
 FindModels = Callable[[bool], list[ModelFacts]]
 # Tag of an MLflow run: the key of its run folder.
 KEY_TAG = "run_folder"
@@ -35,11 +36,37 @@ KEY_TAG = "run_folder"
 _MAX_VALUE, _MAX_TAG = 6000, 8000
 _MAX_PARAMETERS = 100
 
+WEIGHTS = "model.safetensors"
+_REGISTERED = (
+    "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
+)
+# MLflow refuses these in the name of a logged model.
+_NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
-class MlflowExporter(LoggedModels):
+
+def _how_to_load(uri: str, shown: dict[str, str]) -> str:
+    """Description of a logged model, Markdown. shown: its parameters."""
+    return f"""\
+**Step {shown["step"]} of `{shown["run"]}`**: `{shown["path"]}`
+
+SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
+
+    python launch/evaluate.py weights={uri} data=...
+    python launch/finetune.py --config ... init.weights={uri}
+
+    from pipeline.model import load
+    from pipeline.monitor.mlflow.weights import weights_path
+    model = load(weights_path("{uri}"))
+
+The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
+
+
+class MlflowExporter(Exporter):
     """An `Exporter` to the MLflow server or database `config.uri`.
 
-    artifacts: URI of those of an experiment that is created here; None leaves the choice to the server.
+    artifacts: URI of those of an experiment that is created here; None leaves the choice to the server. find_models:
+    returns the checkpoints to show, during the run (False) or after its end (True). What the store refuses, it would
+    refuse again: each item is reported once and skipped.
     """
 
     name = "mlflow"
@@ -51,7 +78,8 @@ class MlflowExporter(LoggedModels):
         self.title = f"MLflow at {self.destination}"
         self.artifacts, self.config, self.facts, self.page = artifacts, config, facts, PageFolder(folder)
         self.find_models = find_models
-        self.refused = set()
+        self.refused = set[str]()  # What will never arrive in this store.
+        self.client: Any = None
         self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
 
     def connect(self) -> None:
@@ -137,7 +165,151 @@ class MlflowExporter(LoggedModels):
         self.client.set_terminated(self.sent.run_id, end.status)
 
     def explain(self, error: Exception) -> str:
-        return what_failed(error)
+        return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"
+
+    # ---------------------------------------------------------------- checkpoints
+    def show_models(self, scores: Scores, ended: bool) -> None:
+        """Create the logged models of new checkpoints, bring known ones up to date, and delete those of removed
+        ones.
+        """
+        present = {model.sha256: model for model in self.find_models(ended)}
+        for sha256 in self.sent.models.keys() - present.keys():
+            found_by(partial(self.client.delete_logged_model, self.sent.models[sha256].model_id))
+            self.update(models={key: model for key, model in self.sent.models.items() if key != sha256})
+        name = self.config.register
+        for model in sorted(present.values(), key=lambda model: model.step):
+            known, of_step = self.sent.models.get(model.sha256), scores.get(model.step, {})
+            is_shown = known and (known.roles, known.num_scores) == (model.roles, len(of_step))
+            if known and is_shown and (not name or known.version is not None or not ended):
+                continue
+            show = partial(self._show, model, of_step)
+            if self.allows(f"the logged model of {model.path}", show, optional=True) and name:
+                version = f"{model.path} as a version of the registered model {name}"
+                self.allows(version, partial(self._register, model, of_step))
+
+    def _show(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
+        """Show a model, and the scores of its step as measured on the data of the evaluation."""
+        from mlflow.entities import Metric
+
+        shown = self.sent.models.get(model.sha256) or SentModel(self._create(model), model.roles)
+        if shown.roles != model.roles:
+            self.client.set_logged_model_tags(shown.model_id, {"roles": ", ".join(model.roles)})
+        data = self.facts.dataset("evaluation")
+        where = {"dataset_name": dataset_name(data), "dataset_digest": data.digest[:36]} if data else {}
+        if linked := [
+            Metric(self.facts.sent_name(name), value, at, model.step, shown.model_id, **where)
+            for name, (value, at) in scores.items()
+        ]:
+            self.client.log_batch(self.sent.run_id, metrics=linked)
+        self._remember(model, replace(shown, roles=model.roles, num_scores=len(scores)))
+
+    def _remember(self, model: ModelFacts, shown: SentModel) -> None:
+        self.update(models={**self.sent.models, model.sha256: shown})
+
+    def _create(self, model: ModelFacts) -> str:
+        """Returns the ID. A model that a killed sender created is used again."""
+        from mlflow.entities import LoggedModelOutput
+
+        client, run_id = self.client, self.sent.run_id
+        name = f"{_NOT_IN_MODEL_NAMES.sub('_', self.facts.name)}-step-{model.step:08d}"
+        # Its page lists parameters in full, tags not.
+        shown = {"step": str(model.step), "run": self.facts.name, "path": model.path, "sha256": model.sha256}
+        if kind := self.facts.tags.get("model", ""):
+            shown["model"] = kind
+        alike = client.search_logged_models([self.experiment_id], f"source_run_id = '{run_id}' AND name = '{name}'")
+        made = next((one for one in alike if one.params.get("sha256") == model.sha256), None)
+        outputs = [output.model_id for output in client.get_run(run_id).outputs.model_outputs] if made else []
+        made = made or client.create_logged_model(self.experiment_id, name, run_id, params=shown, model_type=kind)
+        note = _how_to_load(made.model_uri, shown)
+        client.set_logged_model_tags(made.model_id, {NOTE: note, "roles": ", ".join(model.roles)})
+        client.finalize_logged_model(made.model_id, "READY")
+        if made.model_id not in outputs:
+            client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])
+        file = Path(model.path, WEIGHTS)
+        if self.config.upload_weights and file.is_file():  # It may just have been removed, or be in a bucket.
+            self.allows(str(file), partial(client.log_model_artifact, made.model_id, str(file)))
+        return str(made.model_id)
+
+    def _register(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
+        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so
+        far.
+        """
+        client, shown, name, of = self.client, self.sent.models[model.sha256], self.config.register, self.facts.score
+        data = self.facts.dataset("evaluation")
+        measured = {"score_name": of, "score_data": data.digest if data else ""}
+        score = scores.get(of, (math.nan, 0))[0]
+        tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256, "model_id": shown.model_id}
+        if math.isfinite(score):
+            tags |= {"score": repr(score), **measured}
+        version = shown.version or self._version(name, shown.model_id)
+        for tag, text in tags.items():
+            client.set_model_version_tag(name, version, tag, text)
+        if "last" in model.roles:
+            client.set_registered_model_alias(name, "last", version)
+        if math.isfinite(score):
+            found = found_by(partial(client.get_model_version_by_alias, name, "best"))
+            best, sign = found.tags if found else measured, self.facts.metric(of).sign
+            if any(best.get(key) != text for key, text in measured.items()):
+                warn(
+                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')}"
+                    f" on data {best.get('score_data')}) cannot be compared with {of} on {measured['score_data']}."
+                )
+            elif not sign * score <= sign * float(best.get("score", "nan")):
+                client.set_registered_model_alias(name, "best", version)
+        # Last: after a kill before this, the next sender sets the aliases.
+        self._remember(model, replace(shown, version=version))
+
+    def _version(self, name: str, model_id: str) -> str:
+        """Register a logged model; returns the version. One of a killed sender is used again."""
+        client, run_id = self.client, self.sent.run_id
+        if found_by(partial(client.get_registered_model, name)) is None:
+            client.create_registered_model(name, description=_REGISTERED)
+        of_run = client.search_model_versions(f"run_id = '{run_id}'")
+        if found := next((one for one in of_run if one.name == name and one.tags.get("model_id") == model_id), None):
+            return str(found.version)
+        # A server looks up models:/, and the client of a database would do so in the default store.
+        location = client.get_logged_model(model_id).artifact_location
+        source = f"models:/{model_id}" if self.config.uri.startswith("http") else location
+        made = client.create_model_version(name, source, run_id, {"model_id": model_id}, model_id=model_id)
+        # Also set by `mlflow.register_model`: the logged model's page shows its version by this tag.
+        versions = json.dumps([{"name": name, "version": made.version}])
+        client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
+        return str(made.version)
+
+    # ---------------------------------------------------------------- what a store refuses
+    def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
+        """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors.
+
+        optional: a store that has no such request refuses it.
+        """
+        if name in self.refused:
+            return False
+        if reason := self._reason(request, optional):
+            self.refused.add(name)
+            warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
+        return not reason
+
+    def send_each(self, items: Sequence[T], name: Callable[[T], str], request: Callable[[Sequence[T]], object]) -> None:
+        """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left
+        out.
+        """
+        if self._reason(partial(request, items)):
+            for item in items:
+                self.allows(name(item), partial(request, [item]))
+
+    def _reason(self, request: Callable[[], object], optional: bool = False) -> str:
+        """Why the store refused a request; "" if it did not. Raises other errors."""
+        try:
+            request()
+        except Exception as error:
+            # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
+            # models; a server that does not know the request for metrics is not MLflow.
+            missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")[: 1 + optional]
+            is_refused = is_refusal(error) or getattr(error, "error_code", "") in missing
+            if not is_refused or not active_run(self.client, self.sent.run_id):  # A deleted run refuses everything.
+                raise
+            return one_line(error) or type(error).__name__
+        return ""
 
 
 def dataset_inputs(datasets: Iterable[DatasetFacts]) -> list[Any]:

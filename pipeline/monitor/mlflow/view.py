@@ -7,7 +7,6 @@ have their defaults.
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from pipeline.architecture.objectives import OBJECTIVES
@@ -35,17 +34,15 @@ _COLUMNS = {
 # Columns that are always shown, and stay first.
 _FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
 _IMAGES, _FLOPS = "train/images_seen", "train/exaflops"
-_OBJECTIVES = [kind if kind != "softmax" else "" for kind in OBJECTIVES]
 # Closed sections, to which MLflow adds charts of all metrics of a group; "Model metrics" has those without a group.
 _CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System metrics")
 _LARGE = {"columns": 2, "cardHeight": 400}
 
 
-def view_tag(objectives: Sequence[str] = _OBJECTIVES) -> str:
-    """Value of the experiment's tag VIEW_TAG. objectives: those whose losses have charts of their own, in the order of
-    their table.
-    """
-    losses = [f"{name}_{kind}".rstrip("_") for kind in objectives for name in ("train/loss", "eval/val_loss")]
+def view_tag() -> str:
+    """Value of the experiment's tag VIEW_TAG."""
+    kinds = ["" if kind == "softmax" else f"_{kind}" for kind in OBJECTIVES]
+    losses = [f"{name}{kind}" for kind in kinds for name in ("train/loss", "eval/val_loss")]
     # Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points.
     # Losses of different objectives have charts of their own, because they do not compare.
     sections = [

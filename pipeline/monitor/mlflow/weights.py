@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_file
 from pipeline.data.storage.checksum_cache import cache_home
-from pipeline.monitor.mlflow.connection import connect, found_by
-from pipeline.monitor.mlflow.models import WEIGHTS
-from pipeline.monitor.mlflow.refusals import one_line
+from pipeline.monitor.mlflow.connection import connect, found_by, one_line
+from pipeline.monitor.mlflow.exporter import WEIGHTS
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import read_checksums
@@ -83,19 +82,14 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
 
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     setting = "track.uri or " if tracking_uri else ""
-    # A run below a grid or a study is given their default database, and looks where one without a track.uri would,
-    # before that.
+    # A run below a grid or a study is given their default database: the server comes before that.
     given = [server, tracking_uri] if tracking_uri == default_uri(out.parent) else [tracking_uri or server]
     uris = [uri for uri in given if uri]
     if not uris or sqlite_file(uris[-1]):
-        uris += [default_uri(folder) for folder in (out, Path("runs")) if (folder / "mlflow.db").is_file()]
-    uris = list(dict.fromkeys(uris or [default_uri(out)]))
+        uris = list(dict.fromkeys([*uris, default_uri(out), default_uri(Path("runs"))]))
     for uri in uris:
-        if (database := sqlite_file(uri)) and not database.is_file():  # Which MLflow would create.
-            raise UserError(
-                f"{weights}: there is no MLflow database {database}: set {setting}MLFLOW_TRACKING_URI to the store of"
-                " the runs."
-            )
+        if (database := sqlite_file(uri)) and not database.is_file():  # MLflow would create it.
+            continue
         try:
             client = connect(uri)
             if model := found_by(lambda: client.get_logged_model(_model_id(client, weights))):  # noqa: B023  (called here)
@@ -103,7 +97,7 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
         except MlflowException as error:
             raise UserError(f"{weights}: MLflow at {hide_passwords(uri)} does not answer: {one_line(error)}") from None
     places = ", nor at ".join(hide_passwords(uri) for uri in uris)
-    raise UserError(f"{weights} is not found in MLflow at {places}. {setting}MLFLOW_TRACKING_URI names the server.")
+    raise UserError(f"{weights} is not found in MLflow at {places}. Set {setting}MLFLOW_TRACKING_URI to another store.")
 
 
 def _model_id(client: Any, uri: str) -> str:
