@@ -211,8 +211,19 @@ def make_jobs(
     images.
     """
     for name, split, numbers in plan:
-        about = config, known.get(name), listing.convert, listing.is_labelled, pixels, bool(listing.channels)
-        yield ShardingJob(str(listing.source), str(out), name, split, listing.images(numbers), *about)
+        yield ShardingJob(
+            source=str(listing.source),
+            out=str(out),
+            name=name,
+            split=split,
+            images=listing.images(numbers),
+            config=config,
+            known=known.get(name),
+            convert=listing.convert,
+            has_labels=listing.is_labelled,
+            pixels=pixels,
+            is_joined=bool(listing.channels),
+        )
 
 
 def _run_jobs(
