@@ -343,7 +343,7 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
 
 
 def _open_by_pillow(data: bytes) -> Image.Image:
-    if format_of(data) != "avif":
+    if data[4:8] != b"ftyp" or format_of(data) != "avif":
         return Image.open(io.BytesIO(data))
     from PIL import AvifImagePlugin
 
