@@ -34,8 +34,8 @@ from pipeline.evaluate.segmentation.linear import (
     segment,
     train,
 )
-from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import (
+    MaskClasses,
     MaskedPairs,
     in_order,
     open_named,
