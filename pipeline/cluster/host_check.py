@@ -42,7 +42,7 @@ _ANSWER = b"host_check: "
 
 
 def run(config: HostsConfig) -> list[dict[str, Any]]:
-    """Write `.deepspeed_env`, check every host, print a table; returns the answers. Raises UserError if a check
+    """Write `.deepspeed_env`, check every host, print a line for each; returns the answers. Raises UserError if a check
     fails.
     """
     slots = read_hostfile(Path(config.hostfile))

@@ -190,7 +190,7 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
     """
     own = Path(str(now.get("out", "")), str(now.get("name", "")))
     other = Path(str(then.get(RUN_FOLDER) or Path(str(then.get("out", "")), str(then.get("name", "")))))
-    is_there = (other / SETTINGS_FILE).exists()  # Else it was moved, and this run is it.
+    is_there = os.path.exists(other / SETTINGS_FILE)  # Else it was moved, and this run is it.
     if now.get("checkpoint.folder") and is_there and not (own.exists() and other.samefile(own)):
         raise UserError(
             f"{path} is of the run {other}, whose checkpoints have the same place. Choose another checkpoint.folder, or"

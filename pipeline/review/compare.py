@@ -42,30 +42,6 @@ _MAX_PAIRS = 30
 _MAX_CHARACTERS = 60
 # Budgets of two runs whose ratio is nearer to 1 count as the same.
 _SAME_BUDGET = 0.01
-# Columns of `row` that the page shows, by section.
-_RUN = (
-    "kind",
-    "model",
-    "data",
-    "status",
-    "steps",
-    "planned_steps",
-    "images_seen",
-    "exaflops",
-    "images_per_second",
-    "device_seconds",
-)
-_DATA = (
-    "fingerprint",
-    "mixed_with",
-    "excluded",
-    "evaluation_split",
-    "evaluation_fingerprint",
-    "parent",
-    "parent_sha256",
-    "teacher",
-)
-_CODE = ("revision", "git_branch", "command", "torch", "device", "user", "ranks")
 
 
 def run(config: CompareConfig) -> dict[str, RunRecord]:
@@ -183,20 +159,20 @@ def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
 
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
     """The files of the comparison's page."""
-    rows = {name: row(name, record) for name, record in records.items()}
-
-    def chosen(columns: Sequence[str]) -> dict[str, dict[str, str]]:
-        return {run: {column.replace("_", " "): shown(of[column]) for column in columns} for run, of in rows.items()}
-
-    sections = {
-        "Runs": chosen(_RUN),
+    sections: dict[str, dict[str, dict[str, str]]] = {
+        "Runs": {},
         "Settings": settings_that_differ(records),
-        "Data": chosen(_DATA),
-        "Code": chosen(_CODE),
+        "Data": {},
+        "Code": {},
     }
-    for name, r in records.items():
-        scores = {"last score": str(r.last_score or "–"), "best score": str(r.best_score or "–")}
-        sections["Runs"][name] |= scores | {"ended": when(r.period[1])}
+    for name, record in records.items():
+        known = row(name, record)
+        for section in ("Runs", "Data", "Code"):
+            sections[section][name] = {
+                column.replace("_", " "): shown(value) for column, value in known[section].items()
+            }
+        scores = {"last score": str(record.last_score or "–"), "best score": str(record.best_score or "–")}
+        sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
     return render(
         _TEMPLATE,
         f"Comparison of {listed(list(records), 4)}",

@@ -243,7 +243,7 @@ class RunRecord(RunFacts):
         if self.sweep:
             mean = self.sweep.means.get(OVERALL)
             name = f"{OVERALL}, not all of the published files" if self.sweep.unpublished else OVERALL
-            return mean and Score(name, mean.accuracy, None, mean.num_test, mean.interval)
+            return Score(name, mean.accuracy, None, mean.num_test, mean.interval) if mean else None
         if not (tops := self.seed_scores):
             return None
         num, effective = (self.results["runs"][0].get(name, 0) for name in ("num_samples", "effective_images"))

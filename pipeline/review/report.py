@@ -216,9 +216,8 @@ def code(record: RunRecord) -> Table:
     packages = [
         line for line in record.text("environment.txt").splitlines() if line.split("==")[0].lower() in _SHOWN_PACKAGES
     ]
-    known = {**row(record.name, record), "packages": ", ".join(packages)}
-    columns = ("revision", "git_branch", "user", "device", "ranks", "packages")
-    return Table(("", "value"), [(name.replace("_", " "), shown(known[name])) for name in columns if known[name]])
+    known = row(record.name, record)["Code"] | {"packages": ", ".join(packages)}
+    return Table(("", "value"), [(name.replace("_", " "), shown(value)) for name, value in known.items() if value])
 
 
 def weights(record: RunRecord) -> tuple[Table | None, str]:

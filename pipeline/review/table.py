@@ -20,59 +20,69 @@ from pipeline.review.record import RunRecord
 PLACES = ("name", "out", "track.uri", "launch.env")
 # Columns that are tags of the run.
 _TAGS = {
-    "device": "device",
     "git_branch": "mlflow.source.git.branch",
     "command": "mlflow.source.name",
     "torch": "torch",
+    "device": "device",
     "user": "mlflow.user",
-    "teacher": TEACHER_TAG,
 }
 
 
-def row(name: str, record: RunRecord) -> dict[str, Any]:
-    """What is known of a run, by column; None for what is unknown. name: of the run in the table."""
+def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
+    """What is known of a run, by section of a page and column; None for what is unknown. name: of the run in the
+    table.
+    """
     last, best, origin = record.last_score, record.best_score, record.origin
     train, held_out = record.dataset("training"), record.dataset("evaluation")
     weights, _ = weights_of(record)
     chosen = next((one for one in weights if "best" in one.roles), weights[-1] if weights else None)
     mixed = (f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes)
-    known: dict[str, Any] = {
-        "run": name,
-        "folder": str(record.folder),
-        "mlflow_run_id": record.run_id,
-        "kind": record.kind,
-        "model": record.model_name,
-        "data": record.data_name,
-        "fingerprint": train and train.digest,
-        "mixed_with": ", ".join(mixed),
-        "excluded": record.parameters.get("excluded"),
-        "evaluation_split": record.split,
-        "evaluation_fingerprint": held_out and held_out.digest,
-        "status": record.status,
-        "outcome": record.outcome,
-        "seed": record.settings.get("seed"),
-        "steps": record.last_step,
-        "planned_steps": record.steps,
-        "images_seen": record.images_seen,
-        "exaflops": record.axes(record.last_step).get("exaflops"),
-        "images_per_second": record.median("images_per_second"),
-        "training_seconds": record.training_seconds,
-        "ranks": record.ranks,
-        "device_seconds": record.training_seconds * record.ranks,
-        "revision": record.revision,
-        **{column: record.tags.get(tag) for column, tag in _TAGS.items()},
-        "ended": record.period[1],
-        "parent": origin and origin.title,
-        "parent_sha256": origin and origin.sha256,
-        "weights_sha256": chosen and chosen.sha256,
-        "score": last and last.name,
-        "score_images": last and last.num_samples,
-        "score_groups": last and last.effective < last.num_samples and last.effective,
+    known: dict[str, dict[str, Any]] = {
+        "": {
+            "run": name,
+            "folder": str(record.folder),
+            "mlflow_run_id": record.run_id,
+            "outcome": record.outcome,
+            "training_seconds": record.training_seconds,
+            "ended": record.period[1],
+            "weights_sha256": chosen and chosen.sha256,
+            "score": last and last.name,
+            "score_images": last and last.num_samples,
+            "score_groups": last and last.effective < last.num_samples and last.effective,
+        },
+        "Runs": {
+            "kind": record.kind,
+            "model": record.model_name,
+            "data": record.data_name,
+            "status": record.status,
+            "steps": record.last_step,
+            "planned_steps": record.steps,
+            "images_seen": record.images_seen,
+            "exaflops": record.axes(record.last_step).get("exaflops"),
+            "images_per_second": record.median("images_per_second"),
+            "device_seconds": record.training_seconds * record.ranks,
+        },
+        "Data": {
+            "fingerprint": train and train.digest,
+            "mixed_with": ", ".join(mixed),
+            "excluded": record.parameters.get("excluded"),
+            "evaluation_split": record.split,
+            "evaluation_fingerprint": held_out and held_out.digest,
+            "parent": origin and origin.title,
+            "parent_sha256": origin and origin.sha256,
+            "teacher": record.tags.get(TEACHER_TAG),
+        },
+        "Code": {
+            "revision": record.revision,
+            **{column: record.tags.get(tag) for column, tag in _TAGS.items()},
+            "ranks": record.ranks,
+        },
     }
-    known = {column: value or None for column, value in known.items()} | {"seed": known["seed"]}
+    known = {section: {column: value or None for column, value in of.items()} for section, of in known.items()}
+    known[""]["seed"] = record.settings.get("seed")
     for which, score in (("last", last), ("best", best)):
         interval = score and score.interval
-        known |= {
+        known[""] |= {
             f"{which}_score": score and score.value,
             f"{which}_low": interval and interval.low,
             f"{which}_high": interval and interval.high,
@@ -90,7 +100,7 @@ def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
     for name, record in records.items():
         last = {metric: float(series.values[-1]) for metric, series in record.series.items()}
         rows.append(
-            row(name, record)
+            {column: value for of in row(name, record).values() for column, value in of.items()}
             | {f"setting.{key}": settings[name].get(key) for key in differ}
             | {f"metric.{metric}": last.get(metric) for metric in metrics}
         )

@@ -164,7 +164,7 @@ def wait_for_ranks(
                     say(f"rank {rank}: {line}")
                 say(f"rank {rank} ended with exit code {code}")
             codes[rank] = code
-        # Rank 0 has said the mistake that the others have made, too: they wait to be ended.
+        # With code 2, rank 0 has said the mistake that the others have made, too: they wait to be ended.
         if not terminated and (codes[0] == 2 or stopping()):
             terminated = True
             terminate()
