@@ -56,9 +56,8 @@ class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
 
-    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences
-    beside the plan.
-    rates: FLOP/s of training by group, where lengths are given in minutes.
+    shared: what all results depend on, see `identity.claim`. score: the one that is shown when a run ends. notes:
+    sentences beside the plan. rates: FLOP/s of training by group, where lengths are given in minutes.
     """
 
     kind: str
@@ -117,7 +116,7 @@ class Experiment:
         ]
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """The settings of runs by name, see `Identity`."""
+        """The settings of runs by name, see `identity.claim`."""
         return {spec.name: settings_of(spec) for spec in specs}
 
     def known_settings(self) -> Mapping[str, Fact]:

@@ -320,7 +320,7 @@ class Sweep(Experiment):
         metrics = {f"cells_{state}": float(states.count(state)) for state in ("done", "failed")}
         metrics["cells_diverged"] = float(sum(bool(row.settings.get("diverged")) for row in rows))
         if not set(states) & set(TO_RUN):
-            metrics |= vtab_report.for_mlflow(column)[0]
+            metrics |= vtab_report.metrics_of(column)
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
         searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
