@@ -143,7 +143,7 @@ class Sweep(Experiment):
     """
 
     config: VtabConfig
-    kind, score = "vtab", "accuracy"
+    kind, score, work = "vtab", "accuracy", staticmethod(run_cell)
 
     def __init__(self, config: VtabConfig, folder: Path, uri: str = "") -> None:
         self.folder, self.uri, self.named = folder, uri, config.weights
@@ -231,9 +231,6 @@ class Sweep(Experiment):
 
     def job(self, specs: list[VtabCell], page: ExperimentPage | None) -> SweepJob:
         return SweepJob(specs[0], self.config, self.sha256)
-
-    def work(self) -> Any:
-        return run_cell
 
     def ended(self, spec: VtabCell, found: dict[str, Any]) -> None:
         (self.folder / CELLS).mkdir(exist_ok=True)
