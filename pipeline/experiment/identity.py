@@ -62,7 +62,7 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
 
     Raises UserError for data that cannot be opened.
     """
-    from pipeline.train.setup import datasets_of  # Late: the import takes seconds.
+    from pipeline.train.shown_facts import datasets_of  # Late: the import takes seconds.
 
     specs, found = list(specs), dict[str, str]()
     for run in {spec.file: spec for spec in reversed(specs)}.values():
