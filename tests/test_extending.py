@@ -66,7 +66,7 @@ from pathlib import Path
 
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.layouts import as_plain
 from pipeline.model.files import open_safetensors
 from pipeline.settings import schema
 from pipeline.settings.command import fields_help

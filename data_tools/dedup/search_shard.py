@@ -171,11 +171,8 @@ class _StoredImages:
 
     def __init__(self, path: str) -> None:
         found = read_arrays(path, *ARRAYS, "tar", "offsets", "sizes", "tars", "pixels")
-        self.thumbs, self.states, self.by_digest = (
-            found["thumbs"],
-            found["states"],
-            _by_digest(found["hashes"], np.arange(len(found["hashes"])), "test"),
-        )
+        self.thumbs, self.states = found["thumbs"], found["states"]
+        self.by_digest = _by_digest(found["hashes"], np.arange(len(self.states)), "test")
         pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
         self._shards = list(zip(found["tars"].tolist(), pixels, strict=True))
         self._places = np.stack([found[name] for name in ("tar", "offsets", "sizes")], axis=1)

@@ -98,11 +98,12 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
 
 def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Lister) -> Dataset:
     started = time.monotonic()
-    existing = _existing_record(out)
+    finished = open_dataset(out) if (out / INFO).exists() else None
+    if finished and finished.info["source"].get("indexed"):
+        raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
+    existing = finished.info if finished else _unfinished(out)
     if others := _other_settings(config, existing):
-        if _has_shards(out):
-            raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
-        _forget(out)
+        _forget(out, lambda: f"with {'; '.join(others)}")
         existing = None
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
@@ -112,11 +113,11 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            if _has_shards(out):
-                _refuse_other_source(out, identity, existing, listing)
-            _forget(out)
+            before = existing["source"]
+            _forget(out, lambda: _difference(out, before, identity["source"], listing))
             existing = None
-        _refuse_other_names(out, names)
+        if finished:
+            _refuse_other_names(finished, names)
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:
@@ -135,7 +136,6 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 " out."
             )
         check_range(pixels, config.values)
-        finished = open_dataset(out) if (out / INFO).exists() else None
         known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
         if to_compare or not (out / SOURCE_TABLE).exists():
@@ -211,8 +211,19 @@ def make_jobs(
     images.
     """
     for name, split, numbers in plan:
-        about = config, known.get(name), listing.convert, listing.is_labelled, pixels, bool(listing.channels)
-        yield ShardingJob(str(listing.source), str(out), name, split, listing.images(numbers), *about)
+        yield ShardingJob(
+            source=str(listing.source),
+            out=str(out),
+            name=name,
+            split=split,
+            images=listing.images(numbers),
+            config=config,
+            known=known.get(name),
+            convert=listing.convert,
+            has_labels=listing.is_labelled,
+            pixels=pixels,
+            is_joined=bool(listing.channels),
+        )
 
 
 def _run_jobs(
@@ -343,13 +354,8 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
     return source, out
 
 
-def _existing_record(out: AnyPath) -> dict[str, Any] | None:
-    """The record of an existing data set or job. Raises UserError for foreign files and a damaged record."""
-    if (out / INFO).exists():
-        info = open_dataset(out).info
-        if info["source"].get("indexed"):
-            raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
-        return info
+def _unfinished(out: AnyPath) -> dict[str, Any] | None:
+    """The record of an unfinished job. Raises UserError for foreign files and a damaged record."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return json_record.parse(read_bytes(out / PARTS / PLAN), dict[str, Any], str(out / PARTS / PLAN))
     # A job killed while listing leaves progress.json, but no plan.
@@ -361,14 +367,13 @@ def _existing_record(out: AnyPath) -> dict[str, Any] | None:
     return None
 
 
-def _has_shards(out: AnyPath) -> bool:
-    """Whether a data set, finished or not, has a shard with images."""
+def _forget(out: AnyPath, how: Callable[[], str]) -> None:
+    """Removes the record of a job that has made no shard with images: it need not be like this one. Raises UserError
+    for others. how: returns how these were made.
+    """
     known = (load_part(part_path(out, tar.name), Done) for tar in out.glob("*.tar"))
-    return (out / INFO).exists() or any(done is None or done.shard.samples for done in known)
-
-
-def _forget(out: AnyPath) -> None:
-    """Removes the record of a job that has made no shard with images: it need not be like the next one."""
+    if (out / INFO).exists() or any(done is None or done.shard.samples for done in known):
+        raise UserError(f"{out} was made {how()}. Choose another out=..., or remove the folder.")
     for path in [*out.glob("*.tar"), out / SOURCE_TABLE]:
         path.unlink(missing_ok=True)
     remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
@@ -401,23 +406,20 @@ def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> lis
     return others
 
 
-def _refuse_other_source(out: AnyPath, identity: dict[str, Any], existing: dict[str, Any], listing: Listing) -> None:
-    old, new = existing["source"], identity["source"]
-    what = difference(out / SOURCE_TABLE, listing)
-    raise UserError(
-        f"{out} was made of {counted(old['samples'], 'image')} ({counted(old['bytes'], 'byte')}) of {old['path']};"
-        f" {new['path']} has {new['samples']:,} ({counted(new['bytes'], 'byte')}): {what}. Choose another out=..., or"
-        " remove the folder."
+def _difference(out: AnyPath, old: dict[str, Any], new: dict[str, Any], listing: Listing) -> str:
+    return (
+        f"of {counted(old['samples'], 'image')} ({counted(old['bytes'], 'byte')}) of {old['path']}; {new['path']} has"
+        f" {new['samples']:,} ({counted(new['bytes'], 'byte')}): {difference(out / SOURCE_TABLE, listing)}"
     )
 
 
-def _refuse_other_names(out: AnyPath, names: list[str] | None) -> None:
+def _refuse_other_names(finished: Dataset, names: list[str] | None) -> None:
     """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    before = open_dataset(out).info.get("class_names") or [] if (out / INFO).exists() else names or []
-    for was, now in itertools.zip_longest(before, names or []):
+    for was, now in itertools.zip_longest(finished.info.get("class_names") or [], names or []):
         if was != now:
             raise UserError(
-                f"{out} was made with other synset_names: {was!r}, not {now!r}. Give those, or choose another out=..."
+                f"{finished.path} was made with other synset_names: {was!r}, not {now!r}. Give those, or choose another"
+                " out=..."
             )
 
 

@@ -149,15 +149,13 @@ class TableColumns:
         self.label, self._collector.is_labelled = label, bool(label)
         wanted = [*others, ("label_column", label), ("group_column", config.group_column)]
         check_columns(there, wanted, where)
-        unused, note = (
-            ShardConfig.split_column,
-            (
-                f"warning: the column {ShardConfig.split_column!r} is not used: each split is a file of its own here"
-                " (splits.train=train splits.val=val)"
-            ),
+        name = ShardConfig.split_column
+        note = (
+            f"warning: the column {name!r} is not used: each split is a file of its own here (splits.train=train"
+            " splits.val=val)"
         )
-        is_used = not config.split_column or "split_column" in dict(others) or unused in dict(wanted).values()
-        if unused in there and not is_used and note not in notes:
+        is_unused = name in there and all(column != name for _, column in wanted)
+        if is_unused and config.split_column and "split_column" not in dict(wanted) and note not in notes:
             notes.append(note)
         return wanted
 

@@ -214,7 +214,8 @@ def label_pairs(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 def label_lists(rows: np.ndarray, labels: np.ndarray, num_rows: int) -> pa.ListArray:
     """The sorted, distinct labels of each of num_rows samples, from pairs (row, label) in any order."""
-    rows, labels = np.divmod(np.unique(rows.astype(np.int64) * 2**32 + labels), 2**32)
+    pairs = np.sort(rows.astype(np.int64) * 2**32 + labels)
+    rows, labels = np.divmod(pairs[np.diff(pairs, prepend=-1) != 0], 2**32)
     offsets = np.searchsorted(rows, np.arange(num_rows + 1))
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(labels.astype(np.int32)))
 

@@ -6,19 +6,137 @@ the field is in `pipeline/model/`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
-from pipeline.architecture.fields import Fields
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.architecture.resnets import (
-    ResNetConfig,
-    check_small_stem,
-    check_units,
-    small_stem_reduction,
-    stem_reduction,
-)
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
+
+# (height, width) of an image in pixels, or (rows, columns) of patches.
+Size = tuple[int, int]
+_MAX_SIDE = 2**16  # Far above every published model: a damaged file must not allocate more.
+# The fields of the first files, in their order, so that a file has the same bytes as before. Others follow if they are
+# not at their defaults.
+_FIRST_SAVED = (
+    "units",
+    "width",
+    "depth",
+    "mlp_width",
+    "num_heads",
+    "patch_size",
+    "image_size",
+    "num_classes",
+    "representation",
+    "gelu",
+    "dropout",
+    "head_bias",
+    "drop_path",
+    "pool",
+    "positions",
+    "positions_at",
+    "stem",
+    "axial",
+    "layer_norm_eps",
+    "masked",
+)
+
+
+class Fields:
+    """Base of the configurations: checks each field, and turns them into plain data."""
+
+    image_size: Size
+    num_classes: int
+    pixels: Pixels
+
+    def __post_init__(self) -> None:
+        """Raise UserError for an impossible image size."""
+        if not all(1 <= side <= _MAX_SIDE for side in self.image_size):
+            raise UserError(f"model: image_size = {quoted(self.image_size)} must be from 1 to {_MAX_SIDE:,} pixels.")
+
+    def added(self) -> dict[str, Any]:
+        """The fields that the first files did not have, where they are not at their defaults."""
+        later = vars(self).keys() - set(_FIRST_SAVED)
+        return {
+            name: value for name, value in vars(self).items() if name in later and value != getattr(type(self), name)
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, YAML and weights files; tuples become lists."""
+        values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
+        if "pixels" in values:
+            values["pixels"] = self.pixels.to_dict()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+_MAX_STAGES, _MAX_UNITS = 8, 1024
+
+
+@dataclass(frozen=True)
+class ResNetConfig(Fields):
+    """The architecture of a BiT ResNet (arXiv 1912.11370). Raises UserError for values that do not fit together."""
+
+    units: tuple[int, ...]  # units of each stage; each stage but the first halves height and width
+    width: int  # channels after the root; stage i has 4 * 2^i times as many
+    image_size: Size  # height, width, in pixels
+    num_classes: int  # 0: no head, the model returns its features
+    head_bias: float = 0.0  # initial bias of the head
+    pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_units("units", self.units, 1)
+        if self.width % 32:
+            raise UserError(f"model: width = {self.width} must be a multiple of 32, the groups of GroupNorm.")
+
+    @property
+    def num_features(self) -> int:
+        """Channels of the features that the head reads."""
+        return 4 * self.width * 2 ** (len(self.units) - 1)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the head for one image: class logits."""
+        return self.num_classes
+
+
+def stem_reduction(stem: tuple[int, ...] | None) -> int:
+    """The factor by which a hybrid's stem downsamples; 1 without a stem. stem: units of each stage."""
+    return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
+
+
+def small_stem_reduction(channels: tuple[int, ...]) -> int:
+    """The factor by which a stem for small images downsamples: 2 for each unit that has more channels than the one
+    before.
+    """
+    return 2 ** sum(before < after for before, after in pairwise(channels))
+
+
+def check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
+    """Raise UserError for wrong units of the stages of a ResNet."""
+    if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
+        raise UserError(
+            f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS}"
+            " units."
+        )
+
+
+def check_small_stem(channels: tuple[int, ...], stem: tuple[int, ...] | None) -> None:
+    """Raise UserError for wrong channels of a small stem, or for a model with a ResNet stem, whose units `stem` has,
+    too.
+    """
+    if stem is not None:
+        raise UserError(
+            "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."
+        )
+    grows = all(a <= b for a, b in pairwise(channels))
+    if not 1 <= len(channels) <= _MAX_UNITS or not grows or any(c % 16 or not 16 <= c <= 2**12 for c in channels):
+        raise UserError(
+            f"model: small_stem = {quoted(list(channels))} must be 1 to {_MAX_UNITS} multiples of 16 up to 4,096, none "
+            "below the one before, such as [32,64,128]."
+        )
+
 
 Gelu = Literal["tanh", "erf", "quick"]
 Pool = Literal["token", "gap", "map", "mean", "both", "attentive"]
@@ -48,7 +166,7 @@ class ViTConfig(Fields):
     mlp_width: int
     num_heads: int
     patch_size: int  # P, in pixels; in a hybrid, in cells of the stem's output
-    image_size: tuple[int, int]  # height, width, in pixels
+    image_size: Size  # height, width, in pixels
     num_classes: int  # 0: no head, the model returns its features
     positions: Positions = "learned"  # ViT paper, D.4
     positions_at: Literal["stem", "blocks", "shared"] = "stem"
@@ -214,31 +332,21 @@ class ViTConfig(Fields):
         return self.stem is not None or self.small_stem is not None
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid(self) -> Size:
         """(rows, columns) of patches."""
         return self.grid_at(*self.image_size)
 
-    def grid_at(self, height: int, width: int) -> tuple[int, int]:
+    def grid_at(self, height: int, width: int) -> Size:
         """(rows, columns) of patches of an image of this size, in pixels."""
         rows, columns = (side // self.reduction // self.patch_size for side in (height, width))
         return rows, columns
 
     @property
-    def unseen(self) -> tuple[int, int]:
+    def unseen(self) -> Size:
         """(rows, columns) of pixels at the lower and right edge that no patch covers, as in the official code (padding
         "VALID"): 6 of the 384 of ViT-H/14 in the ViT paper's fine-tuning."""
         height, width = self.image_size
         return height % self.patch_pixels, width % self.patch_pixels
-
-    @property
-    def unseen_note(self) -> str:
-        """A line about pixels that no patch covers; empty if there are none."""
-        if not any(self.unseen):
-            return ""
-        return (
-            f"image_size = {self.image_size[0]} x {self.image_size[1]}: patches of {self.patch_pixels} pixels leave the"
-            f" last {counted(self.unseen[0], 'row')} and {counted(self.unseen[1], 'column')} unseen"
-        )
 
     @property
     def patch_pixels(self) -> int:

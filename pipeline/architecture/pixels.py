@@ -50,6 +50,8 @@ _BATCH_TYPES: dict[str, Literal["uint8", "uint16", "int16"]] = {
     "uint16": "uint16",
     "int16": "int16",
 }
+# A number for each channel.
+PerChannel = tuple[float, ...]
 RGB_CHANNELS = ("red", "green", "blue")
 _SHOWN_MEAN = 0.4
 
@@ -67,10 +69,10 @@ class Pixels:
 
     channels: tuple[str, ...] = RGB_CHANNELS
     type: PixelType = "uint8"
-    low: tuple[float, ...] = (0.0, 0.0, 0.0)
-    high: tuple[float, ...] = (255.0, 255.0, 255.0)
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    low: PerChannel = (0.0, 0.0, 0.0)
+    high: PerChannel = (255.0, 255.0, 255.0)
+    mean: PerChannel = (0.5, 0.5, 0.5)
+    std: PerChannel = (0.5, 0.5, 0.5)
     nodata: float | None = None
 
     def __post_init__(self) -> None:
@@ -110,17 +112,16 @@ class Pixels:
         """The type of the values in a batch. float32: scaled to [0, 1] already."""
         return _BATCH_TYPES.get(self.type, "float32")
 
-    def divisor_and_offset(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def divisor_and_offset(self) -> tuple[PerChannel, PerChannel]:
         """(d, e) per channel, with which values of a batch, after clipping, become the model's input: value / d - e."""
-        lows, highs = self.batch_range()
-        spans = [high - low for low, high in zip(lows, highs, strict=True)]
-        d = tuple(span * std for span, std in zip(spans, self.std, strict=True))
-        e = tuple(
-            (low / span + mean) / std for low, span, mean, std in zip(lows, spans, self.mean, self.std, strict=True)
-        )
+        found = [
+            ((high - low) * std, (low / (high - low) + mean) / std)
+            for low, high, mean, std in zip(*self.batch_range(), self.mean, self.std, strict=True)
+        ]
+        d, e = zip(*found, strict=True)
         return d, e
 
-    def batch_range(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def batch_range(self) -> tuple[PerChannel, PerChannel]:
         """(low, high) per channel of the values in a batch."""
         if self.batch_type == "float32":
             return (0.0,) * self.num_channels, (1.0,) * self.num_channels

@@ -5,12 +5,12 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
-from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
+from pipeline.architecture.config import Config, ResNetConfig, Size, ViTConfig
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 
-ImageSize = int | tuple[int, int]
+ImageSize = int | Size
 
 
 class Variant(NamedTuple):
@@ -81,14 +81,14 @@ def configure(
         model are accepted with their defaults.
     Raises UserError for an unknown name or field, and for values that do not fit together.
     """
-    cls, values = _implied(name)
+    cls, values = implied(name)
     own = {field.name for field in fields(cls)}
     neutral = {field.name: field.default for kind in (ResNetConfig, ViTConfig) for field in fields(kind)}
     for field, value in changes.items():
+        if field not in neutral:
+            raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         if field in own and value is not None:
             values[field] = tuple(value) if isinstance(value, list) else value
-        elif field not in own and field not in neutral:
-            raise UserError(f"model: unknown field {field!r}{_did_you_mean(field, sorted(own))}")
         elif field not in own and value not in (None, neutral[field]):
             default = None if neutral[field] is MISSING else neutral[field]
             raise UserError(f"model: {name} has no {field}. Set model.{field}={as_yaml(default)}.")
@@ -98,27 +98,7 @@ def configure(
     return config
 
 
-def check_name(name: str) -> None:
-    """Raise UserError for an unknown name."""
-    _implied(name)
-
-
-def parse_name(name: str) -> tuple[Variant, int]:
-    """ "ViT-L/16" -> (sizes of L, patch side 16). Any patch side is accepted. Raises UserError for an unknown name."""
-    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)
-    if match is None or match[1] not in VARIANTS:
-        patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
-        known = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
-        known += [f"Axial-{plain}" for plain in known if "-B/" in plain] + [*HYBRIDS, *_RESNETS]
-        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, known)}")
-    return VARIANTS[match[1]], int(match[2])
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"' if name.isprintable() and len(name) < 100 else quoted(name)
-
-
-def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
+def as_pair(size: ImageSize | list[int]) -> Size:
     """A side, or (height, width) -> (height, width)."""
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
@@ -128,26 +108,22 @@ def as_pair(size: ImageSize | list[int]) -> tuple[int, int]:
 _RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
 
 
-def _implied(name: str) -> tuple[type[Config], dict[str, Any]]:
-    """The class of the configuration, and the fields that the name implies."""
-    return _resnet(name) if name.startswith("BiT-") else _vit(name)
-
-
-def _vit(name: str) -> tuple[type[Config], dict[str, Any]]:
+def implied(name: str) -> tuple[type[Config], dict[str, Any]]:
+    """The class of the configuration, and the fields that the name implies. Raises UserError for an unknown name."""
     if name in HYBRIDS:
         letter, stem, patch_size = HYBRIDS[name]
         return ViTConfig, {**VARIANTS[letter]._asdict(), "patch_size": patch_size, "stem": stem}
-    axial = name.startswith("Axial-ViT-")
-    variant, patch_size = parse_name(name.removeprefix("Axial-") if axial else name)
-    kind = {"axial": True, "pool": "gap"} if axial else {}
-    return ViTConfig, {**variant._asdict(), "patch_size": patch_size, **kind}
-
-
-def _resnet(name: str) -> tuple[type[Config], dict[str, Any]]:
-    match = re.fullmatch(r"BiT-R(\d{1,5})x([1-9]\d{0,2})", name, re.ASCII)
-    if match is None or int(match[1]) not in RESNET_UNITS:
-        raise UserError(f"model: {_quoted(name)} is an unknown model{_did_you_mean(name, _RESNETS)}")
-    return ResNetConfig, {"units": RESNET_UNITS[int(match[1])], "width": 64 * int(match[2])}
+    bit = re.fullmatch(r"BiT-R(\d{1,5})x([1-9]\d{0,2})", name, re.ASCII)
+    if bit and int(bit[1]) in RESNET_UNITS:
+        return ResNetConfig, {"units": RESNET_UNITS[int(bit[1])], "width": 64 * int(bit[2])}
+    vit = re.fullmatch(r"(Axial-)?ViT-(\w+)/([1-9]\d{0,4})", name, re.ASCII)
+    if vit and vit[2] in VARIANTS:
+        kind = {"axial": True, "pool": "gap"} if vit[1] else {}
+        return ViTConfig, {**VARIANTS[vit[2]]._asdict(), "patch_size": int(vit[3]), **kind}
+    patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
+    plain = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
+    known = [*plain, *(f"Axial-{one}" for one in plain if "-B/" in one), *HYBRIDS, *_RESNETS]
+    raise UserError(f"model: {quoted(name)} is an unknown model{_did_you_mean(name, known)}")
 
 
 def as_yaml(value: object) -> str:

@@ -4,7 +4,6 @@
 Shapes: D features, n images.
 """
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -29,7 +28,7 @@ from pipeline.evaluate.loaded_model import (
     refuse_none_readable,
 )
 from pipeline.evaluate.predict import open_images
-from pipeline.evaluate.probes.features import Features, extract
+from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -38,6 +37,10 @@ from pipeline.settings.commands.weights import FeaturesConfig
 
 # Images whose features are in memory at a time, about.
 _PART = 8192
+# Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
+TABLE = pa.schema(
+    [("key", pa.string()), ("label", pa.string()), ("vector", pa.list_(pa.float32())), ("problem", pa.string())]
+)
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
 
@@ -77,27 +80,34 @@ def _write_table(
 ) -> np.ndarray:
     """Write the table, a part at a time. Returns the cosine similarity of each image to `wanted`, float64 (n,).
 
-    It is minus infinity for an unreadable image, and 0 for all if nothing is wanted.
+    It is minus infinity for an unreadable image, and 0 for all if nothing is wanted. An unreadable image has no vector
+    in the table, and the reason in `problem`.
     """
     split, out, where = images.split, Path(config.out), ", ".join(config.images)
-    similarities = np.full(len(split), -np.inf)
-    problems: dict[int, str] = {}
+    similarities, problems = np.full(len(split), -np.inf), dict[int, str]()
     # Whole batches, so that the parts do not change the values.
     step = max(1, _PART // config.batch) * config.batch
-    with loaded.reading(split, config, len(split)) as reader, replacing(out) as file, ExitStack() as stack:
+    about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
+    if note := checkpoint_note(loaded.extra):
+        about["checkpoint"] = note
+    schema = TABLE.with_metadata({name: as_bytes(text) for name, text in about.items()})
+    with (
+        loaded.reading(split, config, len(split)) as reader,
+        replacing(out) as file,
+        pq.ParquetWriter(file, schema) as writer,
+    ):
         of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
-        writer = None
         for start in range(0, len(split), step):
             rows = np.arange(start, min(start + step, len(split)))
             seen = extract(loaded.features, of_part, rows)
             problems = reader.problems_of_all([problems, seen.problems], len(split))
             if seen.readable.any():
                 check_outputs(config.weights, where, seen, split, rows)
-            found = np.zeros(len(rows)) if wanted is None else _unit(seen.values) @ wanted
+            found = 0.0 if wanted is None else _unit(seen.values) @ wanted
             similarities[rows] = np.where(seen.readable, found, -np.inf)
-            table = _table(config, loaded, images, rows, seen)
-            writer = writer or stack.enter_context(pq.ParquetWriter(file, table.schema))
-            writer.write_table(table)
+            vectors = [vector if valid else None for vector, valid in zip(seen.values, seen.readable, strict=True)]
+            reasons = [problems.get(row) for row in rows.tolist()]
+            writer.write_table(pa.table([split.keys(rows), images.labels(rows), vectors, reasons], schema))
         refuse_none_readable(where, problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config).unlink(missing_ok=True)
@@ -105,22 +115,6 @@ def _write_table(
     unread = f", {len(problems):,} of them unreadable" if problems else ""
     print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
     return similarities
-
-
-def _table(
-    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, seen: Features
-) -> pa.Table:
-    """Some rows of the table. An unreadable image has no vector, and the reason in `problem`."""
-    # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
-    found = [vector if valid else None for vector, valid in zip(seen.values, seen.readable, strict=True)]
-    vectors = pa.array(found, pa.list_(pa.float32()))
-    fields = [("key", pa.string()), ("label", pa.string()), ("vector", vectors.type), ("problem", pa.string())]
-    about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
-    if note := checkpoint_note(loaded.extra):
-        about["checkpoint"] = note
-    metadata = {name: as_bytes(text) for name, text in about.items()}
-    columns = [images.split.keys(rows), images.labels(rows), vectors, [seen.problems.get(row) for row in rows.tolist()]]
-    return pa.table(columns, pa.schema(fields, metadata=metadata))
 
 
 def _draw_neighbours(

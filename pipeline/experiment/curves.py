@@ -84,7 +84,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
     otherwise be left out, and the frontier be too high.
     """
-    models = list(dict.fromkeys(point.model for point in points))
+    ranks = {model: -rank for rank, model in enumerate(dict.fromkeys(point.model for point in points))}
     points = sorted((point for point in points if point.x > 0), key=_x)  # Positive, for the logarithm.
 
     def is_beaten(point: Point) -> bool:
@@ -96,8 +96,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
             means, nearest = [p.mean for p in own], int(np.abs(ways).argmin())
             is_same = abs(ways[nearest]) <= math.log(_SAME_BUDGET)
             other = means[nearest] if is_same else np.interp(0.0, ways, means)
-            # If scores are equal, the first model's stays.
-            if other > point.mean or (other == point.mean and models.index(model) < models.index(point.model)):
+            if (other, ranks[model]) > (point.mean, ranks[point.model]):  # Of equal ones the first model's stays.
                 return True
         return False
 

@@ -10,7 +10,7 @@ results.parquet  what is known of each run (table.py), with results.csv, report.
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -50,96 +50,6 @@ class ExperimentAnswer:
     summary: str = ""
     files: dict[str, bytes | str | None] = field(default_factory=dict)
     result: Any = None
-
-
-class Experiment:
-    """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
-    comes before it.
-
-    shared: what all results depend on, see `Identity`. score: the one that is shown when a run ends. notes: sentences
-    beside the plan.
-    rates: FLOP/s of training by group, where lengths are given in minutes.
-    """
-
-    kind: str
-    score: str
-    config: Any
-    folder: Path
-    specs: Sequence[Any]
-    shared: Mapping[str, Any]
-    notes: list[str]
-    rates: Mapping[str, float] = {}
-
-    @property
-    def flops(self) -> float:
-        """That all runs add."""
-        return sum(spec.flops for spec in self.specs)
-
-    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
-        raise NotImplementedError
-
-    def facts(self) -> RunFacts:
-        """What MLflow shows of it."""
-        raise NotImplementedError
-
-    # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
-    def page(self) -> ExperimentPage | None:
-        """What sends it to MLflow; None if it is not sent."""
-        out, track = self.config.out, self.specs[0].config.track
-        uri = uri_of_runs(self.config.mlflow, track, out)
-        return ExperimentPage(self.facts(), self.folder, Path(out), uri, track.experiment) if uri else None
-
-    def job(self, specs: list[Any], page: ExperimentPage | None) -> Any:
-        """The argument of `work` that does these runs."""
-        track = page.tracking(specs[0].config.track) if page else None
-        return Job(specs, self.config, self.folder, track)
-
-    def work(self) -> Callable[[Any], Any]:
-        return run_job
-
-    def ended(self, spec: Any, found: Any) -> None:
-        """A run is done. found: what its job returned of it."""
-
-    def row(self, spec: Any) -> Row:
-        note, settings = read_note(self.folder, spec.name), settings_of(spec)
-        row = row_of(spec, note.get("hours"))  # Without the hours of a start that was killed.
-        row = replace(row, settings={name: settings.get(name) for name in self._varied})
-        return row if row.state == "diverged" else with_note(row, note)
-
-    @cached_property
-    def _varied(self) -> list[str]:
-        """Names of the settings by which the runs differ."""
-        found = list(self.settings(self.specs).values())
-        return [
-            name
-            for name in dict.fromkeys(n for one in found for n in one)
-            if len({str(one.get(name)) for one in found}) > 1
-        ]
-
-    def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """The settings of runs by name, see `Identity`."""
-        return {spec.name: settings_of(spec) for spec in specs}
-
-    def known_settings(self) -> Mapping[str, Fact]:
-        losses = {spec.config.train.loss for spec in self.specs}
-        return {name: fact for loss in losses for name, fact in objectives.facts(loss).items()}
-
-    # ---------------------------------------------------------------- what is known
-    def known(self) -> tuple[list[Any], dict[str, Row]]:
-        """Returns (runs whose settings are known, rows of all by name)."""
-        specs, rows = [], dict[str, Row]()
-        for spec in self.specs:
-            found = spec.choose(rows) if spec.choose else spec
-            row = self.row(found or spec)
-            if found:
-                specs.append(found)
-            else:
-                row = replace(row, state="not run", reason="waits for others", scores={}, hours=None)
-            rows[row.name] = row
-        return specs, rows
-
-    def claim(self, specs: Sequence[Any]) -> None:
-        claim(self.folder, self.kind, self.shared, self.settings(specs), self.known_settings())
 
 
 @dataclass(frozen=True)
@@ -206,6 +116,93 @@ def with_note(row: Row, note: dict[str, Any]) -> Row:
     return row
 
 
+class Experiment:
+    """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
+    comes before it.
+
+    shared: what all results depend on, see `identity.claim`. score: the one that is shown when a run ends. notes:
+    sentences beside the plan. work: does a `job`. rates: FLOP/s of training by group, if lengths are in minutes.
+    """
+
+    kind: str
+    score: str
+    config: Any
+    folder: Path
+    specs: Sequence[Any]
+    shared: Mapping[str, Any]
+    notes: list[str]
+    rates: Mapping[str, float] = {}
+    work: Any = staticmethod(run_job)
+
+    @property
+    def flops(self) -> float:
+        """That all runs add."""
+        return sum(spec.flops for spec in self.specs)
+
+    def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
+        raise NotImplementedError
+
+    def facts(self) -> RunFacts:
+        """What MLflow shows of it."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
+    def page(self) -> ExperimentPage | None:
+        """What sends it to MLflow; None if it is not sent."""
+        out, track = self.config.out, self.specs[0].config.track
+        uri = uri_of_runs(self.config.mlflow, track, out)
+        return ExperimentPage(self.facts(), self.folder, Path(out), uri, track.experiment) if uri else None
+
+    def job(self, specs: list[Any], page: ExperimentPage | None) -> Any:
+        """The argument of `work` that does these runs."""
+        track = page.tracking(specs[0].config.track) if page else None
+        return Job(specs, self.config, self.folder, track)
+
+    def ended(self, spec: Any, found: Any) -> None:
+        """A run is done. found: what its job returned of it."""
+
+    def row(self, spec: Any) -> Row:
+        note, settings = read_note(self.folder, spec.name), settings_of(spec)
+        row = row_of(spec, note.get("hours"))  # Without the hours of a start that was killed.
+        row = replace(row, settings={name: settings.get(name) for name in self._varied})
+        return row if row.state == "diverged" else with_note(row, note)
+
+    @cached_property
+    def _varied(self) -> list[str]:
+        """Names of the settings by which the runs differ."""
+        found = list(self.settings(self.specs).values())
+        return [
+            name
+            for name in dict.fromkeys(n for one in found for n in one)
+            if len({str(one.get(name)) for one in found}) > 1
+        ]
+
+    def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """The settings of runs by name, see `identity.claim`."""
+        return {spec.name: settings_of(spec) for spec in specs}
+
+    def known_settings(self) -> Mapping[str, Fact]:
+        losses = {spec.config.train.loss for spec in self.specs}
+        return {name: fact for loss in losses for name, fact in objectives.facts(loss).items()}
+
+    # ---------------------------------------------------------------- what is known
+    def known(self) -> tuple[list[Any], dict[str, Row]]:
+        """Returns (runs whose settings are known, rows of all by name)."""
+        specs, rows = [], dict[str, Row]()
+        for spec in self.specs:
+            found = spec.choose(rows) if spec.choose else spec
+            row = self.row(found or spec)
+            if found:
+                specs.append(found)
+            else:
+                row = replace(row, state="not run", reason="waits for others", scores={}, hours=None)
+            rows[row.name] = row
+        return specs, rows
+
+    def claim(self, specs: Sequence[Any]) -> None:
+        claim(self.folder, self.kind, self.shared, self.settings(specs), self.known_settings())
+
+
 # -------------------------------------------------------------------- the engine
 def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) -> Any:
     """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns
@@ -226,17 +223,14 @@ def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) ->
         except StoppedError as stopped:
             _exit_to_resume(stopped)
         answer, rows = _answer(experiment, page)
-        failed = [row for row in rows.values() if row.state == "failed"]
-        if page and failed:
-            page.failure = f"{len(failed)} of {counted(len(rows), 'run')}, such as {failed[0].reason}"
-    print(answer.summary, flush=True)
-    if "report.md" in answer.files:
-        print(f"report: {experiment.folder / 'report.md'}, report.html", flush=True)
-    if failed:
-        raise UserError(
-            f"{len(failed)} of {counted(len(rows), 'run')} failed, such as {failed[0].name}: {failed[0].reason} The"
-            " same command tries them again; the results have all others."
-        )
+        print(answer.summary, flush=True)
+        if "report.md" in answer.files:
+            print(f"report: {experiment.folder / 'report.md'}, report.html", flush=True)
+        if failed := [row for row in rows.values() if row.state == "failed"]:
+            raise UserError(
+                f"{len(failed)} of {counted(len(rows), 'run')} failed, such as {failed[0].name}: {failed[0].reason} The"
+                " same command tries them again; the results have all others."
+            )
     return answer.result
 
 
@@ -288,7 +282,7 @@ def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | N
             experiment.claim(specs)
             jobs = [job for job in jobs_of(specs) if any(spec.name in todo for spec in job)]
             given, fail = (experiment.job(job, page) for job in jobs), partial(_fail, experiment, progress, jobs)
-            for index, found in run_jobs(experiment.work(), given, progress.retried, fail):
+            for index, found in run_jobs(experiment.work, given, progress.retried, fail):
                 for spec in jobs[index]:
                     if spec.name in todo:
                         experiment.ended(spec, found)

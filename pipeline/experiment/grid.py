@@ -118,11 +118,9 @@ class Grid(Experiment):
             for row in finals
         ]
         result = {
-            "name": config.name,
-            "run": config.run,
+            **{name: getattr(config, name) for name in ("name", "run", "dev_share")},
             "settings": [hide_passwords(text) for text in config.settings],
             "lr": best,
-            "dev_share": config.dev_share,
             "weights": self.run_config.init.weights,
             "data": self.run_config.data.path,
             "split": self.run_config.data.eval_split,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +20,29 @@ from pipeline.settings.schema import Fact
 FILE = "experiment.json"
 
 
-@dataclass(frozen=True)
-class Identity:
-    """shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings
-    that its result depends on.
-    """
-
-    kind: str
-    shared: dict[str, Any]
-    runs: dict[str, dict[str, Any]]
-
-
 def claim(
     folder: Path, kind: str, shared: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]], known: Mapping[str, Fact]
 ) -> None:
     """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other
     files.
 
-    known: what is known of the settings.
+    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings that
+    its result depends on. known: what is known of the settings.
     """
-    file, now = folder / FILE, Identity(**json.loads(json.dumps({"kind": kind, "shared": shared, "runs": runs})))
-    then = Identity(kind, {}, {})
+    file, now = folder / FILE, json.loads(json.dumps({"kind": kind, "shared": shared, "runs": runs}))
+    then: dict[str, Any] = {"kind": kind, "shared": {}, "runs": {}}
     try:
-        then = json_record.read(file, Identity)
+        then |= json_record.read(file, dict[str, Any])
     except FileNotFoundError:
         if folder.exists() and (found := [p.name for p in folder.iterdir() if not p.name.startswith(".")]):
             raise UserError(
                 f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
             ) from None
-    pairs = [("kind", then.kind, kind), *((name, then.shared.get(name, of), of) for name, of in now.shared.items())]
+    before_of = {"kind": then["kind"], **then["shared"]}
+    pairs = [(name, before_of.get(name, of), of) for name, of in {"kind": kind, **now["shared"]}.items()]
     changed = [f"{name} was {before}, is {of}" for name, before, of in pairs if before != of]
-    for name, settings in now.runs.items():
-        before = then.runs.get(name, settings)
+    for name, settings in now["runs"].items():
+        before = then["runs"].get(name, settings)
         changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]
     if changed:
         more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
@@ -59,11 +50,11 @@ def claim(
             f"{folder} holds another experiment: {'; '.join(changed[:3])}{more}. Set it back, choose another folder, or"
             " remove this one."
         )
-    both = replace(now, shared={**now.shared, **then.shared}, runs={**then.runs, **now.runs})
+    both = {"kind": kind, "shared": now["shared"] | then["shared"], "runs": then["runs"] | now["runs"]}
     folder.mkdir(parents=True, exist_ok=True)
     if both != then:
         with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
-            replacement.write(as_bytes(json.dumps(asdict(both), indent=1) + "\n"))
+            replacement.write(as_bytes(json.dumps(both, indent=1) + "\n"))
 
 
 def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
@@ -71,7 +62,7 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
 
     Raises UserError for data that cannot be opened.
     """
-    from pipeline.train.setup import datasets_of  # Late: the import takes seconds.
+    from pipeline.train.shown_facts import datasets_of  # Late: the import takes seconds.
 
     specs, found = list(specs), dict[str, str]()
     for run in {spec.file: spec for spec in reversed(specs)}.values():

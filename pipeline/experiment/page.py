@@ -50,8 +50,6 @@ class ExperimentPage:
     its runs.
     """
 
-    failure = ""  # Why it failed, if it did without an error.
-
     def __init__(self, facts: RunFacts, folder: Path, out: Path, uri: str, experiment: str) -> None:
         self.folder, self.uri = folder, uri
         facts = replace(facts, artifacts=ARTIFACTS)
@@ -64,10 +62,11 @@ class ExperimentPage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or issubclass(kind, Exception):
-            failure = self.failure if error is None else str(error) or type(error).__name__
-            outcome = f"failed: {failure}" if failure else "finished"
-            self._tracker.finish("FAILED" if failure else "FINISHED", outcome=outcome, result=self._summary)
+        if error is None:
+            self._tracker.finish("FINISHED", outcome="finished", result=self._summary)
+        elif isinstance(error, Exception):
+            outcome = f"failed: {str(error) or type(error).__name__}"
+            self._tracker.finish("FAILED", outcome=outcome, result=self._summary)
         else:  # Asked to stop, or Ctrl-C: the next start sends what is missing.
             self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
 

@@ -135,19 +135,28 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
 
 
 def differences(results: StudyResults) -> list[Tested]:
-    """Each model minus the first of the study, by data size, the best first; [] if that one has no score."""
-    # The longest run of each: these questions have one length.
-    points = points_of(results)
-    longest = {(p.data_size, p.model): p for p in sorted(points, key=lambda point: (point.data_size, point.exaflops))}
-    firsts = {size: point for (size, name), point in longest.items() if name == results.models[0]}
-    pairs = [(point, firsts[size]) for (size, _), point in longest.items() if size in firsts]
-    found = tested([(point, first) for point, first in pairs if point is not first])
-    return sorted(found, key=lambda one: (one.first.data_size, one.second.mean - one.first.mean))
+    """Each model minus the first of the study, by data size, the best first; [] if that one has no score. Models have
+    one length each.
+    """
+    points, first = points_of(results), results.models[:1]
+    firsts = {point.data_size: point for point in points if point.model in first}
+    others = [point for point in points if point.model not in first and point.data_size in firsts]
+    others.sort(key=lambda point: (point.data_size, -point.mean))
+    return tested([(point, firsts[point.data_size]) for point in others])
 
 
 def table(found: Sequence[Tested], results: StudyResults, first: str, second: str) -> Table:
     """first, second: what the models of each difference are."""
-    header = (results.unit[1], first, "seeds", "score, %", second, "its score, %", "difference, points", "p, corrected")
+    header = (
+        results.unit[1],
+        first,
+        "seeds",
+        f"{results.score}, %",
+        second,
+        "its, %",
+        "difference, points",
+        "p, corrected",
+    )
     rows = []
     for t in found:
         one, other = t.first, t.second

@@ -140,7 +140,7 @@ def _run(
     if not has_stopped():
         if who := wait_until_free(spec.folder):
             raise LostError(f"{spec.folder} is in use by {who}.")
-        for file, kind in ((SCORES_FILE, ScoresFile), (PROBE_FILE, dict)):
+        for file, kind in ((SCORES_FILE, ScoresFile), (PROBE_FILE, dict[str, Any])):
             if json_record.read_or_none(spec.folder / file, kind) is None:  # So that it is evaluated again.
                 (spec.folder / file).unlink(missing_ok=True)
         overrides = spec.overrides
@@ -149,13 +149,12 @@ def _run(
         launcher = engine.launcher
         if not launcher and engine.gpus > 1:
             launcher = f"torchrun --standalone --nproc_per_node {engine.gpus}"
-        before = _version_of_status(spec.folder)
+        begin = _status_time(spec.folder)
         code = start_command(spec.command, ["--config", spec.file, *overrides], launcher, output)
         if not has_stopped():
             if code == RESUME:
                 raise StoppedError(f"{spec.folder} was asked to stop")
-            said = _own_words(spec.folder) if _version_of_status(spec.folder) != before else ""
-            text = f"{spec.folder} failed (exit code {code}){said}. See {output.name}."
+            text = f"{spec.folder} failed (exit code {code}){_own_words(spec.folder, begin)}. See {output.name}."
             raise UserError(text) if code == _REFUSED else LostError(text)
     state, reason = state_of(spec)
     if state == "diverged":
@@ -195,20 +194,18 @@ def wait_until_free(folder: Path) -> str:
     return who or ""
 
 
-def _version_of_status(folder: Path) -> tuple[int, int] | None:
-    """Changes with each word of a run: a process that dies before it has the folder leaves that of the start before."""
-    try:
-        found = (folder / "status.json").stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+def _status_time(folder: Path) -> int:
+    """When a run last wrote its status. A process that dies before it has the folder leaves that of another start."""
+    file = folder / "status.json"
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def _own_words(folder: Path) -> str:
-    """Why a run says that it failed."""
-    status = read_status(folder)
-    errors = (failure.error for failure in read_failures(folder).values())
-    reason = (status.reason if status else "") or next(errors, "")
+def _own_words(folder: Path, begin: int) -> str:
+    """Why a run says that it failed, if it has said anything since this `_status_time`."""
+    status = read_status(folder) if _status_time(folder) != begin else None
+    if status is None:
+        return ""
+    reason = status.reason or next((failure.error for failure in read_failures(folder).values()), "")
     return f": {reason}" if reason else ""
 
 

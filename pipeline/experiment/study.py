@@ -239,16 +239,16 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 def refuse(config: StudyConfig, *names: str) -> None:
     """Raise UserError for what other questions compare: weights of models, several lengths, several data sizes."""
     given = {
-        "weights": _has_weights(config),
-        "lengths": config.num_lengths > 1,
-        "data_sizes": len(config.data_sizes) > 1,
+        "weights": (_has_weights(config), "labels"),
+        "lengths": (config.num_lengths > 1, "scaling"),
+        "data_sizes": (len(config.data_sizes) > 1, "data_size or labels"),
     }
-    belongs = {"weights": "labels", "lengths": "scaling", "data_sizes": "data_size or labels"}
     for name in names:
-        if given[name]:
+        is_given, question = given[name]
+        if is_given:
             raise UserError(
-                f"question = {config.question} compares no {name}, which belong to question = {belongs[name]}: leave"
-                " them out."
+                f"question = {config.question} compares no {name}, which belong to question = {question}: leave them"
+                " out."
             )
 
 

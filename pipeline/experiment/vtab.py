@@ -142,7 +142,7 @@ class Sweep(Experiment):
     """
 
     config: VtabConfig
-    kind, score = "vtab", "accuracy"
+    kind, score, work = "vtab", "accuracy", staticmethod(run_cell)
 
     def __init__(self, config: VtabConfig, folder: Path, uri: str = "") -> None:
         self.folder, self.uri, self.named = folder, uri, config.weights
@@ -231,9 +231,6 @@ class Sweep(Experiment):
     def job(self, specs: list[VtabCell], page: ExperimentPage | None) -> SweepJob:
         return SweepJob(specs[0], self.config, self.sha256)
 
-    def work(self) -> Any:
-        return run_cell
-
     def ended(self, spec: VtabCell, found: dict[str, Any]) -> None:
         (self.folder / CELLS).mkdir(exist_ok=True)
         write_text(self._file_of(spec), json.dumps(found, indent=1) + "\n")
@@ -319,7 +316,7 @@ class Sweep(Experiment):
         metrics = {f"cells_{state}": float(states.count(state)) for state in ("done", "failed")}
         metrics["cells_diverged"] = float(sum(bool(row.settings.get("diverged")) for row in rows))
         if not set(states) & set(TO_RUN):
-            metrics |= vtab_report.for_mlflow(column)[0]
+            metrics |= vtab_report.metrics_of(column)
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
         searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]

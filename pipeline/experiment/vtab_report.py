@@ -1,4 +1,4 @@
-"""The report of VTAB-1k sweeps beside the paper's scores: Markdown, HTML, CSV, bar charts, and an MLflow run."""
+"""The report of VTAB-1k sweeps beside the paper's scores: Markdown, HTML, CSV, and bar charts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
@@ -24,9 +24,6 @@ from pipeline.experiment.score_table import (
 )
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
-from pipeline.monitor.mlflow.state import sent_to
-from pipeline.monitor.run_page import RunFacts
-from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold, try_output
 from pipeline.settings.commands.reports import VtabReportConfig
 
@@ -46,22 +43,12 @@ def run(config: VtabReportConfig) -> list[Column]:
     files = {"scores.csv": table_csv(list(_scores(table))), **page(table)}
     write_files(folder, files, mark="report.html")
     print(f"{summary(table[0])}\nreport: {folder / 'report.md'}")
-    if config.mlflow:
-        metrics, tags = for_mlflow(table[0])
-        if parent := sent_to(first, config.mlflow).run_id:  # Shown below the run of the sweep.
-            tags["mlflow.parentRunId"] = parent
-        facts = RunFacts(title_of(table), "vtab", tags=tags, score="vtab_mean", scored_on="VTAB-1k")
-        send_report(config.mlflow, folder, facts, metrics, [folder / name for name in files], "vtab")
     return table
 
 
 def summary(column: Column) -> str:
     """The scores of a sweep, with its caveats, as Markdown."""
     return markdown(column.name, [*map(Paragraph, column.caveats()), score_table([column])])
-
-
-def title_of(table: Sequence[Column]) -> str:
-    return f"VTAB-1k: {table[0].name}"
 
 
 def page(table: Sequence[Column], pictures: Sequence[PngImage] = ()) -> dict[str, bytes | str | None]:
@@ -75,7 +62,9 @@ def page(table: Sequence[Column], pictures: Sequence[PngImage] = ()) -> dict[str
     ours = [column for column in table if column.facts]
     values: dict[str, Any] = {"table": score_table(table), "differing": _of_other_data(ours), "paper": PAPER}
     source = (SOURCE, RESNET, PROTOCOL)
-    return render(TEMPLATES / "vtab.j2", title_of(table), [*charts, *pictures], columns=ours, source=source, **values)
+    return render(
+        TEMPLATES / "vtab.j2", f"VTAB-1k: {table[0].name}", [*charts, *pictures], columns=ours, source=source, **values
+    )
 
 
 def score_table(table: Sequence[Column]) -> Table:
@@ -135,19 +124,12 @@ def _scores(table: Sequence[Column]) -> Iterator[dict[str, Any]]:
             }
 
 
-def for_mlflow(column: Column) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns (metrics, tags) of a sweep: accuracies of tasks and means; its origin, and the pre-training run."""
+def metrics_of(column: Column) -> dict[str, float]:
+    """Accuracies of tasks and means, for a tracker."""
     metrics = {f"task_{name}": score.accuracy for name, score in column.tasks.items()}
-    metrics |= {
-        "vtab_mean" if name == OVERALL else f"vtab_{name}": score.accuracy for name, score in column.means.items()
-    }
-    metrics["tasks_scored"] = len(column.tasks)
-    facts = column.facts
-    tags = tags_of(facts)
-    if run_id := facts["checkpoint"].get("run_id"):
-        # With the second tag MLflow shows it below the pre-training run, if both are in one store.
-        tags |= {"pretraining_run_id": run_id, "mlflow.parentRunId": run_id}
-    return metrics, tags
+    means = {("mean" if name == OVERALL else name): score for name, score in column.means.items()}
+    metrics |= {f"vtab_{name}": score.accuracy for name, score in means.items()}
+    return metrics | {"tasks_scored": len(column.tasks)}
 
 
 def tags_of(facts: dict[str, Any]) -> dict[str, str]:

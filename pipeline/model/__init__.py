@@ -13,7 +13,7 @@ checkpoints of a folder are complete). Used by most rooms.
 from typing import Any
 
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
-from pipeline.architecture.variants import ImageSize, config_from_dict, configure, parse_name
+from pipeline.architecture.variants import ImageSize, config_from_dict, configure
 from pipeline.model.build import Model, build
 from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.layouts import DecoderFacts, Weights

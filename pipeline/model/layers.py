@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.architecture.config import ViTConfig
+
 
 class Dense(nn.Linear):
     """A linear layer with zero bias and an uninitialised kernel, which the model's `initialize` sets.
@@ -19,6 +21,11 @@ class Dense(nn.Linear):
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+def layer_norm(config: ViTConfig) -> nn.LayerNorm:
+    """Of tokens, (..., D)."""
+    return nn.LayerNorm(config.width, eps=config.layer_norm_eps)
 
 
 def lecun_normal(kernel: Tensor, generator: torch.Generator) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Config, Kernel, ViTConfig
 from pipeline.base.errors import UserError
+from pipeline.base.words import counted
 
 _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "zoom": {"mode": "bilinear", "align_corners": True},
@@ -83,9 +84,6 @@ class RelativePositions(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.empty(2 * num_tokens - 1, head_dim))
 
-    def initialize(self, generator: torch.Generator) -> None:
-        nn.init.normal_(self.table, std=0.02, generator=generator)
-
     def forward(self, q: Tensor) -> Tensor:
         """(B, H, N, D/H) queries -> (B, H, N, N) logits, scaled by 1 / sqrt(D/H)."""
         indices = torch.arange(q.shape[2], device=q.device)
@@ -148,7 +146,12 @@ def resizing_notes(old: Config, new: Config) -> list[str]:
     """Lines about pixels that no patch of the new configuration covers, and about what `resample_state` does."""
     if not isinstance(old, ViTConfig) or not isinstance(new, ViTConfig):
         return []
-    notes = [new.unseen_note] if new.unseen_note else []
+    notes = []
+    if any(new.unseen):
+        notes.append(
+            f"image_size = {new.image_size[0]} x {new.image_size[1]}: patches of {new.patch_pixels} pixels leave the"
+            f" last {counted(new.unseen[0], 'row')} and {counted(new.unseen[1], 'column')} unseen"
+        )
     if old.grid != new.grid and old.positions in ("learned", "learned2d"):
         before, after = (f"{rows} x {columns}" for rows, columns in (old.grid, new.grid))
         notes.append(f"positions: {before} resampled to {after} by the kernel {new.kernel}")

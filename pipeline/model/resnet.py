@@ -8,7 +8,7 @@ google-research/vision_transformer, vit_jax/models_resnet.py.
 Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -122,11 +122,6 @@ def unit_shapes(units: tuple[int, ...], width: int) -> list[tuple[int, int, int]
     return shapes
 
 
-def stem_channels(units: tuple[int, ...]) -> int:
-    """Number of channels that a hybrid's stem of these units returns."""
-    return 4 * STEM_WIDTH * 2 ** (len(units) - 1) if units else STEM_WIDTH
-
-
 class SameStdConv(StdConv):
     """StdConv as in the hybrid's code: padding "SAME", which may be asymmetric, and 1e-5 added to the deviation."""
 
@@ -138,48 +133,58 @@ class SameStdConv(StdConv):
 
 
 class PostActivationUnit(nn.Module):
-    """The hybrid's bottleneck: norm and ReLU after each convolution. (B, C, h, w) -> (B, 4*mid, h/s, w/s)."""
+    """Convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s).
 
-    def __init__(self, inputs: int, mid: int, stride: int):
+    The hybrid's bottleneck has three, 1 x 1, 3 x 3 and 1 x 1; the unit of ResNet-18 (He et al., arXiv 1512.03385,
+    Figure 5 left), for small images, two of 3 x 3. conv: class of the convolutions. shapes: inputs, outputs, kernel
+    size and stride of each. groups: of each norm, by its number of channels.
+    """
+
+    def __init__(self, conv: type[StdConv], shapes: list[tuple[int, int, int, int]], groups: Callable[[int], int]):
         super().__init__()
-        self.conv1 = SameStdConv(inputs, mid, 1)
-        self.norm1 = nn.GroupNorm(GROUPS, mid, eps=1e-6)
-        self.conv2 = SameStdConv(mid, mid, 3, stride)
-        self.norm2 = nn.GroupNorm(GROUPS, mid, eps=1e-6)
-        self.conv3 = SameStdConv(mid, 4 * mid, 1)
-        self.norm3 = nn.GroupNorm(GROUPS, 4 * mid, eps=1e-6)
-        changes_shape = stride > 1 or inputs != 4 * mid
-        self.shortcut = SameStdConv(inputs, 4 * mid, 1, stride) if changes_shape else None
-        self.shortcut_norm = nn.GroupNorm(GROUPS, 4 * mid, eps=1e-6) if changes_shape else None
+
+        def norm(channels: int) -> nn.GroupNorm:
+            return nn.GroupNorm(groups(channels), channels, eps=1e-6)
+
+        self.num_convs = len(shapes)
+        for i, shape in enumerate(shapes, start=1):
+            self.add_module(f"conv{i}", conv(*shape))
+            self.add_module(f"norm{i}", norm(shape[1]))
+        inputs, outputs, stride = shapes[0][0], shapes[-1][1], max(shape[3] for shape in shapes)
+        changes_shape = stride > 1 or inputs != outputs
+        self.shortcut = conv(inputs, outputs, 1, stride) if changes_shape else None
+        self.shortcut_norm = norm(outputs) if changes_shape else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        y = F.relu(self.norm2(self.conv2(y)))
-        y = self.norm3(self.conv3(y))
+        y = x
+        for i in range(1, self.num_convs + 1):
+            y = getattr(self, f"norm{i}")(getattr(self, f"conv{i}")(F.relu(y) if i > 1 else y))
         if self.shortcut is not None and self.shortcut_norm is not None:
             x = self.shortcut_norm(self.shortcut(x))
         return F.relu(x + y)
 
 
-class HybridStem(nn.Module):
-    """The ResNet whose output a hybrid ViT reads instead of pixels (ViT paper, section 3.1).
+def bottleneck(inputs: int, mid: int, stride: int) -> PostActivationUnit:
+    """The hybrid's unit, which returns 4 * mid channels."""
+    shapes = [(inputs, mid, 1, 1), (mid, mid, 3, stride), (mid, 4 * mid, 1, 1)]
+    return PostActivationUnit(SameStdConv, shapes, lambda channels: GROUPS)
 
-    units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its
-    last stage into the third and downsamples 16 times; () is the root alone, 4 times.
-    (B, C, height, width) -> (B, num_channels, h, w).
-    """
 
-    def __init__(self, units: tuple[int, ...], inputs: int = 3):
+class Stem(nn.Module):
+    """The ResNet whose output a hybrid ViT reads instead of pixels: (B, C, height, width) -> (B, channels, h, w)."""
+
+    def __init__(self, root: StdConv, units: list[PostActivationUnit], groups: int, num_channels: int, pools: bool):
         super().__init__()
-        self.num_channels = stem_channels(units)
-        self.root = SameStdConv(inputs, STEM_WIDTH, 7, stride=2)
-        self.norm = nn.GroupNorm(GROUPS, STEM_WIDTH, eps=1e-6)
-        self.units = nn.Sequential(*(PostActivationUnit(*shape) for shape in unit_shapes(units, STEM_WIDTH)))
+        self.num_channels, self.pools = num_channels, pools
+        self.root = root
+        self.norm = nn.GroupNorm(groups, root.out_channels, eps=1e-6)
+        self.units = nn.Sequential(*units)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.root(images)))
-        # zero padding: after ReLU nothing is below it
-        return self.units(F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2))
+        if self.pools:  # zero padding: after ReLU nothing is below it
+            x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)
+        return self.units(x)
 
     def initialize(self, generator: torch.Generator) -> None:
         """Kernels as in Flax; the last norm's scale of each unit is 0, so that a new unit computes its shortcut
@@ -187,57 +192,33 @@ class HybridStem(nn.Module):
         """
         _initialize_kernels(self, generator)
         for unit in cast(Iterable[PostActivationUnit], self.units):
-            nn.init.zeros_(unit.norm3.weight)
+            nn.init.zeros_(getattr(unit, f"norm{unit.num_convs}").weight)
 
 
-class BasicUnit(nn.Module):
-    """Two convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s), s = 2 where channels grow,
-    else 1.
+def hybrid_stem(units: tuple[int, ...], inputs: int) -> Stem:
+    """The stem of a hybrid (ViT paper, section 3.1).
 
-    The unit of ResNet-18 (He et al., arXiv 1512.03385, Figure 5 left), with the hybrid's norms; groups of 16 channels.
+    units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its
+    last stage into the third and downsamples 16 times; () is the root alone, 4 times.
     """
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        stride = 2 if outputs > inputs else 1
-        self.conv1 = StdConv(inputs, outputs, 3, stride)
-        self.norm1 = nn.GroupNorm(outputs // 16, outputs, eps=1e-6)
-        self.conv2 = StdConv(outputs, outputs, 3)
-        self.norm2 = nn.GroupNorm(outputs // 16, outputs, eps=1e-6)
-        self.shortcut = StdConv(inputs, outputs, 1, stride) if stride > 1 else None
-        self.shortcut_norm = nn.GroupNorm(outputs // 16, outputs, eps=1e-6) if stride > 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(y))
-        if self.shortcut is not None and self.shortcut_norm is not None:
-            x = self.shortcut_norm(self.shortcut(x))
-        return F.relu(x + y)
+    bottlenecks = [bottleneck(*shape) for shape in unit_shapes(units, STEM_WIDTH)]
+    num_channels = 4 * STEM_WIDTH * 2 ** (len(units) - 1) if units else STEM_WIDTH
+    return Stem(SameStdConv(inputs, STEM_WIDTH, 7, stride=2), bottlenecks, GROUPS, num_channels, pools=True)
 
 
-class SmallStem(nn.Module):
-    """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a `BasicUnit` for each of
-    `channels`.
+def small_stem(channels: tuple[int, ...], inputs: int) -> Stem:
+    """The stem of a hybrid for small images: a 3 x 3 root that keeps the size, then a unit for each of `channels`, with
+    norms of 16 channels a group.
 
     As the ResNets for CIFAR-10 (arXiv 1512.03385, section 4.2), whose map is halved where the channels grow.
-    (B, C, height, width) -> (B, channels[-1], h, w).
     """
-
-    def __init__(self, channels: tuple[int, ...], inputs: int = 3):
-        super().__init__()
-        self.num_channels = channels[-1]
-        self.root = StdConv(inputs, channels[0], 3)
-        self.norm = nn.GroupNorm(channels[0] // 16, channels[0], eps=1e-6)
-        self.units = nn.Sequential(*(BasicUnit(*pair) for pair in pairwise((channels[0], *channels))))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.units(F.relu(self.norm(self.root(images))))
-
-    def initialize(self, generator: torch.Generator) -> None:
-        """Same as the hybrid's stem: kernels as in Flax; a new unit computes only its shortcut."""
-        _initialize_kernels(self, generator)
-        for unit in cast(Iterable[BasicUnit], self.units):
-            nn.init.zeros_(unit.norm2.weight)
+    units = [
+        PostActivationUnit(
+            StdConv, [(read, made, 3, 2 if made > read else 1), (made, made, 3, 1)], lambda channels: channels // 16
+        )
+        for read, made in pairwise((channels[0], *channels))
+    ]
+    return Stem(StdConv(inputs, channels[0], 3), units, channels[0] // 16, channels[-1], pools=False)
 
 
 def _initialize_kernels(model: nn.Module, generator: torch.Generator) -> None:

@@ -27,11 +27,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipeline.architecture.config import ViTConfig
+from pipeline.architecture.config import Size, ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.layers import Dense, attention, check_images, initialize_head, lecun_normal, run_block, take_tokens
+from pipeline.model.layers import (
+    Dense,
+    attention,
+    check_images,
+    initialize_head,
+    layer_norm,
+    lecun_normal,
+    run_block,
+    take_tokens,
+)
 from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
-from pipeline.model.resnet import HybridStem, SmallStem
+from pipeline.model.resnet import hybrid_stem, small_stem
 from pipeline.model.rope import Rotation
 
 
@@ -43,9 +52,6 @@ class PatchEmbedding(nn.Conv2d):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(cast(Tensor, self.bias))
-
-    def initialize(self, generator: torch.Generator) -> None:
-        lecun_normal(self.weight, generator)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, height, width) -> (B, rows*columns, D)"""
@@ -63,8 +69,8 @@ class SelfAttention(nn.Module):
         self.qkv = new_query_key_value(config)  # a dense layer; rows: all of q, all of k, all of v
         self.out = new_output(config, config.width, config.out_bias)  # a dense layer
         self.dropout = nn.Dropout(config.dropout)
-        self.query_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
-        self.key_norm = nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None
+        norms = (nn.LayerNorm(config.head_dim, config.layer_norm_eps) if config.qk_norm else None for _ in range(2))
+        self.query_norm, self.key_norm = norms
         is_relative = config.positions == "relative"
         self.relative = position.RelativePositions(num_tokens, config.head_dim) if is_relative else None
 
@@ -73,7 +79,7 @@ class SelfAttention(nn.Module):
         for kernel in (q, k, v, self.out.weight):
             nn.init.xavier_uniform_(kernel, generator=generator)
         if self.relative is not None:
-            self.relative.initialize(generator)
+            nn.init.normal_(self.relative.table, std=0.02, generator=generator)
 
     def split(self, qkv: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, 3D) -> queries, keys and values of each head, (B, H, N, D/H). rotation: that of RoPE."""
@@ -165,9 +171,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ViTConfig, attention: SelfAttention, drop_path: float):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.attention_norm = layer_norm(config)
         self.attention = attention
-        self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.mlp_norm = layer_norm(config)
         self.mlp = SwiGlu(config) if config.swiglu else Mlp(config)
         self.drop_path = DropPath(drop_path)
 
@@ -192,7 +198,7 @@ class AttentionPooling(nn.Module):
         self.query = Dense(config.width, config.width)
         self.key_value = Dense(config.width, 2 * config.width)  # rows: all of k, all of v
         self.out = Dense(config.width, config.width)
-        self.mlp_norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.mlp_norm = layer_norm(config)
         self.mlp = Mlp(replace(config, layer_scale=None, mlp_bias=True))
 
     def initialize(self, generator: torch.Generator) -> None:
@@ -222,21 +228,21 @@ class VisionTransformer(nn.Module):
         self.activation_checkpointing = False
 
         inputs = config.pixels.num_channels
-        self.stem: HybridStem | SmallStem | None = None if config.stem is None else HybridStem(config.stem, inputs)
+        self.stem = None if config.stem is None else hybrid_stem(config.stem, inputs)
         if config.small_stem is not None:
-            self.stem = SmallStem(config.small_stem, inputs)
+            self.stem = small_stem(config.small_stem, inputs)
         self.patch_embedding = PatchEmbedding(inputs if self.stem is None else self.stem.num_channels, config)
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
         self.rope_change = rope.new_change(config)  # a buffer, or None
         self.dropout = nn.Dropout(config.dropout)
-        self.embedding_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.embedding_norm else None
+        self.embedding_norm = layer_norm(config) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
-        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.norm = layer_norm(config)
         self.pool = AttentionPooling(config) if config.pools_by_attention else None
-        self.class_norm = nn.LayerNorm(config.width, config.layer_norm_eps) if config.class_norm else None
+        self.class_norm = layer_norm(config) if config.class_norm else None
         pooled = replace(config, representation=False).num_features
         self.representation = Dense(pooled, config.width) if config.representation else None
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
@@ -302,54 +308,29 @@ class VisionTransformer(nn.Module):
         check_images(images, self.config.pixels.num_channels, None if any_size else self.config.image_size)
         return self.patch_embedding(images if self.stem is None else self.stem(images))
 
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
+    def grid_of(self, images: Tensor) -> Size:
         """(rows, columns) of the patches of images (B, C, height, width)."""
-        height, width = images.shape[-2:]
-        return self.config.grid if (height, width) == self.config.image_size else self.config.grid_at(height, width)
+        return self.config.grid_at(*images.shape[-2:])
 
-    def encode(self, patches: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+    def encode(self, patches: Tensor, grid: Size | None = None, kept: Tensor | None = None) -> Tensor:
         """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm.
 
         grid: (rows, columns) of the patches; None is that of `config.image_size`.
+        kept: int64 (B, K), the numbers of some patches in each image: the blocks run on these only, at their places,
+        and on class token and registers, which come first. For models that `check_encodes_kept` of objectives/mae.py
+        accepts.
         """
         x = self.add_positions(self.add_class_token(patches), block=0, grid=grid)
-        return self.encode_tokens(self.add_registers(x), grid)
-
-    def encode_kept(self, images: Tensor, kept: Tensor) -> Tensor:
-        """(B, C, height, width) -> (B, 1 + registers + K, D): as `encode`, but the blocks run on K of the patches only,
-        at their places.
-
-        kept: int64 (B, K), the numbers of these patches in each image. The class token, if any, and registers come
-        first. For models that `check_encodes_kept` of objectives/mae.py accepts.
-        """
-        tokens = self.add_positions(self.add_class_token(self.embed(images)), block=0)
-        first = tokens.shape[1] - self.config.num_patches
-        x = self.add_registers(torch.cat([tokens[:, :first], take_tokens(tokens, first + kept)], dim=1))
-        rotation = self.rotation(x.device)
-        if rotation is not None:
+        rotation = self.rotation(x.device, grid)
+        if kept is not None:
+            first = x.shape[1] - self.config.num_patches
+            x = torch.cat([x[:, :first], take_tokens(x, first + kept)], dim=1)
+        x = self.add_registers(x)
+        if kept is not None and rotation is not None:
             rotation = rope.of_patches(rotation, kept, x.shape[1] - kept.shape[1])
-        return self.encode_tokens(x, rotation=rotation)
-
-    def rotation(self, device: torch.device, grid: tuple[int, int] | None = None) -> Rotation | None:
-        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without
-        RoPE.
-        """
-        if self.config.rope_base is None:
-            return None
-        change = self.rope_change if self.training else None
-        return rope.rotation(self.config, grid or self.config.grid, device, change)
-
-    def encode_tokens(self, x: Tensor, grid: tuple[int, int] | None = None, rotation: Rotation | None = None) -> Tensor:
-        """(B, N, D) tokens with the positions of the first block -> (B, N, D) after the last block and the final
-        LayerNorm.
-
-        N may be smaller than that of the image if positions are added at the stem only. grid: as of `encode`. rotation:
-        of RoPE, for these tokens; None is that of all tokens of the image.
-        """
         x = self.dropout(x)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        rotation = self.rotation(x.device, grid) if rotation is None else rotation
         for i, block in enumerate(self.blocks):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
@@ -358,6 +339,15 @@ class VisionTransformer(nn.Module):
             return x if self.config.pool_norm else self.norm(x)
         first = 1 + self.config.registers
         return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
+
+    def rotation(self, device: torch.device, grid: Size | None = None) -> Rotation | None:
+        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without
+        RoPE.
+        """
+        if self.config.rope_base is None:
+            return None
+        change = self.rope_change if self.training else None
+        return rope.rotation(self.config, grid or self.config.grid, device, change)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""
@@ -373,7 +363,7 @@ class VisionTransformer(nn.Module):
         first = 0 if self.class_token is None else 1
         return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
-    def add_positions(self, x: Tensor, block: int, grid: tuple[int, int] | None = None) -> Tensor:
+    def add_positions(self, x: Tensor, block: int, grid: Size | None = None) -> Tensor:
         """Adds the position embeddings that belong before this block; by default only before the first. x -> same
         shape.
 
@@ -398,17 +388,13 @@ class VisionTransformer(nn.Module):
             return
         generator = torch.Generator("cpu").manual_seed(seed)
 
-        self.patch_embedding.initialize(generator)
+        lecun_normal(self.patch_embedding.weight, generator)
         if self.registers is not None:
             nn.init.normal_(self.registers, std=1e-6, generator=generator)  # as in DINOv2
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=0.02, generator=generator)
-        for block in cast(list[Block], self.blocks):
-            block.initialize(generator)
-        if self.pool is not None:
-            self.pool.initialize(generator)
-        if self.stem is not None:
-            self.stem.initialize(generator)
+        for part in filter(None, (*self.blocks, self.pool, self.stem)):
+            part.initialize(generator)
         if self.representation is not None:
             lecun_normal(self.representation.weight, generator)
         initialize_head(self.head, self.config.head_bias)

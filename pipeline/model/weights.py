@@ -28,7 +28,7 @@ from pipeline.model.channels import with_channels
 from pipeline.model.convert.layouts import DecoderFacts, Weights, check_tensors
 from pipeline.model.convert.mae import DECODER
 from pipeline.model.convert.official import read_npz
-from pipeline.model.convert.preprocessing import SavedPreprocessing
+from pipeline.model.convert.preprocessing import Plain, SavedPreprocessing
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resizing_notes
@@ -140,33 +140,25 @@ def _read_ours(description: str, tensors: dict[str, Tensor]) -> Weights:
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
     notes = [f"{counted(len(added), 'tensor')} of the training objective left out: not part of the model"] * bool(added)
-    weights = Weights(
-        config,
-        {name: tensor.float() for name, tensor in state.items()},
-        dict(found.extra),
-        notes,
-        added={name.removeprefix(ADDITION): tensor.float() for name, tensor in added.items()},
+    extra = dict(found.extra)
+    if isinstance(config, ViTConfig) and config.masked:  # What remains is a plain ViT without a head.
+        notes = [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"]
+        config = replace(config, masked=None)
+        state = {n: tensor for n, tensor in state.items() if n != "mask_token" and not n.startswith("head.")}
+        extra = {name: value for name, value in extra.items() if name not in ("classes", "class_names", "loss")}
+    own, of_objective = (
+        {name.removeprefix(ADDITION): tensor.float() for name, tensor in part.items()} for part in (state, added)
     )
-    return _without_masking(weights, config) if isinstance(config, ViTConfig) and config.masked else weights
+    return Weights(config, own, extra, notes, added=of_objective)
 
 
-def _without_masking(weights: Weights, config: ViTConfig) -> Weights:
-    """The plain ViT in a model of masked patch prediction, without a head and what `extra` says of it."""
-    return Weights(
-        replace(config, masked=None),
-        {n: tensor for n, tensor in weights.state.items() if n != "mask_token" and not n.startswith("head.")},
-        {name: value for name, value in weights.extra.items() if name not in ("classes", "class_names", "loss")},
-        [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"],
-    )
-
-
-def _known(fields: dict[str, Any]) -> dict[str, Any]:
+def _known(fields: Plain) -> Plain:
     """Returns the fields, and the fields of inner dicts, that are not None: JSON of other writers has null."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
 
 
-def _check_extra(extra: dict[str, Any], config: Config) -> _Extra:
+def _check_extra(extra: Plain, config: Config) -> _Extra:
     """Returns the fields that commands read. Raises UserError for fields that they could not use."""
     found = json_record.convert(extra, _Extra, "extra")
     classes = found.classes or []
@@ -289,7 +281,7 @@ def adapted(
             f"{path}: its head was trained with representation={config.representation}, so it cannot be kept with "
             f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
         )
-    changes: dict[str, Any] = {name: value for name, value in training.items() if value is not None}
+    changes: Plain = {name: value for name, value in training.items() if value is not None}
     if (mean_pool or attentive_pool) and (keep_head or config.pools_by_attention):
         name = "mean_pool" if mean_pool else "attentive_pool"
         raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")

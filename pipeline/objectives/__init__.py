@@ -32,12 +32,16 @@ def kind(loss: str) -> type[Objective]:
     return getattr(importlib.import_module(f"pipeline.objectives.{file}"), name)
 
 
+def _own(config: RunConfig) -> type[Objective]:
+    return kind(config.train.loss)
+
+
 def metrics(config: RunConfig, num_classes: int | None = None) -> dict[str, dict[str, Metric]]:
     """What each evaluator of a run measures, the most telling first: evaluator -> name in metrics.jsonl -> metric.
 
     num_classes: of the data set, which decides whether there is a top-5; None if it is not known.
     """
-    measured = kind(config.train.loss).metrics(config)
+    measured = _own(config).metrics(config)
     if num_classes is not None and not classification.has_top5(num_classes):
         measured = {name: metric for name, metric in measured.items() if name != "top5"}
     counts = dict.fromkeys(("num_samples", "num_unreadable"), Metric("count")) if measured else {}
@@ -50,7 +54,7 @@ def metrics(config: RunConfig, num_classes: int | None = None) -> dict[str, dict
 
 def measures_held_out(config: RunConfig) -> bool:
     """Whether a run's objective measures anything on held-out images. A loss that is a property of a batch does not."""
-    return bool(kind(config.train.loss).metrics(config))
+    return bool(_own(config).metrics(config))
 
 
 def best_from(config: RunConfig, num_classes: int | None = None) -> str:
@@ -81,15 +85,15 @@ def check(config: RunConfig, num_classes: int | None = None, classes: Sequence[s
             f"train.loss = {config.train.loss} needs labels, and this data set has none (0 classes). Use an objective"
             f" that needs none (train.loss={NEED_NO_LABELS}), or a data set with labels."
         )
-    kind(config.train.loss).check(config)
+    _own(config).check(config)
     if num_classes is not None:
-        kind(config.train.loss).check_classes(config, num_classes, classes)
+        _own(config).check_classes(config, num_classes, classes)
     best_from(config, num_classes)
 
 
 def check_pixels(config: RunConfig, pixels: Pixels) -> None:
     """Raise UserError for settings that do not fit images of these pixels, those of the data set."""
-    kind(config.train.loss).check_pixels(config, pixels)
+    _own(config).check_pixels(config, pixels)
 
 
 def create(config: RunConfig, backbone: Model) -> Objective:
@@ -98,12 +102,12 @@ def create(config: RunConfig, backbone: Model) -> Objective:
         devices=[]
     ):  # What it adds has the same initial values on all ranks, drawn from the seed.
         torch.default_generator.manual_seed(torch_seed(config.seed, Purpose.named("objective")))
-        return kind(config.train.loss).of(config, backbone)
+        return _own(config).of(config, backbone)
 
 
 def training_flops(config: RunConfig, model: Config) -> int:
     """Floating-point operations of a run's training on one image. model: its backbone."""
-    return kind(config.train.loss).training_flops(config, model)
+    return _own(config).training_flops(config, model)
 
 
 def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[str]:
@@ -119,19 +123,19 @@ def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[st
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
     """All settings of a run by dotted name, with those of its objective that are not given."""
-    return flatten(to_dict(config) | {"objective": to_dict(kind(config.train.loss).settings(config))})
+    return flatten(to_dict(config) | {"objective": to_dict(_own(config).settings(config))})
 
 
 def without_effect(config: RunConfig) -> list[str]:
     """A line for each reason for which settings of a run, or of its objective, have no effect."""
-    objective = kind(config.train.loss)
+    objective = _own(config)
     of_objective = schema.without_effect(objective.settings(config), "objective.")
     return schema.without_effect(config) + config.without_effect() + of_objective
 
 
 def teacher_digest(config: RunConfig) -> str:
     """SHA-256 of the published weights that a run's objective learns from, "" for none."""
-    found = kind(config.train.loss).teacher_file(config)
+    found = _own(config).teacher_file(config)
     return found[1] if found else ""
 
 
@@ -159,7 +163,7 @@ def settings_help(arguments: Sequence[str]) -> str:
 
 def num_classes(config: RunConfig, of_dataset: int) -> int:
     """Number of classes that a run's model predicts; 0 for an objective that predicts none."""
-    return kind(config.train.loss).of_backbone(config, of_dataset)["num_classes"]
+    return _own(config).of_backbone(config, of_dataset)["num_classes"]
 
 
 def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
@@ -168,7 +172,7 @@ def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, cov
     num_classes, pixels: of the data set. covered: whether patches must cover all pixels.
     """
     check(config, num_classes)
-    return kind(config.train.loss).new_backbone(config, num_classes, pixels, covered)
+    return _own(config).new_backbone(config, num_classes, pixels, covered)
 
 
 def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
 from pipeline.model import Model
-from pipeline.objectives.objective import Inputs, Objective
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
 
 # Number of classes that top-5 accuracy looks at.
@@ -30,7 +30,7 @@ class Classification(Objective):
     trains_backbone_alone = True
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+    def metrics(cls, config: RunConfig) -> Metrics:
         accuracy = Metric("proportion", "higher")
         return {"top1": accuracy, "top5": accuracy, **super().metrics(config)}
 
@@ -71,7 +71,7 @@ class Classification(Objective):
         images, own = mix_images(images, valid, mixing)
         return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
 
-    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+    def losses(self, views: Images, facts: Facts) -> Tensor:
         return losses(self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
 
 

@@ -2,34 +2,41 @@
 ones.
 
 Two global views and several local ones are cut from each image. The student sees all of them, the teacher the global
-ones. Both end in a softmax over prototypes (`parts/dino_head.py`), and the loss is the cross-entropy of each view of
+ones. Both end in a softmax over prototypes (`DinoHead`), and the loss is the cross-entropy of each view of
 the student to each other view of the teacher. The teacher's outputs are centred or balanced, or all images would soon
-have the same. With `ibot_weight` (`parts/ibot.py`) and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv
+have the same. With `ibot_weight` (`BlockMasks`) and `koleo_weight` it is the recipe of DINOv2 (Oquab et al., arXiv
 2304.07193).
 
 Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M masked patches of an image, R rows.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import cos, log, pi
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
 from pipeline.base.metric import Metric
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.objective import (
+    Facts,
+    Images,
     Inputs,
+    Metrics,
     Objective,
     embedding_std,
     mean_among_valid,
@@ -37,8 +44,6 @@ from pipeline.objectives.objective import (
     same_features,
 )
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.parts.dino_head import DinoHead
-from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.objectives.parts.local_views import LocalViewSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
@@ -115,6 +120,7 @@ class Dino(Objective):
     follows_length = True
     Settings = DinoSettings
     temperature: Tensor
+    teacher: nn.ModuleDict
 
     # ------------------------------------------------------------------ settings and views
     @classmethod
@@ -158,7 +164,7 @@ class Dino(Objective):
         return f"objective.koleo_weight = {weight}" if finite(weight) else ""
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         given: DinoSettings = cls.settings(config)
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
         of_terms = {"ibot_loss": given.ibot_weight, "koleo_loss": given.koleo_weight}
@@ -179,7 +185,7 @@ class Dino(Objective):
         self,
         backbone: Model,
         given: DinoSettings,
-        masks: BlockMasks | None = None,
+        masks: "BlockMasks | None" = None,
         warmup: Fraction = Fraction(0),
         frozen: Fraction = Fraction(0),
     ) -> None:
@@ -214,14 +220,15 @@ class Dino(Objective):
                 found.facts[name] = to_device(torch.from_numpy(array), device)
         return found
 
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         given, valid = self.given, facts["valid"]
         whole, both = torch.cat(views[:2]), valid.repeat(2)
-        features, patches = self._read(self.backbone, whole, facts)
+        masked = {"masked": (facts["masked"], self.mask_token)} if self.masks else {}
+        features, patches = self._read(self.backbone, whole, **masked)
         student = self._student(features, views)
         with torch.no_grad():
-            teacher_features, teacher_patches = self._read(self.teacher_of("backbone"), whole)
-            targets = self._targets(self.teacher_of("head")(teacher_features), both, "centre").view(2, len(valid), -1)
+            teacher_features, teacher_patches = self._read(self.teacher["backbone"], whole)
+            targets = self._targets(self.teacher["head"](teacher_features), both, "centre").view(2, len(valid), -1)
             entropy = torch.special.entr(targets).sum(2).mean(0)
         losses = pair_losses(student, targets)
         total = mean_of_valid(losses, valid)
@@ -239,24 +246,18 @@ class Dino(Objective):
             total = total + given.koleo_weight * values["koleo_loss"]
         return total, values
 
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def measure(self, views: Images, facts: Facts) -> Facts:
         whole = torch.cat(views[:2])
         student = self._student(self.backbone(whole), views)
-        outputs = self.teacher_of("head")(self.teacher_of("backbone")(whole))
+        outputs = self.teacher["head"](self.teacher["backbone"](whole))
         targets = self._targets(outputs, facts["valid"].repeat(2), "centre")
         return {"loss": pair_losses(student, targets.view(2, -1, targets.shape[1]))}
 
-    def _read(
-        self, backbone: nn.Module, images: Tensor, facts: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views. facts: with the masks of the
-        student's.
-        """
-        if not self.masks:
-            return backbone(images), None
-        return backbone(images, with_patches=True, masked=None if facts is None else (facts["masked"], self.mask_token))
+    def _read(self, backbone: nn.Module, images: Tensor, **masked: Any) -> tuple[Tensor, Tensor | None]:
+        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views."""
+        return backbone(images, with_patches=True, **masked) if self.masks else (backbone(images), None)
 
-    def _student(self, features: Tensor, views: tuple[Tensor, ...]) -> Tensor:
+    def _student(self, features: Tensor, views: Images) -> Tensor:
         """float32 (V, B, K): the student's outputs over its temperature. features: of the global views."""
         local = [self.backbone(images, any_size=True) for images in views[2:]]
         outputs = self.head(torch.cat([features, *local])).float() / self.given.student_temperature
@@ -275,7 +276,7 @@ class Dino(Objective):
                 return sinkhorn(outputs, self.temperature, _SINKHORN_STEPS, counted)
         return ((outputs - getattr(self, centre)) / self.temperature).softmax(1)
 
-    def _ibot(self, patches: Tensor, teacher_patches: Tensor, facts: dict[str, Tensor]) -> Tensor:
+    def _ibot(self, patches: Tensor, teacher_patches: Tensor, facts: Facts) -> Tensor:
         """The loss of masked patches: the mean over those of an image, then over all global views; those without a mask
         have none.
         """
@@ -283,14 +284,10 @@ class Dino(Objective):
         indices = facts["indices"].flatten()
         student = cast(DinoHead, getattr(self, name))(patches.flatten(0, 1).index_select(0, indices)).float()
         with torch.no_grad():
-            outputs = self.teacher_of(name)(teacher_patches.flatten(0, 1).index_select(0, indices))
+            outputs = self.teacher[name](teacher_patches.flatten(0, 1).index_select(0, indices))
             targets = self._targets(outputs, weights.flatten() > 0, "patch_centre")
         found = _losses(student / self.given.student_temperature, targets)
         return (found * weights.flatten()).sum() / (2 * len(weights))
-
-    def teacher_of(self, name: str) -> nn.Module:
-        assert self.teacher is not None
-        return self.teacher[name]
 
     # ------------------------------------------------------------------ around a step
     def teacher_momentum(self, step: int) -> float:
@@ -298,29 +295,27 @@ class Dino(Objective):
 
     def before_step(self, step: int) -> None:
         self.progress = step / self.num_steps
-        first, last, warmup = (
-            self.given.teacher_temperature_start,
-            self.given.teacher_temperature,
-            self.warmup * self.num_steps,
-        )
+        first, last = self.given.teacher_temperature_start, self.given.teacher_temperature
+        warmup = self.warmup * self.num_steps
         self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
         for name in self._centres():
             getattr(self, f"{name}_sums").zero_()
 
     def collapse(self, values: Mapping[str, float]) -> str:
+        entropy, most = values["teacher_entropy"], log(self.given.prototypes)
         if self.progress < _SETTLED:
             return ""
         if same := same_features(values):
             return f"{same}; lower optimizer.lr, or use objective.centring=sinkhorn"
-        if values["teacher_entropy"] > _UNIFORM * log(self.given.prototypes):
+        if entropy > _UNIFORM * most:
             return (
-                f"the teacher's outputs are uniform (teacher_entropy {values['teacher_entropy']:.3f} of at most "
-                f"{log(self.given.prototypes):.3f}); lower objective.teacher_temperature"
+                f"the teacher's outputs are uniform (teacher_entropy {entropy:.3f} of at most {most:.3f}); lower"
+                " objective.teacher_temperature"
             )
-        if values["teacher_entropy"] < _CERTAIN * log(self.given.prototypes) and values["teacher_kl"] < _FOLLOWED:
+        if entropy < _CERTAIN * most and values["teacher_kl"] < _FOLLOWED:
             return (
-                f"the teacher gives all images the same prototype (teacher_entropy {values['teacher_entropy']:.3f},"
-                f" teacher_kl {values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use"
+                f"the teacher gives all images the same prototype (teacher_entropy {entropy:.3f}, teacher_kl"
+                f" {values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use"
                 " objective.centring=sinkhorn"
             )
         return ""
@@ -423,3 +418,114 @@ def _share(config: RunConfig, name: str) -> Fraction:
             f" epochs, or objective.{name} in %."
         )
     return min(share, Fraction(1))
+
+
+_STD = 0.02  # Initial values: normal, truncated at 2.
+
+
+class Prototypes(nn.Module):
+    """Cosine similarity to K directions: a dense layer without bias whose rows are normalised, and so have the fixed
+    gain 1.
+    """
+
+    def __init__(self, width: int, prototypes: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(width, prototypes, bias=False).weight
+        _initialise(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, width) -> (B, K), in [-1, 1]"""
+        directions, units = (F.normalize(vectors.float(), dim=1).to(x.dtype) for vectors in (self.weight, x))
+        return F.linear(units, directions)
+
+
+class DinoHead(nn.Module):
+    """Dense, GELU, dense, GELU, dense, then `Prototypes` (DINO, section 3.2): (B, D) -> (B, K)."""
+
+    def __init__(self, inputs: int, hidden: int, bottleneck: int, prototypes: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, bottleneck)
+        )
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                _initialise(layer.weight)
+                nn.init.zeros_(layer.bias)
+        self.last = Prototypes(bottleneck, prototypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mlp(x))
+
+
+def _initialise(weight: Tensor) -> None:
+    if not weight.is_meta:  # Values are drawn until they are in range, and those of the meta device never are.
+        nn.init.trunc_normal_(weight, std=_STD)
+
+
+_BLOCKS, _REST = Purpose.named("ibot_blocks"), Purpose.named("ibot_rest")
+# As in DINOv2: smallest block in patches, smallest and largest aspect ratio, tries in a row for a block that adds
+# patches.
+_LEAST_BLOCK, _ASPECT, _TRIES = 4, (0.3, 1 / 0.3), 10
+
+
+@dataclass(frozen=True)
+class BlockMasks:
+    """Draws the masks. grid: (rows, columns) of patches. shares: smallest and largest share of a view's patches that
+    are masked.
+    """
+
+    grid: tuple[int, int]
+    shares: tuple[float, float]
+    seed: int
+
+    def draw(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what is masked of a batch. All images have as many indices, so that shapes are fixed.
+
+        masked: bool (2B, N), the patches that the student sees as the mask token, of all first views and then all
+        second ones.
+        indices: int64 (B, M), the same patches as places in the 2B * N of both views; an image's last ones repeat if it
+        has fewer.
+        weights: float32 (B, M), of each index in the mean over its image's masked patches; 0 where it repeats.
+        """
+        B, N, M = len(batch.rows), math.prod(self.grid), self._count(self.shares[1])
+        masked = np.zeros((2 * B, N), np.bool_)
+        indices, weights = np.zeros((B, M), np.int64), np.zeros((B, M), np.float32)
+        for i, sample in enumerate(zip(batch.epochs.tolist(), batch.rows.tolist(), strict=True)):
+            draw = random_numbers.draws(self.seed, _BLOCKS, *sample)
+            row = i if draw(0) < 0.5 else B + i
+            least, most = self.shares
+            masked[row] = self._mask(*sample, self._count(least + (most - least) * draw(1))).ravel()
+            places = np.flatnonzero(masked[row])
+            indices[i] = row * N + np.pad(places, (0, M - len(places)), mode="edge")
+            weights[i, : len(places)] = 1 / len(places)
+        return masked, indices, weights
+
+    def _count(self, share: float) -> int:
+        return max(1, int(share * math.prod(self.grid)))
+
+    def _mask(self, epoch: int, sample: int, count: int) -> np.ndarray:
+        """bool (rows, columns) with exactly `count` masked patches: blocks, and single patches where no block fits any
+        more.
+        """
+        draw = random_numbers.draws(self.seed, _BLOCKS, epoch, sample)
+        (rows, columns), masked = self.grid, np.zeros(self.grid, np.bool_)
+        left, tries, number = count, 0, 2
+        while left and tries < _TRIES:
+            least = min(_LEAST_BLOCK, left)
+            area = least + (left - least) * draw(number)
+            aspect = _ASPECT[0] * (_ASPECT[1] / _ASPECT[0]) ** draw(number + 1)
+            height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            tries += 1
+            if 0 < height < rows and 0 < width < columns:
+                top = int((rows - height + 1) * draw(number + 2))
+                block = masked[top : top + height, int((columns - width + 1) * draw(number + 3)) :][:, :width]
+                added = height * width - int(block.sum())
+                if 0 < added <= left:
+                    block[:] = True
+                    left, tries = left - added, 0
+            number += 4
+        if left:
+            free = np.flatnonzero(~masked)
+            order = np.argsort(random_numbers.bits(self.seed, _REST, epoch, sample, free), kind="stable")
+            masked.ravel()[free[order[:left]]] = True
+        return masked

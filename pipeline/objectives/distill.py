@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.objective import Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.objective import Facts, Images, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -69,7 +69,7 @@ class Distill(TaughtObjective):
         return {"image_size": size, "num_classes": 0, "representation": False}
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         patches = {"patch_loss": Metric("loss", "lower")} if cls.settings(config).patch_weight else {}
         return {"feature_loss": Metric("loss", "lower"), **patches, "explained": Metric("ratio", "higher")}
 
@@ -87,7 +87,7 @@ class Distill(TaughtObjective):
         self.patch_head = _head(backbone.config.width, teacher.config.width) if patch_weight else None
 
     # ------------------------------------------------------------------ from a batch to the loss
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         of_feature, of_patches, target = self.compare(views, facts)
         valid = facts["valid"]
         values = {
@@ -98,11 +98,11 @@ class Distill(TaughtObjective):
             values["patch_loss"] = mean_of_valid(of_patches.detach(), valid)
         return mean_of_valid(of_feature + self.patch_weight * of_patches, valid), values
 
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def measure(self, views: Images, facts: Facts) -> Facts:
         of_feature, of_patches, _ = self.compare(views, facts)
         return {"loss": of_feature + self.patch_weight * of_patches}
 
-    def compare(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def compare(self, views: Images, facts: Facts) -> tuple[Tensor, Tensor, Tensor]:
         """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not
         compared; and the feature to predict, float32 (B, T)."""
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.

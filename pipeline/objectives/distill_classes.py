@@ -21,7 +21,7 @@ from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.model import Config, Model
 from pipeline.objectives.classification import Classification, classes_note
-from pipeline.objectives.objective import Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.objective import Facts, Images, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -91,23 +91,16 @@ class DistillClasses(TaughtObjective, Classification):
         return {"image_size": cls.settings(config).teacher_size}
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         return {"agreement": Metric("share", "higher")}
 
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        teacher, temperature = cls.read_teacher(config, backbone.config), cls.settings(config).temperature
-        return cls(backbone, teacher, cls._kind(config), temperature)
-
-    @classmethod
-    def _kind(cls, config: RunConfig) -> str:
         given: DistillClassesSettings = cls.settings(config)
-        return (
-            str(cls.published(config).extra.get("loss", "softmax"))
-            if given.teacher_loss == "auto"
-            else given.teacher_loss
-        )
+        of_file = str(cls.published(config).extra.get("loss", "softmax"))
+        kind = of_file if given.teacher_loss == "auto" else given.teacher_loss
+        return cls(backbone, cls.read_teacher(config, backbone.config), kind, given.temperature)
 
     def __init__(self, backbone: Model, teacher: Model, kind: str = "softmax", temperature: float = 1.0) -> None:
         """teacher: frozen, with the classes of the backbone. kind: see `divergence`."""
@@ -115,7 +108,7 @@ class DistillClasses(TaughtObjective, Classification):
         self.temperature, self.frozen_teacher = temperature, teacher
 
     # ------------------------------------------------------------------ from a batch to the loss
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
             target = self.frozen_teacher(seen_by_teacher(views, facts)).float()
         logits = self.backbone(views[0]).float()

@@ -23,12 +23,7 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.objective import (
-    Objective,
-    embedding_std,
-    mean_of_valid,
-    same_features,
-)
+from pipeline.objectives.objective import Facts, Images, Metrics, Objective, embedding_std, mean_of_valid, same_features
 from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.local_views import LocalViewSettings
 from pipeline.objectives.parts.step_norm import StepNorm
@@ -83,12 +78,12 @@ class Lejepa(Objective):
         given.check_views(config, cls.new_backbone(config, 0) if config.model.name else None)
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+    def metrics(cls, config: RunConfig) -> Metrics:
         """None: the loss is a property of a batch. Probes measure the features."""
         return {}
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         return {
             "prediction": Metric("loss", "lower"),
             "sigreg": Metric("loss", "lower"),
@@ -98,9 +93,8 @@ class Lejepa(Objective):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        given: LejepaSettings = cls.settings(config)
-        given.check_views(config, backbone.config)
-        return cls(backbone, given, config.seed)
+        cls.settings(config).check_views(config, backbone.config)
+        return super().create(config, backbone)
 
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:
         super().__init__(backbone)
@@ -110,7 +104,7 @@ class Lejepa(Objective):
         self.register_buffer("directions", torch.zeros(given.width, given.directions), persistent=False)
 
     # ------------------------------------------------------------------ from a batch to the loss
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         valid, V = facts["valid"], self.given.global_views + self.given.local_views
         large, *small = views
         features = torch.cat([self.backbone(large), *(self.backbone(images, any_size=True) for images in small)])
@@ -178,8 +172,7 @@ def sigreg(
     real, imaginary = (total(sums) / number.clamp(min=1)).unbind(1)  # (K, M) each
     normal = (-t.square() / 2).exp()
     spacing = torch.full_like(t, 2 * t_max / (knots - 1))
-    for end in (spacing[:1], spacing[-1:]):
-        end.fill_(t_max / (knots - 1))  # Assigning a number to an element would copy it to the GPU, and wait.
+    spacing[:: knots - 1].fill_(t_max / (knots - 1))  # Assigning a number would copy it to the GPU, and wait.
     distance = (real - normal[:, None]).square() + imaginary.square()
     return number * ((spacing * normal) @ distance).mean()
 

@@ -31,7 +31,7 @@ from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_S
 from pipeline.model.layers import Dense, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
-from pipeline.objectives.objective import BACKBONE, Inputs, Objective
+from pipeline.objectives.objective import BACKBONE, Facts, Images, Inputs, Objective
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
 
@@ -112,10 +112,6 @@ class Mae(Objective):
                 f" {pixels.describe()} with a mean and deviation of their own: use objective.pixels=half, as the"
                 " backbone reads them."
             )
-
-    @classmethod
-    def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, cls.settings(config), config.seed)
 
     def __init__(self, backbone: Model, settings: MaeSettings, seed: int = 0) -> None:
         """Raises UserError for a backbone that cannot encode a part of its patches, as one of init.weights may be."""
@@ -246,16 +242,11 @@ class Mae(Objective):
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
         """(B, C, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, C P P)."""
-        return self.decode(self.encode(images, kept), places)
-
-    def encode(self, images: Tensor, kept: Tensor) -> Tensor:
-        """-> (B, 1 + registers + K, D): the backbone's tokens of the kept patches, behind the class token if it has
-        one.
-        """
-        return cast(VisionTransformer, self.backbone).encode_kept(images, kept)
+        vit = cast(VisionTransformer, self.backbone)
+        return self.decode(vit.encode(vit.embed(images), kept=kept), places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Tokens of `encode` -> predictions (B, N, C P P). Registers are left out."""
+        """Tokens of class token, registers and kept patches -> predictions (B, N, C P P). Registers are left out."""
         x = self.decoder_embed(tokens)
         K, first = self.num_kept, self.decoder_positions.shape[1] - self.num_patches
         choices = torch.cat([x[:, -K:], self.mask_token.expand(x.shape[0], -1, -1)], dim=1)
@@ -264,7 +255,7 @@ class Mae(Objective):
             x = run_block(block, x, bool(self.backbone.activation_checkpointing))
         return self.decoder_pred(self.decoder_norm(x)[:, first:])
 
-    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+    def losses(self, views: Images, facts: Facts) -> Tensor:
         """As many patches are removed of each image, so the batch's loss is the mean of those of its images."""
         predictions = self.predict(views[0], facts["kept"], facts["places"])
         found = errors(facts["images"], predictions, cast(ViTConfig, self.backbone.config).patch_size, self.normalise)
@@ -272,8 +263,8 @@ class Mae(Objective):
 
 
 def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
-    """Returns the backbone's configuration. Raises UserError if it cannot encode a part of its patches (`encode_kept`
-    of vit.py), or has parameters that then get no gradient. loss: value of train.loss.
+    """Returns the backbone's configuration. Raises UserError if it cannot encode a part of its patches (`encode` of
+    vit.py), or has parameters that then get no gradient. loss: value of train.loss.
     """
     found = ["no tokens"]
     if isinstance(vit, ViTConfig):

@@ -22,7 +22,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model, ViTConfig
-from pipeline.objectives.objective import Inputs, Objective
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
@@ -39,7 +39,7 @@ class MaskedPatches(Objective):
     trains_backbone_alone = True
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+    def metrics(cls, config: RunConfig) -> Metrics:
         colors = {"color_accuracy": Metric("share", "higher")} if _PREDICTED[config.train.loss] != "pixels" else {}
         return super().metrics(config) | colors
 
@@ -78,11 +78,11 @@ class MaskedPatches(Objective):
         facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
         return Inputs((self.normalised(pixels, device),), facts)
 
-    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+    def losses(self, views: Images, facts: Facts) -> Tensor:
         predictions = self.backbone(views[0], facts["sources"], facts["corrupted"])
         return self.masking.losses(predictions, facts["targets"])
 
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def measure(self, views: Images, facts: Facts) -> Facts:
         predictions = self.backbone(views[0], facts["sources"], facts["corrupted"]).float()
         found = {"loss": self.masking.losses(predictions, facts["targets"])}
         if not self.masking.predicts_pixels:
@@ -106,19 +106,15 @@ class Masking:
         MaskedViT.
         """
         N, C = self.config.num_patches, self.config.num_corrupted
-        sample = (batch.epochs[:, None], batch.rows[:, None], np.arange(N))
-        corrupted = np.sort(
-            np.argsort(random_numbers.bits(self.seed, Purpose.MASKED_PATCHES, *sample), axis=1, kind="stable")[:, :C],
-            axis=1,
-        )
+        patch = np.arange(N)
+        sample = (batch.epochs[:, None], batch.rows[:, None], patch)
+        order = np.argsort(random_numbers.bits(self.seed, Purpose.MASKED_PATCHES, *sample), axis=1, kind="stable")
+        corrupted = np.sort(order[:, :C], axis=1)
         how = random_numbers.uniform(self.seed, Purpose.MASK_KIND, *sample)
-        other = (
-            np.arange(N)
-            + 1
-            + (random_numbers.uniform(self.seed, Purpose.MASK_REPLACEMENT, *sample) * (N - 1)).astype(np.int64)
-        ) % N
-        drawn = np.where(how < _MASK_TOKEN, N, np.where(how < _MASK_TOKEN + _OTHER_PATCH, other, np.arange(N)))
-        sources = np.tile(np.arange(N), (len(batch.rows), 1))
+        offset = (random_numbers.uniform(self.seed, Purpose.MASK_REPLACEMENT, *sample) * (N - 1)).astype(np.int64)
+        other = (patch + 1 + offset) % N
+        drawn = np.where(how < _MASK_TOKEN, N, np.where(how < _MASK_TOKEN + _OTHER_PATCH, other, patch))
+        sources = np.tile(patch, (len(batch.rows), 1))
         np.put_along_axis(sources, corrupted, np.take_along_axis(drawn, corrupted, axis=1), axis=1)
         return to_device(torch.from_numpy(sources), device), to_device(torch.from_numpy(corrupted), device)
 

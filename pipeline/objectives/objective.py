@@ -47,6 +47,13 @@ FROZEN_TEACHER = "frozen_teacher."
 _SAME = 0.05
 
 
+# A tensor for each group of views: float32 (V * B, C, H, W), all first views before all second ones.
+Images = tuple[Tensor, ...]
+# Other tensors of a batch, or what is found of it, by name.
+Facts = dict[str, Tensor]
+Metrics = dict[str, Metric]
+
+
 class NoSettings(Settings):
     """The settings of an objective that has none of its own."""
 
@@ -58,8 +65,8 @@ class Inputs(NamedTuple):
     trainer casts them to the precision of training. facts: other tensors by name, as they are.
     """
 
-    views: tuple[Tensor, ...]
-    facts: dict[str, Tensor]
+    views: Images
+    facts: Facts
 
 
 class Objective(nn.Module):
@@ -167,14 +174,14 @@ class Objective(nn.Module):
         return ""
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> dict[str, Metric]:
+    def metrics(cls, config: RunConfig) -> Metrics:
         """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that
         is better higher or lower.
         """
         return {"loss": Metric("loss", "lower")}
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         """What `loss` returns to log, by name, exactly. A plan and a start raise TypeError for another name."""
         return {}
 
@@ -193,7 +200,7 @@ class Objective(nn.Module):
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":
         """The objective of a run, with its settings. May run on the meta device, to count parameters and memory."""
-        return cls(backbone)
+        return cls(backbone, cls.settings(config), config.seed)  # type: ignore[call-arg]
 
     @classmethod
     def of(cls, config: RunConfig, backbone: Model) -> "Objective":
@@ -286,7 +293,7 @@ class Objective(nn.Module):
         """Images (B, H, W, C) of a batch -> float32 (B, C, H, W) as the backbone reads them, on the device."""
         return normalise(images, device, torch.float32, self.pixels)
 
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         """Returns the scalar loss, the sum over valid samples divided by B, and scalars to log by name.
 
         Samples that are not valid must contribute nothing, and random numbers must come from (seed, epoch, sample) or
@@ -294,21 +301,21 @@ class Objective(nn.Module):
         """
         return mean_of_valid(self.losses(views, facts), facts["valid"]), {}
 
-    def measure(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def measure(self, views: Images, facts: Facts) -> Facts:
         """Returns what is measured of each held-out image, (B,) by name; the scores are the means over readable images.
 
         Not called where `metrics` is {}, as for a loss that is a property of a batch.
         """
         return {"loss": self.losses(views, facts)}
 
-    def losses(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+    def losses(self, views: Images, facts: Facts) -> Tensor:
         """Returns the loss of each image, (B,): all that `loss` and `measure` need by default."""
         raise NotImplementedError(f"{type(self).__name__} needs `losses`, or `loss` and, with metrics, `measure`")
 
     def forward(
         self,
-        views: tuple[Tensor, ...],
-        facts: dict[str, Tensor],
+        views: Images,
+        facts: Facts,
         task: Literal["loss", "measure", "backbone"] = "loss",
     ) -> Any:
         """Calls what is named by `task`; "backbone": returns the backbone's output for the first view.

@@ -11,7 +11,7 @@ Shapes: B batch, K classes, M labels per sample.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
@@ -19,7 +19,7 @@ from pipeline.data.loading.mix import Mixing, mix_images, partner
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.classification import Classification, losses
-from pipeline.objectives.objective import Inputs, Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.settings.quantities import Share, ShareBelow1
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import Settings, setting
@@ -60,6 +60,7 @@ class PseudoLabels(Classification):
 
     Settings = PseudoLabelsSettings
     trains_backbone_alone = False
+    teacher: nn.ModuleDict
 
     # ------------------------------------------------------------------ settings and views
     @classmethod
@@ -68,7 +69,7 @@ class PseudoLabels(Classification):
         return Views(1, size, config.augment), Views(1, size, undistorted(config.augment))
 
     @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
+    def values(cls, config: RunConfig) -> Metrics:
         losses_of_kinds = dict.fromkeys(("supervised_loss", "unsupervised_loss"), Metric("loss", "lower"))
         return {**losses_of_kinds, "confident": Metric("share"), "pseudo_classes": Metric(better="higher")}
 
@@ -96,9 +97,8 @@ class PseudoLabels(Classification):
             views = (*views, mixed)
         return Inputs(views, facts)
 
-    def loss(self, views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         labels, valid = facts["labels"], facts["valid"]
-        assert self.teacher is not None
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
             probabilities = self.teacher["backbone"](views[1]).float().softmax(1)
         surest, guess = probabilities.max(1)

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Gelu, Pool, Positions, QkvBias
 from pipeline.architecture.objectives import OBJECTIVES, Labels
-from pipeline.architecture.variants import check_name
+from pipeline.architecture.variants import implied
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import SPREAD, Metric
@@ -896,7 +896,7 @@ class RunConfig(Settings):
                 " not trained themselves."
             )
         if name is not None:
-            check_name(name)
+            implied(name)  # Raises UserError for an unknown one.
             if freeze != "none":
                 raise UserError(
                     f"train.freeze = {freeze} needs init.weights: a new model's values are random. Leave it out."

@@ -20,7 +20,7 @@ from pipeline.evaluate.classify import ClassificationScores, Means, Predictions,
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.train.setup import TrainingRun
+from pipeline.train.bookkeeping import TrainingRun
 
 
 @dataclass(frozen=True)

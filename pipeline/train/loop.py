@@ -30,7 +30,7 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # `training_step` is also used without it.
-    from pipeline.train.setup import TrainingRun
+    from pipeline.train.bookkeeping import TrainingRun
 
 
 def train_on_all_ranks(run: "TrainingRun") -> None:

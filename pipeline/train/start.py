@@ -22,7 +22,7 @@ from pipeline.settings.run import RunConfig
 if TYPE_CHECKING:
     from pipeline.data.mixture.run_data import RunData
     from pipeline.evaluate.probes.probe import RunProbe
-    from pipeline.train.setup import TrainingRun
+    from pipeline.train.bookkeeping import TrainingRun
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from tiny_vtab import prepare, run_here
 from pipeline.base.errors import UserError
 from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.experiment import vtab
-from pipeline.experiment import vtab_report as report
 from pipeline.experiment.vtab import tracking_uri
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.settings import schema
-from pipeline.settings.commands.reports import VtabReportConfig
 from pipeline.settings.commands.transfer import VtabConfig
 
 
@@ -109,15 +107,6 @@ def test_the_page_of_a_sweep_has_scores_figures_and_a_row_for_each_cell(
     figures = {file.path for file in client(uri).list_artifacts(run.info.run_id, "page/figures")}
     assert figures == {f"page/figures/{name}.png" for name in ("accuracy_by_learning_rate", "means", "tasks")}
     assert "warning" not in capfd.readouterr().err
-
-    # The report is a run below it.
-    report.run(VtabReportConfig(sweeps=[str(tmp_path / "out")], mlflow=uri))
-    _, below = runs(uri)
-    assert below.data.tags["mlflow.parentRunId"] == run.info.run_id
-    assert below.data.metrics["task_dtd"] == pytest.approx(
-        sum(v for (task, _), v in scores.items() if task == "dtd") / 2
-    )
-    assert "report.md" in {file.path for file in client(uri).list_artifacts(below.info.run_id)}
 
 
 def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str], uri: str, tmp_path: Path) -> None:

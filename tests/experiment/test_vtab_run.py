@@ -161,7 +161,7 @@ def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
     assert results["protocol"]["name"] == title
     ours = report.run(VtabReportConfig(sweeps=[str(folder)]))[0]
     assert ours.name == f"peft_224-finetune ({title})"
-    assert report.for_mlflow(ours)[1]["protocol"] == title
+    assert report.tags_of(ours.facts)["protocol"] == title
 
 
 def test_the_plan_counts_cells_and_work(

@@ -43,7 +43,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
 from pipeline.train import setup
-from pipeline.train.setup import TrainingRun
+from pipeline.train.bookkeeping import TrainingRun
 from pipeline.train.zero import engine
 
 

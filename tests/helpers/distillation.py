@@ -19,9 +19,8 @@ from pipeline.architecture.objectives import ObjectiveFacts
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
 from pipeline.objectives.classification import Classification
-from pipeline.objectives.dino import Dino, DinoSettings
+from pipeline.objectives.dino import BlockMasks, Dino, DinoSettings
 from pipeline.objectives.objective import Objective
-from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings import run as run_settings
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig

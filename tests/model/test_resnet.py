@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.model import create
-from pipeline.model.resnet import PostActivationUnit, SameStdConv, StdConv
+from pipeline.model.resnet import SameStdConv, StdConv, bottleneck
 
 
 def filled(module, seed=0):
@@ -68,7 +68,7 @@ def test_kernels_are_standardised_each_in_its_own_way(scale):
 @torch.no_grad()
 @pytest.mark.parametrize(("stride", "inputs"), [(1, 128), (2, 64)])
 def test_the_hybrids_unit(stride, inputs):
-    unit = filled(PostActivationUnit(inputs, 32, stride))
+    unit = filled(bottleneck(inputs, 32, stride))
     w, x = arrays(unit), image(inputs, 4, 6)
 
     def norm(y, name):

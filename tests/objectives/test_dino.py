@@ -15,9 +15,8 @@ from pipeline import objectives
 from pipeline.architecture.pixels import RGB8
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, create, forward_macs, save
-from pipeline.objectives.dino import Dino, DinoSettings, koleo, sinkhorn
+from pipeline.objectives.dino import BlockMasks, Dino, DinoSettings, koleo, sinkhorn
 from pipeline.objectives.objective import embedding_std
-from pipeline.objectives.parts.ibot import BlockMasks
 from pipeline.settings import schema
 from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig

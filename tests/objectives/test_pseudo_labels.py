@@ -29,7 +29,7 @@ from pipeline.model import build
 from pipeline.objectives.pseudo_labels import PseudoLabels
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
-from pipeline.train.setup import datasets_of
+from pipeline.train.shown_facts import datasets_of
 from pipeline.train.start import prepare
 
 NONE = -1

@@ -519,7 +519,7 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         ),
         (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16' and init.weights = 'x.npz': set one of them"),
-        (["model.name=nosuch"], 'model: "nosuch" is an unknown model; did you mean'),
+        (["model.name=nosuch"], "model: 'nosuch' is an unknown model; did you mean"),
         (["model.name=null"], "model.name = None and init.weights = None: set one of them"),
         (
             ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "init.mean_pool=true"],

@@ -7,7 +7,7 @@ from pipeline.checkpoint.store import Counts
 from pipeline.data.loading.loader import Batch
 from pipeline.data.storage.retry import Retry
 from pipeline.process.distributed import Ranks
-from pipeline.train.setup import RunCounts
+from pipeline.train.bookkeeping import RunCounts
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 

@@ -30,7 +30,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import DataConfig, RunConfig
-from pipeline.train.setup import run_facts
+from pipeline.train.shown_facts import run_facts
 from pipeline.train.start import prepare
 
 MASKED = ("train.loss=masked_mean_color", "model.representation=false", "model.name=ViT-Ti/4")

@@ -85,7 +85,7 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, list[str]]]:
         raise UserError(f"{source} is not Tiny-ImageNet: it has no {ANNOTATIONS}.")
     texts = {}
     with Reader() as reader:
-        for name in places.keys() & {before + ANNOTATIONS, before + WORDS}:
+        for name in (name for name in (before + ANNOTATIONS, before + WORDS) if name in places):
             with archive.damage_named(source / name, ValueError):
                 texts[name] = reader.read(*places[name]).decode().splitlines()
     return before, texts

@@ -48,7 +48,4 @@ class DedupReport:
 def read_dedup_report(dataset: AnyPath) -> DedupReport:
     """Raises FileNotFoundError if the data set was not searched, and UserError for a damaged report."""
     path = locate(dataset, DEDUP_REPORT)
-    try:
-        return json_record.parse(read_bytes(path), DedupReport, str(path))
-    except NotADirectoryError:
-        raise FileNotFoundError(str(path)) from None
+    return json_record.parse(read_bytes(path), DedupReport, str(path))

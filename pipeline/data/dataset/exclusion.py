@@ -117,8 +117,8 @@ def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: i
 
 def paths_of_lists(dataset: "Dataset") -> dict[str, AnyPath]:
     """Name -> path of all lists of a data set, which are not read."""
-    there: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
-    return {path.stem: path for path in sorted(there, key=str)}
+    lists: list[AnyPath] = [*(dataset.path / FOLDER).glob("[!.]*.parquet")]
+    return {path.stem: path for path in sorted(lists, key=str)}
 
 
 def _read(dataset: "Dataset", path: AnyPath) -> pa.Table:

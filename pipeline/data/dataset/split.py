@@ -195,7 +195,7 @@ class Split:
             )
         row = rows[0]
         before = int(np.searchsorted(self.excluded_rows, row))
-        if before < len(self.excluded_rows) and self.excluded_rows[before] == row:
+        if row in self.excluded_rows[before : before + 1]:
             raise UserError(
                 f"sample {key!r} of split {self.name!r} is excluded, by a list of excluded samples or by data.limit."
             )

@@ -23,7 +23,7 @@ def open_image(data: bytes, ext: str) -> StoredImage:
     samples, alpha = Image.getmodebands(mode), (Image.getmodebands(mode) - 1,) * mode.endswith("A")
 
     def read(number: int) -> tuple[np.ndarray, None]:
-        rows = np.frombuffer(primary.data, np.uint16 if mode == "I;16" else np.uint8)
+        rows: np.ndarray = np.frombuffer(primary.data, np.uint16 if mode == "I;16" else np.uint8)
         (width, height), _ = primary.size_mode  # Those of the header may be wrong.
         values = rows.reshape(height, -1)[:, : width * samples].reshape(height, width, samples)
         if mode == "I;16":

@@ -343,7 +343,7 @@ def with_pillow(data: bytes, question):  # type: ignore[no-untyped-def]
 
 
 def _open_by_pillow(data: bytes) -> Image.Image:
-    if format_of(data) != "avif":
+    if data[4:8] != b"ftyp" or format_of(data) != "avif":
         return Image.open(io.BytesIO(data))
     from PIL import AvifImagePlugin
 
@@ -392,7 +392,7 @@ def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     for top in range(0, image.height, rows):
         bottom = min(top + rows, image.height)
         strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
-        pixels[top:bottom] = strip.convert("RGB")
+        pixels[top:bottom] = np.asarray(strip.convert("RGB"))
     return pixels, orientation
 
 

@@ -88,7 +88,7 @@ def distort(
         store(image + std * normal.reshape(image.shape), image)
     if happens(config.erase, Purpose.ERASING):
         num_drawn = _ERASE_TRIES * _DRAWS_PER_TRY
-        top, left, height, width = erased_box(*image.shape[:2], numbers(Purpose.ERASING, num_drawn, first=1))
+        top, left, height, width = erased_box(image.shape[0], image.shape[1], numbers(Purpose.ERASING, num_drawn, 1))
         box = image[top : top + height, left : left + width]
         kind = "u1" if image.dtype == np.uint8 else "<u2"
         filling = integers(Purpose.ERASING, box.size, kind, first=1 + num_drawn).reshape(box.shape)

@@ -43,12 +43,11 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
         shares = ", then ".join(
             f"{of_phase[number]}/{sum(of_phase)}" + f" from step {start}" * bool(start) for start, of_phase in phases
         )
-        excluded = "" if one["excluded"] == NOTHING_EXCLUDED else f" without {one['excluded']}"
-        has_labels = one.get("labels", True)
-        excluded += "" if has_labels else " without its labels"
-        class_map = one.get("class_map")
-        excluded += f" with class_map {json.dumps(class_map, sort_keys=True)}" if class_map else ""
-        words.append(f"set {number}: {one['fingerprint']} split {one['split']}{excluded}, {shares}")
+        but = f" without {one['excluded']}" * (one["excluded"] != NOTHING_EXCLUDED)
+        but += " without its labels" * (not one.get("labels", True))
+        if class_map := one.get("class_map"):
+            but += f" with class_map {json.dumps(class_map, sort_keys=True)}"
+        words.append(f"set {number}: {one['fingerprint']} split {one['split']}{but}, {shares}")
     return "; ".join(words)
 
 

@@ -164,7 +164,9 @@ def _with_other_sets(
     dataset, label_maps, class_notes = run.own, dict[int, np.ndarray](), list[str]()
     if labels != "unread":
         dataset, maps, class_notes = _bring_together(
-            *([all_sets[number] for number in joined] for all_sets in (mixture.sets, datasets, splits))
+            [mixture.sets[number] for number in joined],
+            [datasets[number] for number in joined],
+            [splits[number] for number in joined],
         )
         same = np.arange(len(dataset.classes))
         label_maps = {n: of for n, of in zip(joined, maps, strict=True) if not np.array_equal(of, same[: len(of)])}

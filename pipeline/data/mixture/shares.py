@@ -28,8 +28,7 @@ class Shares:
     """The sets of samples 0, 1, 2, ... of a mixture.
 
     weights: one number a set, 0 for a set that is not used; each is taken as the decimal number that it is written as.
-    Raises UserError if one is negative or not finite, if their sum is 0, and if one is below half of 1 / MAX_PERIOD of
-    the sum.
+    Raises UserError if one is below half of 1 / MAX_PERIOD of the sum.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -68,12 +67,8 @@ def whole_numbers(weights: Sequence[float]) -> np.ndarray:
     """The smallest whole numbers in proportion to the weights, int64, or the nearest with a sum up to MAX_PERIOD.
     Raises as `Shares`.
     """
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-        raise UserError("data.weight and data.mix: weights must be finite and not negative")
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
-    if not total:
-        raise UserError("data.weight and data.mix: the weights sum to 0")
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     divisor = math.gcd(*whole)

@@ -21,8 +21,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
-from pipeline.evaluate.segmentation.masks import NO_CLASS, MaskClasses
-from pipeline.evaluate.segmentation.pairs import MaskedPairs, in_order, pair_reader
+from pipeline.evaluate.segmentation.pairs import NO_CLASS, MaskClasses, MaskedPairs, in_order, pair_reader
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig

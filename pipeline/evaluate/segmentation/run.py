@@ -1,5 +1,6 @@
 """Trains and scores a linear layer on frozen patch tokens; entry point: `run`."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import remove_unfinished
 from pipeline.base.gallery import DPI, Tile, folded, gallery
+from pipeline.base.metric import metric_of
 from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
@@ -23,6 +25,7 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
+from pipeline.evaluate import architecture
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
 from pipeline.evaluate.segmentation.linear import (
@@ -34,8 +37,8 @@ from pipeline.evaluate.segmentation.linear import (
     segment,
     train,
 )
-from pipeline.evaluate.segmentation.masks import MaskClasses
 from pipeline.evaluate.segmentation.pairs import (
+    MaskClasses,
     MaskedPairs,
     in_order,
     open_named,
@@ -45,7 +48,11 @@ from pipeline.evaluate.segmentation.pairs import (
     scan,
 )
 from pipeline.model import VisionTransformer
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
+from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
@@ -66,10 +73,12 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
     config = with_local_weights(config)
-    loaded = load_model(config)
+    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
+    origin = find_origin(file, config.weights) if config.mlflow else None
+    loaded = load_model(replace(config, weights=str(file)))
     _check_model(config, loaded)
     learnt, scored = open_pairs(config, loaded.pixels)
-    folder = output_folder(config.out, config.weights, "segment", _scored_on(config), holds="segmentation")
+    folder = output_folder(config.out, config.weights, "segment", "-".join(_scored_on(config)), holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
     splits = {"split": "masks" if is_dataset(config.masks) else "images"}
@@ -130,7 +139,46 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     print(f"mIoU {_in_words(found)}; {folder / _RESULTS}")
     if others is not None:
         write_masks(config, *others, folder, loaded, head, classes, replace(budget, least=LookConfig.least_bad))
+        contents[_SHEET] = None
+    if origin is not None:
+        masks = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
+        digest = hashlib.sha256(masks.encode()).hexdigest()[:16]
+        _send(config, loaded, origin, results, digest, folder, [folder / name for name in contents])
     return results
+
+
+def _send(
+    config: SegmentConfig,
+    loaded: LoadedModel,
+    origin: WeightsOrigin,
+    results: dict[str, Any],
+    digest: str,
+    folder: Path,
+    files: list[Path],
+) -> None:
+    """Send the score to MLflow. digest: of the masks that are scored on."""
+    data, split = _scored_on(config)
+    notes = {TRAINED_BY: results[TRAINED_BY]} if results[TRAINED_BY] else {}
+    place, metric = str((config.val_images or config.images)[0]), f"{split}_miou"
+    facts = DatasetFacts(
+        data, place, digest, split, results["num_samples"], len(results["classes"]), "evaluation", notes
+    )
+    name, names = dataset_name(facts), ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr")
+    about = RunFacts(
+        f"{loaded.extra.get('run') or Path(config.weights).name} segments {name}",
+        "evaluation",
+        # "steps" are those of the weights' run.
+        {name: results[name] for name in names} | {"length": f"{config.steps} steps of {config.train_batch}"},
+        {"model": architecture.name_of(loaded.model.config), "data": digest, "dataset": data},
+        (facts,),
+        f"**Segmentation** of {name} by a linear layer on the frozen patch tokens of `{config.weights}`.",
+        {"parent": origin.run_id} if origin.run_id else {},
+        score=metric,
+        scored_on=f"mIoU {name}",
+        metrics={metric: metric_of(metric)},
+        origin=origin,
+    )
+    send_report(config.mlflow, folder, about, {metric: results["miou"]}, files, config.experiment)
 
 
 def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
@@ -151,17 +199,17 @@ def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
         )
 
 
-def _scored_on(config: SegmentConfig) -> str:
-    """Name and split of the data that is scored on: of a data set its own; else the last folders of the path, without
-    wildcards.
+def _scored_on(config: SegmentConfig) -> tuple[str, str]:
+    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path,
+    without wildcards.
     """
     place = (config.val_images or config.images)[0].rstrip("/")
     parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
     names = [part.removesuffix(".tar") for part in parts] or ["images"]
     if is_dataset([place]):
-        return f"{names[-1]}-{config.val_split or _HELD_OUT}"
+        return names[-1], config.val_split or _HELD_OUT
     split = names.pop() if names[-1].lower() in _SPLITS and len(names) > 1 else "val"
-    return f"{names[-1]}-{split if config.val_images else _HELD_OUT}"
+    return names[-1], split if config.val_images else _HELD_OUT
 
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:

@@ -3,13 +3,11 @@ except `weights.py`. Used by model/, objectives/, evaluate/ and experiment/.
 
 layouts.py       names and axes of a file's tensors, from tables.toml; reading and writing both follow from them. A new
                  family begins with a table there
-names.py         the configuration found in a file's tensors
+reading.py       shared by readers: the configuration found in a file's tensors, and the ViT with it
 official.py      .npz of google-research/vision_transformer, big_vision and big_transfer
 state_dicts.py   finds out whose names a state dict has, and calls
 timm_format.py   timm's and facebookresearch's: from and to timm
 huggingface_format.py  transformers': from and to Hugging Face
-reading.py       what these two share
 mae.py           MAE with its decoder
-plain.py         which of our models these files can hold
 preprocessing.py the projects' settings of image preprocessing, and ours
 """

@@ -1,19 +1,24 @@
 """Reads and writes state dicts of Hugging Face's transformers, with their config.json and preprocessor_config.json."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from functools import partial
+from typing import NamedTuple
 
 from pipeline.architecture.config import Pool, ViTConfig
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, Weights, write_model
-from pipeline.model.convert.names import Hints, sizes_of
-from pipeline.model.convert.plain import as_plain, move_patch_bias
-from pipeline.model.convert.preprocessing import Json
-from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename
+from pipeline.model.convert.layouts import (
+    NAMES,
+    TABLES,
+    ConfigFiles,
+    Names,
+    State,
+    Weights,
+    as_plain,
+    move_patch_bias,
+    write_model,
+)
+from pipeline.model.convert.preprocessing import Json, Plain
+from pipeline.model.convert.reading import Hints, gelu_of, join, pair, read_vit, rename, sizes_of
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -45,59 +50,50 @@ class _Kind(NamedTuple):
 _KINDS = {kind: _Kind(**facts) for kind, facts in TABLES["kinds"].items()}
 
 
-@dataclass(frozen=True)
-class _HuggingFaceConfig:
-    """The fields of Hugging Face's config.json that are read."""
-
-    num_attention_heads: int | None = None
-    hidden_act: str | None = None
-    layer_norm_eps: float | None = None
-    pooler_act: str | None = None
-    image_size: int | list[int] | None = None
-    layerscale_value: float | None = None
-    rope_theta: float | None = None
-    problem_type: str | None = None
-
-
-def from_huggingface(tensors: dict[str, Tensor], kind: str, config_files: ConfigFiles, notes: list[str]) -> Weights:
+def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes: list[str]) -> Weights:
     """tensors: without a prefix. kind: a key of NAMES, "huggingface" also for DINOv2. Raises UserError."""
-    content = config_files.config.get("vision_config") or config_files.config
-    config: _HuggingFaceConfig = json_record.convert(content, _HuggingFaceConfig, "config.json")
+    get_any = partial(preprocessing.field, config_files.config, "config.json")
+    get = partial(preprocessing.field, get_any("vision_config", dict, config_files.config), "config.json")
     if not config_files.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
     kind, tensors = _in_file(tensors, kind)
     if note := _without_other_head(tensors, kind):
         notes.append(note)
-    if (config.pooler_act or "tanh") != "tanh":
-        raise UserError(f"its pooler computes {config.pooler_act}; only tanh is supported.")
-    labels = json_record.convert(config_files.config.get("id2label"), dict[str, str] | None, "config.json", "id2label")
-    classes = _class_names(labels or {}) if "classifier.weight" in tensors else None
-    gated = "layer.0.mlp.gate_proj.weight" in tensors
-    activation = config.hidden_act or _KINDS[kind].activation
-    if gated and activation != "silu":
+    if (pooled := get("pooler_act", str, "tanh")) != "tanh":
+        raise UserError(f"its pooler computes {pooled}; only tanh is supported.")
+    has_head = "classifier.weight" in tensors
+    classes = _class_names(get_any("id2label", dict[str, str], {})) if has_head else None
+    extra: Plain = {"classes": classes} if classes else {}
+    if get("problem_type", str) == _OF_SIGMOID:
+        extra["loss"] = "sigmoid"
+    gated = any(".mlp.weights_in." in key or ".mlp.gate_proj." in key for key in tensors)
+    is_silu = gated and kind == "dinov3"
+    activation = get("hidden_act", str, _KINDS[kind].activation)
+    if is_silu and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
     pixels = preprocessing.pixels_in(config_files.config)
     hints = Hints(
-        "erf" if gated else gelu_of(activation),
-        config.layer_norm_eps or _KINDS[kind].eps,
-        config.num_attention_heads,
-        pair("image_size", config.image_size),
+        "erf" if is_silu else gelu_of(activation),
+        get("layer_norm_eps", float, _KINDS[kind].eps),
+        get("num_attention_heads", int),
+        pair("image_size", get("image_size", int | list[int])),
         without_table="none" if kind == "dinov3" else None,
         kernel="bicubic_antialias" if kind == "dinov2" and "embeddings.register_tokens" in tensors else "bicubic",
-        layer_scale=1.0 if config.layerscale_value is None else config.layerscale_value,
-        rope_base=(config.rope_theta or 100.0) if kind == "dinov3" else None,
-        pool="both" if kind == "dinov2" and "classifier.weight" in tensors else "token",
+        layer_scale=get("layerscale_value", float, 1.0),
+        rope_base=get("rope_theta", float, 100.0) if kind == "dinov3" else None,
+        pool="both" if kind == "dinov2" and has_head else "token",
         pixels=pixels,
     )
     processor = config_files.processor
     images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
-    extra: dict[str, Any] = {"classes": classes} if classes else {}
-    if config.problem_type == _OF_SIGMOID:
-        extra["loss"] = "sigmoid"
-    return read_vit(tensors, NAMES[kind], hints, images, extra, notes)
+    return read_vit(tensors, _names(kind, gated), hints, images, extra, notes)
 
 
-def _in_file(tensors: dict[str, Tensor], kind: str) -> tuple[str, dict[str, Tensor]]:
+def _names(kind: str, gated: bool) -> Names:
+    return NAMES[kind] | (NAMES[kind]["gated"] if gated else {})
+
+
+def _in_file(tensors: State, kind: str) -> tuple[str, State]:
     """-> (the kind among those of the same names, the tensors with the names that they have in files)."""
     tensors = {key: tensor for key, tensor in tensors.items() if tensor.numel() or "register_tokens" not in key}
     if kind == "dinov3":
@@ -111,7 +107,7 @@ def _in_file(tensors: dict[str, Tensor], kind: str) -> tuple[str, dict[str, Tens
     return "dinov2", rename(tensors, [(r"mlp\.down_proj\.", "mlp.weights_out.")])
 
 
-def _without_other_head(tensors: dict[str, Tensor], kind: str) -> str:
+def _without_other_head(tensors: State, kind: str) -> str:
     """Remove CLIP's classifier, whose input our head cannot read, in place; returns a note."""
     if kind != "clip" or "classifier.weight" not in tensors:
         return ""
@@ -135,7 +131,7 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
 
 def to_huggingface(
     model: VisionTransformer | ResNet, classes: list[str] | None, view: Json, loss: str | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[State, Plain, Plain]:
     """(state dict, config.json, preprocessor_config.json) of the family of transformers that has the parts of the
     model.
 
@@ -172,7 +168,7 @@ def to_huggingface(
     prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
-        for key, tensor in write_model(state, config, NAMES[kind]).items()
+        for key, tensor in write_model(state, config, _names(kind, config.swiglu)).items()
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
@@ -188,14 +184,14 @@ def to_huggingface(
     return tensors, found, preprocessing.to_huggingface(view, config.image_size, config.pixels)
 
 
-def _family(config: ViTConfig) -> tuple[str, str, dict[str, Any]]:
+def _family(config: ViTConfig) -> tuple[str, str, Plain]:
     """-> (kind of names, class, its own fields of config.json) of the family that has the parts of the model."""
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     scale = {"layerscale_value": 1.0 if config.layer_scale is None else config.layer_scale, "drop_path_rate": 0.0}
     registers = {"num_register_tokens": config.registers}
     if config.rope_base is not None:
         biased = config.qkv_bias.replace("none", "")  # their first letters
-        own: dict[str, Any] = {
+        own: Plain = {
             "use_gated_mlp": config.swiglu,
             "rope_theta": config.rope_base,
             "proj_bias": config.out_bias,

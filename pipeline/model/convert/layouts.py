@@ -7,27 +7,31 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Config, ResNetConfig
+from pipeline.architecture.config import ONLY_TRAIN, Config, Pool, ResNetConfig, ViTConfig
+from pipeline.architecture.pixels import PerChannel
 from pipeline.base.errors import UserError
+from pipeline.model import position
 from pipeline.model.build import build
-from pipeline.model.convert.preprocessing import HALF, Json
+from pipeline.model.convert.preprocessing import HALF, Json, Plain
+from pipeline.model.vit import VisionTransformer
 
-TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
+TABLES: Plain = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
 # A layer of ours -> the file's layer or layers.
-Names = dict[str, Any]
+Names = Plain
 NAMES: dict[str, Names] = {}
 for _kind, _own in TABLES["names"].items():
     NAMES[_kind] = NAMES.get(_own.get("like"), {}) | _own
 
 Tensors = Mapping[str, Tensor]
+State = dict[str, Tensor]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # A layer of a block, or of a unit of a ResNet: kind of the list, its number, the layer's name in it.
 _IN_LIST = re.compile(r"(?:stem\.|decoder_)?(blocks|units)\.(\d+)\.(.+)")
@@ -62,11 +66,11 @@ class Weights(NamedTuple):
     """A weights file in our terms."""
 
     config: Config
-    state: dict[str, Tensor]  # fp32, on the CPU
-    extra: dict[str, Any]  # plain data that belongs to the weights, such as "classes" and "preprocessing"
+    state: State  # fp32, on the CPU
+    extra: Plain  # plain data that belongs to the weights, such as "classes" and "preprocessing"
     notes: list[str]  # what was assumed, converted and left out, a line each
-    mean: tuple[float, ...] = HALF  # of the images that the file's model reads, folded into the patch embedding here
-    std: tuple[float, ...] = HALF
+    mean: PerChannel = HALF  # of the images that the file's model reads, folded into the patch embedding here
+    std: PerChannel = HALF
     added: Tensors = MappingProxyType({})  # by the objective that trained the model, not part of the model; fp32
     decoder: DecoderFacts = DecoderFacts()  # of MAE's, if `added` has one
 
@@ -74,8 +78,8 @@ class Weights(NamedTuple):
 class Layout:
     """Names and axes of the tensors in a file of one model.
 
-    units: of each stage of its ResNet. swiglu, pool_norm: whether it has these parts, whose layers have names of their
-    own. has_key_bias: whether keys have a bias, where queries, keys and values are apart.
+    units: of each stage of its ResNet. pool_norm: whether the last norm is of the mean of the patches, with a name of
+    its own. has_key_bias: whether keys have a bias, where queries, keys and values are apart.
     """
 
     def __init__(
@@ -83,7 +87,6 @@ class Layout:
         names: Names,
         units: tuple[int, ...] | None = None,
         *,
-        swiglu: bool = False,
         pool_norm: bool = False,
         has_key_bias: bool = True,
         num_heads: int = 1,
@@ -91,8 +94,6 @@ class Layout:
         self.names, self.flax = dict(names), "flax" in names
         self.has_key_bias, self.num_heads = has_key_bias, num_heads
         self.units = [(i + self.flax, j + self.flax) for i, count in enumerate(units or ()) for j in range(count)]
-        if swiglu:
-            self.names |= {"mlp.up": names["gated.up"], "mlp.down": names["gated.down"]}
         if pool_norm:
             self.names["norm"] = names["pool_norm"]
         if units == ():
@@ -106,7 +107,6 @@ class Layout:
         return cls(
             names,
             config.stem,
-            swiglu=config.swiglu,
             pool_norm=config.pool_norm,
             has_key_bias=config.qkv_bias != "qv",
             num_heads=config.num_heads,
@@ -130,11 +130,11 @@ class Layout:
             part = f".{part}"
         return [f"{prefix}{one}{part}".replace("_.", "_") for one in layers]
 
-    def write(self, state: Tensors) -> dict[str, Tensor]:
+    def write(self, state: Tensors) -> State:
         """Our state dict -> the file's tensors, fp32 on the CPU (shapes alone on the meta device), without shared
         memory.
         """
-        tensors: dict[str, Tensor] = {}
+        tensors: State = {}
         for name, tensor in state.items():
             keys = self.keys(name)
             assert keys, f"{name} has no place in this format"
@@ -144,7 +144,7 @@ class Layout:
                 tensors[key] = torch.cat([*before, found]).contiguous()
         return tensors
 
-    def read(self, tensors: Tensors, state: Tensors) -> dict[str, Tensor]:
+    def read(self, tensors: Tensors, state: Tensors) -> State:
         """A file's tensors -> our state dict, fp32, which shares no memory with them.
 
         state: a state dict of ours with these names and shapes, perhaps on the meta device. Raises UserError
@@ -193,14 +193,14 @@ def _split(name: str) -> tuple[str, str]:
     return (layer, part) if part in ("weight", "bias") else (name, "")
 
 
-def read_model(tensors: Tensors, config: Config, names: Names) -> dict[str, Tensor]:
+def read_model(tensors: Tensors, config: Config, names: Names) -> State:
     """The state dict of a model of this configuration, from a file with these names. Raises UserError."""
     with torch.device("meta"):
         state = build(config).state_dict()
     return Layout.of(config, names).read(tensors, state)
 
 
-def write_model(state: Tensors, config: Config, names: Names) -> dict[str, Tensor]:
+def write_model(state: Tensors, config: Config, names: Names) -> State:
     """The tensors of a file with these names, of a model's state dict."""
     return Layout.of(config, names).write(state)
 
@@ -227,3 +227,49 @@ def check_values(key: str, tensor: Tensor) -> None:
         raise UserError(f'"{key}" should hold floats, but holds {str(tensor.dtype).removeprefix("torch.")}.')
     if not (finite := torch.isfinite(tensor.float())).all():  # In fp32, where a float64 of 1e300 is infinite.
         raise UserError(f'"{key}" {tuple(tensor.shape)} holds {int((~finite).sum())} NaN or Inf.')
+
+
+def as_plain(
+    model: VisionTransformer,
+    target: str,
+    pools: tuple[Pool, ...],
+    hybrids: bool,
+    representation: bool,
+    holds: frozenset[str] = frozenset(),
+) -> tuple[ViTConfig, State]:
+    """(configuration, state dict) with one learned table of positions, which computes the same function.
+
+    2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both
+    bit for bit. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can
+    hold, the last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
+    """
+    config, state = model.config, dict(model.state_dict())
+    unsupported = {
+        "axial attention": config.axial,
+        "relative positions": config.positions == "relative",
+        "positions that are added before every block": config.positions_at != "stem",
+        "register tokens": config.registers > 0 and "registers" not in holds,
+        f"pool = {config.pool}": config.pool not in pools,
+        "a ResNet stem (a hybrid)": config.stem is not None and not hybrids,
+        "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
+    }
+    harmless = {"registers", "kernel"} | holds | set(ONLY_TRAIN)
+    unsupported |= {f"{name} = {value}": name not in harmless for name, value in config.added().items()}
+    for feature in (feature for feature, is_present in unsupported.items() if is_present):
+        raise UserError(f"{target} cannot hold {feature}; format = safetensors or onnx can.")
+    if config.positions != "learned" and not (config.positions == "none" and config.rope_base is not None):
+        if model.positions is None:
+            state["positions"] = torch.zeros(1, config.num_positions, config.width)
+        else:
+            state["positions"] = position.per_token(model.positions, config)
+        config = replace(config, positions="learned")
+    return config, state
+
+
+def move_patch_bias(state: State, num_patches: int) -> None:
+    """Move the bias of the patch embedding, in place, into the positions of the patches, which are added to the same
+    tokens.
+    """
+    positions = state["positions"].clone()
+    positions[:, -num_patches:] += state.pop("patch_embedding.bias")
+    state["positions"] = positions

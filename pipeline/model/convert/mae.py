@@ -4,21 +4,18 @@ The decoder's names here are those of `pipeline/objectives/mae.py`. The encoder 
 names.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.architecture.config import ViTConfig
-from pipeline.base import json_record
+from pipeline.architecture.pixels import PerChannel
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, Tensors, Weights, write_model
-from pipeline.model.convert.names import count_blocks, shape_of, sizes_of
-from pipeline.model.convert.plain import as_plain
-from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json
-from pipeline.model.position import sincos2d
+from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, State, Tensors, Weights, as_plain, write_model
+from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, Plain
+from pipeline.model.convert.reading import count_blocks, shape_of, sizes_of
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
 # Beginnings of the names of a decoder's tensors, in files and since transformers 5 in memory.
@@ -32,32 +29,24 @@ _NAMES = {
 DECODER = "decoder"
 
 
-@dataclass(frozen=True)
-class _MaeConfig:
-    """The fields of Hugging Face's config.json that are read."""
-
-    decoder_num_attention_heads: int | None = None
-    norm_pix_loss: bool | None = None
-
-
-def split(tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split(tensors: Tensors) -> tuple[State, State]:
     """-> (tensors of the encoder, those of the decoder without "decoder." in front); none of a decoder in other
     files.
     """
     if not any(key.removeprefix("decoder.").startswith("decoder_embed.") for key in tensors):
         return dict(tensors), {}
-    parts: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    parts: tuple[State, State] = {}, {}
     for key, tensor in tensors.items():
         own = key.removeprefix("decoder.").replace("decoder_layers.", "decoder_encoder.layer.")
         parts[key.startswith(_DECODER)][own] = tensor
     return parts
 
 
-def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> Weights:
+def with_decoder(weights: Weights, decoder: State, config: Json) -> Weights:
     """Weights of MAE with their decoder, which only the objective reads. config: of config.json."""
     assert isinstance(weights.config, ViTConfig)
-    found: _MaeConfig = json_record.convert(config, _MaeConfig, "config.json")
-    facts = {"num_heads": found.decoder_num_attention_heads, "normalise": found.norm_pix_loss}
+    get = partial(preprocessing.field, config, "config.json")
+    facts = {"num_heads": get("decoder_num_attention_heads", int), "normalise": get("norm_pix_loss", bool)}
     note = "the decoder of MAE, which only train.loss=mae uses, is not part of the model"
     return weights._replace(
         added=read_decoder(decoder, weights.config),
@@ -66,19 +55,7 @@ def with_decoder(weights: Weights, decoder: dict[str, Tensor], config: Json) -> 
     )
 
 
-def has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
-    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other
-    ViTs.
-
-    Those of MAE's fine-tuned models began there and were trained: they may differ by half of the table's norm.
-    """
-    if config.width % 4:
-        return False
-    expected = sincos2d(replace(config, positions="sincos2d_mae"))
-    return table.shape == expected.shape and bool((table - expected).norm() < expected.norm() / 2)
-
-
-def read_decoder(tensors: Tensors, config: ViTConfig) -> dict[str, Tensor]:
+def read_decoder(tensors: Tensors, config: ViTConfig) -> State:
     """The decoder in the names of our objective, float32. config: of the encoder. Raises UserError for a missing or odd
     tensor.
     """
@@ -103,14 +80,14 @@ def read_decoder(tensors: Tensors, config: ViTConfig) -> dict[str, Tensor]:
     return layout.read(tensors, tables | nn.ModuleDict(layers).state_dict())
 
 
-def write_decoder(state: Tensors, kind: str) -> dict[str, Tensor]:
+def write_decoder(state: Tensors, kind: str) -> State:
     """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without
     "decoder.").
     """
     return Layout(_NAMES[kind]).write(state)
 
 
-def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> dict[str, Tensor]:
+def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> State:
     """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises
     UserError.
     """
@@ -130,7 +107,7 @@ def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts)
 
 def to_huggingface(
     model: VisionTransformer, decoder: Tensors, facts: DecoderFacts, view: Json
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+) -> tuple[State, Plain, Plain]:
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
     """
@@ -163,9 +140,9 @@ def _written(
     decoder: Tensors,
     facts: DecoderFacts,
     kind: str,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-) -> dict[str, Tensor]:
+    mean: PerChannel,
+    std: PerChannel,
+) -> State:
     """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of
     them.
     """
@@ -183,9 +160,7 @@ def _written(
     }
 
 
-def fold_pixels(
-    decoder: Tensors, facts: DecoderFacts, mean: tuple[float, ...], std: tuple[float, ...]
-) -> dict[str, Tensor]:
+def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: PerChannel) -> State:
     """The decoder, predicting pixels of images of another mean and deviation; those of a normalised patch cannot be
     converted.
     """

@@ -22,9 +22,8 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert.layouts import NAMES, Weights, read_model, write_model
-from pipeline.model.convert.names import Hints, find_bit, find_config, is_bit
-from pipeline.model.convert.plain import as_plain
+from pipeline.model.convert.layouts import NAMES, State, Weights, as_plain, read_model, write_model
+from pipeline.model.convert.reading import Hints, find_bit, find_config, is_bit
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -33,7 +32,6 @@ Layout = Literal["released", "linen", "big_vision", "bit"]
 Arrays = Mapping[str, np.ndarray]
 
 PREFIXES = ("params/img/", "params/", "opt/target/")
-_MAX_BLOCKS = 1024  # Stacked in one array, as in some files of big_vision.
 TABLE = "Transformer/posembed_input/pos_embedding"
 
 
@@ -45,8 +43,6 @@ def read_npz(path: StrPath) -> Weights:
     """
     try:
         arrays = npz.read_arrays(Path(path), str(path))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file.") from error
     except UserError as error:
         raise UserError(f"{error} Download it again and compare its size.") from error
     with naming(path):
@@ -82,30 +78,27 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
     if isinstance(model, ResNet):
         if model.config.pixels != RGB8:
             raise UserError(f"an .npz cannot hold a ResNet of {model.config.pixels}; format = safetensors or timm can.")
-        return _arrays(write_model(model.state_dict(), model.config, NAMES["bit"]))
-    layout = layout or ("released" if model.config.pool == "token" else "big_vision")
-    is_big_vision = layout == "big_vision"
-    config, state = as_plain(
-        model,
-        f"an .npz of layout {layout}",
-        pools=("token", "gap", "map") if is_big_vision else ("token",),
-        hybrids=not is_big_vision,
-        representation=True,
-    )
-    arrays = _arrays(write_model(state, config, NAMES[layout]))
-    if not is_big_vision:
-        return arrays
-    if config.pool == "token":  # big_vision adds no position to it
-        positions = arrays["pos_embedding"]
-        arrays |= {"cls": arrays["cls"] + positions[:, :1], "pos_embedding": positions[:, 1:].copy()}
-    return {f"params/{key}": array for key, array in arrays.items()}
-
-
-def _arrays(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        tensors = write_model(model.state_dict(), model.config, NAMES["bit"])
+    else:
+        layout = layout or ("released" if model.config.pool == "token" else "big_vision")
+        is_big_vision = layout == "big_vision"
+        config, state = as_plain(
+            model,
+            f"an .npz of layout {layout}",
+            pools=("token", "gap", "map") if is_big_vision else ("token",),
+            hybrids=not is_big_vision,
+            representation=True,
+        )
+        tensors = write_model(state, config, NAMES[layout])
+        if is_big_vision and config.pool == "token":  # big_vision adds no position to it
+            table = tensors["pos_embedding"]
+            tensors |= {"cls": tensors["cls"] + table[:, :1], "pos_embedding": table[:, 1:].clone()}
+        if is_big_vision:
+            tensors = {f"params/{key}": tensor for key, tensor in tensors.items()}
     return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
-def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _with_known_names(tensors: State) -> tuple[State, list[str]]:
     """(the tensors under the keys of tables.toml, notes)."""
     notes = []
     prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
@@ -122,15 +115,12 @@ def _with_known_names(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], li
             tensors[key] = tensor.flatten()
     stacked = "Transformer/encoderblock/"
     for key in [key for key in tensors if key.startswith(stacked)]:
-        stack = tensors.pop(key)
-        if not (stack.ndim and stack.numel() and len(stack) <= _MAX_BLOCKS):
-            raise UserError(f'"{key}" {tuple(stack.shape)} is not a stack of 1 to {_MAX_BLOCKS} blocks.')
-        for i, tensor in enumerate(stack):
+        for i, tensor in enumerate(tensors.pop(key)):
             tensors[f"Transformer/encoderblock_{i}/{key.removeprefix(stacked)}"] = tensor
     return tensors, notes
 
 
-def _layout(tensors: dict[str, Tensor]) -> Layout:
+def _layout(tensors: State) -> Layout:
     parts = {part for key in tensors for part in key.split("/")}
     if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
         return "released"

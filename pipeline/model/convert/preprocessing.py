@@ -8,16 +8,18 @@ images keep theirs (`Pixels`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import RGB8, PerChannel, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 
 Json = Mapping[str, Any]
+Plain = dict[str, Any]
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # DINOv2 and DeiT III were trained with these.
@@ -39,55 +41,26 @@ class SavedPreprocessing:
     resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] | None = None
 
 
-@dataclass(frozen=True)
-class _Processor:
-    """The fields of preprocessor_config.json that are read."""
-
-    do_center_crop: bool | None = None
-    do_rescale: bool | None = None
-    rescale_factor: float | None = None
-    do_normalize: bool | None = None
-    image_mean: tuple[float, ...] | None = None
-    image_std: tuple[float, ...] | None = None
-    size: Size | None = None
-    crop_size: Size | None = None
-    resample: int | None = None  # Pillow's filters
-
-
-@dataclass(frozen=True)
-class _Pretrained:
-    """The fields of `pretrained_cfg` in timm's config.json that are read."""
-
-    input_size: tuple[int, int, int] | None = None
-    crop_pct: float | None = None
-    crop_mode: str | None = None
-    interpolation: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class _OpenClip:
-    """The fields of `preprocess_cfg` in open_clip_config.json that are read."""
-
-    size: int | list[int] | None = None
-    resize_mode: str = "shortest"
-    interpolation: str = "bicubic"
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-
-
 class Preprocessing(NamedTuple):
-    view: dict[str, Any]  # our settings; {} if unknown
-    mean: tuple[float, ...] = HALF
-    std: tuple[float, ...] = HALF
+    view: Plain  # our settings; {} if unknown
+    mean: PerChannel = HALF
+    std: PerChannel = HALF
 
 
 IMAGENET = Preprocessing({}, IMAGENET_MEAN, IMAGENET_STD)
 CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
 
 
-def saved_pixels(pixels: Pixels) -> dict[str, Any]:
+def field(content: Json, where: str, name: str, kind: Any, default: Any = None) -> Any:
+    """A field of a JSON object, checked against a type; the default if it is missing or null. Raises UserError.
+
+    where: what the object is called in an error.
+    """
+    value = content.get(name)
+    return default if value is None else json_record.convert(value, kind, where, name)
+
+
+def saved_pixels(pixels: Pixels) -> Plain:
     """What is added to config.json of a model of other images than 8-bit RGB, for `pixels_in`; other programs ignore
     it.
     """
@@ -120,22 +93,21 @@ def from_huggingface(processor: Json, is_scaled: bool = False) -> Preprocessing:
 
     Raises UserError for impossible values, and for pixels not scaled to [0, 1].
     """
-    found: _Processor = json_record.convert(processor, _Processor, "preprocessor_config.json")
-    factor = 1 / 255 if found.rescale_factor is None else found.rescale_factor
-    factor = 1.0 if found.do_rescale is False else factor
+    get = partial(field, processor, "preprocessor_config.json")
+    factor = get("rescale_factor", float, 1 / 255) if get("do_rescale", bool, True) else 1.0
     if not is_scaled and not abs(factor * 255 - 1) <= 1e-3:
         raise UserError(f"its images are scaled by {factor:g}; only 1/255 is supported.")
-    mean, std = found.image_mean or HALF, found.image_std or HALF
-    if found.do_normalize is False:
+    mean, std = get("image_mean", PerChannel, HALF), get("image_std", PerChannel, HALF)
+    if not get("do_normalize", bool, True):
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    size = 224 if found.size is None else found.size
+    size = get("size", Size, 224)
     side = _side(size)
-    view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.resample or 2, "antialias")}
-    if found.do_center_crop:
+    view: Plain = {"resize_filter": _FILTERS.get(get("resample", int), "antialias")}
+    if get("do_center_crop", bool):
         # A number, in files of earlier versions such as OpenAI's CLIP, is the short side.
         is_square = isinstance(size, list) or (isinstance(size, dict) and not size.get("shortest_edge"))
         crop = "resize_center" if is_square else "center"
-        view |= {"eval_crop": crop, "eval_resize": side, "image_size": _side(found.crop_size or side)}
+        view |= {"eval_crop": crop, "eval_resize": side, "image_size": _side(get("crop_size", Size, side))}
     else:
         view |= {"eval_crop": "resize", "image_size": side}
     return Preprocessing(view, mean, std)
@@ -143,29 +115,34 @@ def from_huggingface(processor: Json, is_scaled: bool = False) -> Preprocessing:
 
 def from_timm(cfg: Json) -> Preprocessing:
     """The settings in `pretrained_cfg` of timm's config.json. Raises UserError for impossible values."""
-    found: _Pretrained = json_record.convert(cfg, _Pretrained, "config.json: pretrained_cfg")
-    side = found.input_size[1] if found.input_size else 224
-    view: dict[str, Any] = {"resize_filter": _FILTERS.get(found.interpolation or "", "antialias"), "image_size": side}
-    resize = int(side / (0.875 if found.crop_pct is None else found.crop_pct))
-    if (found.crop_mode or "center") == "center":
+    get = partial(field, cfg, "config.json: pretrained_cfg")
+    side = get("input_size", tuple[int, int, int], (3, 224, 224))[1]
+    view = {"resize_filter": _FILTERS.get(get("interpolation", str), "antialias"), "image_size": side}
+    resize, mode = int(side / get("crop_pct", float, 0.875)), get("crop_mode", str, "center")
+    if mode == "center":
         view |= {"eval_crop": "center", "eval_resize": resize}
-    elif found.crop_mode == "squash" and resize > side:
+    elif mode == "squash" and resize > side:
         view |= {"eval_crop": "resize_center", "eval_resize": resize}
     else:
         view |= {"eval_crop": "resize"}
-    return Preprocessing(view, found.mean or IMAGENET_MEAN, found.std or IMAGENET_STD)
+    return Preprocessing(view, get("mean", PerChannel, IMAGENET_MEAN), get("std", PerChannel, IMAGENET_STD))
 
 
 def from_open_clip(cfg: Json) -> Preprocessing:
     """The settings in `preprocess_cfg` of open_clip_config.json. Raises UserError for impossible values."""
-    found: _OpenClip = json_record.convert(cfg, _OpenClip, "open_clip_config.json: preprocess_cfg")
-    side = _side(found.size or 224)
-    crop = {"eval_crop": "center", "eval_resize": side} if found.resize_mode == "shortest" else {"eval_crop": "resize"}
-    view = {"resize_filter": _FILTERS.get(found.interpolation, "antialias"), "image_size": side, **crop}
-    return Preprocessing(view, found.mean or CLIP_MEAN, found.std or CLIP_STD)
+    get = partial(field, cfg, "open_clip_config.json: preprocess_cfg")
+    side = _side(get("size", int | list[int], 224))
+    is_cropped = get("resize_mode", str, "shortest") == "shortest"
+    crop = {"eval_crop": "center", "eval_resize": side} if is_cropped else {"eval_crop": "resize"}
+    view = {
+        "resize_filter": _FILTERS.get(get("interpolation", str, "bicubic"), "antialias"),
+        "image_size": side,
+        **crop,
+    }
+    return Preprocessing(view, get("mean", PerChannel, CLIP_MEAN), get("std", PerChannel, CLIP_STD))
 
 
-def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
+def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> Plain:
     """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size:
     (height, width).
     """
@@ -194,7 +171,7 @@ def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB
     return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
 
 
-def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> dict[str, Any]:
+def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> Plain:
     """The fields of timm's `pretrained_cfg` about images, whose values it scales as `written_scale` says. image_size:
     (height, width).
     """
@@ -265,10 +242,10 @@ def eval_resize(view: Json, image_size: tuple[int, int]) -> int:
 def fold_normalisation(
     weight: Tensor,
     bias: Tensor,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    to_mean: tuple[float, ...] = HALF,
-    to_std: tuple[float, ...] = HALF,
+    mean: PerChannel,
+    std: PerChannel,
+    to_mean: PerChannel = HALF,
+    to_std: PerChannel = HALF,
 ) -> None:
     """Change a patch embedding in place from an input of (x - mean) / std to one of y = (x - to_mean) / to_std, x in
     [0, 1].

@@ -1,20 +1,223 @@
-"""Shared by readers of state dicts: a ViT from tensors under a project's names, and the fields of its files."""
+"""Shared by readers of other projects' files: the configuration that is found in the tensors, and the ViT with it."""
 
+import math
 import re
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import Gelu, ViTConfig
-from pipeline.architecture.pixels import RGB8
+from pipeline.architecture.config import (
+    Config,
+    Gelu,
+    Kernel,
+    Pool,
+    QkvBias,
+    ResNetConfig,
+    Size,
+    ViTConfig,
+    stem_reduction,
+)
+from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.variants import VARIANTS
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.model.convert import mae, preprocessing
-from pipeline.model.convert.layouts import Names, Tensors, Weights, read_model
-from pipeline.model.convert.names import Hints, find_config
-from pipeline.model.convert.preprocessing import Preprocessing
+from pipeline.base.words import counted
+from pipeline.model import position
+from pipeline.model.convert import preprocessing
+from pipeline.model.convert.layouts import NAMES, TABLES, Layout, Names, State, Tensors, Weights, read_model
+from pipeline.model.convert.preprocessing import Plain, Preprocessing
+
+# GELU -> `hidden_act` of Hugging Face's config.json.
+HIDDEN_ACTS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the tensors do not tell: from the configuration file, else the project's defaults."""
+
+    gelu: Gelu
+    layer_norm_eps: float = 1e-6
+    num_heads: int | None = None  # None: from the tensors, else of the named size that they fit
+    image_size: Size | None = None  # None: the grid is square
+    without_table: Literal["none", "sincos2d"] | None = None  # if the file has no positions; None: refused
+    kernel: Kernel = "zoom"  # by which the project resamples positions
+    layer_scale: float = 1.0  # its initial value, if there is LayerScale
+    rope_base: float | None = None
+    rope_side: int | None = None
+    pool: Pool = "token"  # of a model with a class token
+    pixels: Pixels | None = None  # None: 8-bit RGB, or of channels that no file names
+
+
+def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
+    """The configuration, from the tensors' shapes. Contradictions between them are found when the tensors are read."""
+    depth = count_blocks(tensors, names)
+    layout = Layout(names, stem := find_stem(tensors, names))
+
+    def has(*found: str) -> bool:
+        """Whether the file has any of these of our names, in any block for a star."""
+        numbered = (name.replace("*", str(number)) for name in found for number in range(max(depth, 1)))
+        return any(key in tensors for name in numbered for key in layout.keys(name)[:1])
+
+    pool_norm = has("pool_norm.weight", "pool_norm.bias")
+    layout = Layout(names, stem, pool_norm=pool_norm)
+    width, _, patch_size, _ = shape_of(tensors, layout, "patch_embedding.weight", 4)
+    root = "patch_embedding.weight" if stem is None else "stem.root.weight"
+    num_channels = 3 if layout.flax else shape_of(tensors, layout, root, 4)[1]
+    has_pool, has_token, rows = has("pool.probe"), has("class_token"), None
+    if has("positions") or hints.without_table is None:
+        rows = shape_of(tensors, layout, "positions", 2 if names.get("flat") else 3)[-2]
+    if layout.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
+        has_token = True  # and it is missing, which reading the tensors reports
+    up, down = (f"blocks.0.mlp.{name}.weight" for name in ("up", "down"))
+    mlp_width = shape_of(tensors, layout, up, 2)[0] * len(layout.keys(up))
+    gated = mlp_width == 2 * shape_of(tensors, layout, down, 2)[1]
+    mlp_width //= 1 + gated
+    qkv = [layout.keys(f"blocks.{number}.attention.qkv.bias") for number in range(depth)]
+    num_biases = max((sum(tensors[key].numel() for key in keys if key in tensors) for keys in qkv), default=0)
+    biases: dict[int, QkvBias] = {0: "none", 2 * width: "qv"}
+    if layout.flax:
+        num_heads = _flax_heads(tensors, layout.keys("blocks.0.attention.qkv.weight")[0], width)
+    else:
+        num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width, gated)
+    return ViTConfig(
+        registers=shape_of(tensors, layout, "registers", 3)[1] if has("registers") else 0,
+        width=width,
+        depth=depth,
+        mlp_width=mlp_width,
+        num_heads=num_heads,
+        patch_size=patch_size,
+        image_size=_image_size(hints.image_size, patch_size * stem_reduction(stem), layout, rows, has_token),
+        num_classes=shape_of(tensors, layout, "head.weight", 2)[0] if has("head.weight", "head.bias") else 0,
+        representation=has("representation.weight", "representation.bias"),
+        gelu=hints.gelu,
+        pool="map" if has_pool else hints.pool if has_token else "gap",
+        positions="learned" if rows is not None else hints.without_table or "none",
+        stem=stem,
+        layer_norm_eps=hints.layer_norm_eps,
+        kernel=hints.kernel,
+        swiglu=gated,
+        rope_base=hints.rope_base,
+        rope_side=hints.rope_side,
+        pixels=hints.pixels or Pixels.of_unknown(num_channels),
+        layer_scale=hints.layer_scale if has("blocks.*.attention.out.scale") else None,
+        qkv_bias="qkv" if num_biases not in biases or layout.flax else biases[num_biases],
+        out_bias=layout.flax or has("blocks.*.attention.out.bias"),
+        mlp_bias=layout.flax or has("blocks.*.mlp.down.bias"),
+        embedding_norm=has("embedding_norm.weight", "embedding_norm.bias"),
+        qk_norm=has("blocks.*.attention.query_norm.weight"),
+        pool_norm=pool_norm,
+        class_norm=has("class_norm.weight", "class_norm.bias"),
+    )
+
+
+def find_bit(tensors: Tensors, image_size: Size, pixels: Pixels | None = None) -> tuple[ResNetConfig, Names]:
+    """(configuration, names) of a BiT, whose tensors do not tell the image size. Raises UserError for an impossible
+    one.
+    """
+    names = NAMES["bit" if any(key.startswith("resnet/") for key in tensors) else "timm_bit"]
+    layout, units = Layout(names), _count_units(tensors, names)
+    width, channels, *_ = shape_of(tensors, layout, "root.weight", 4)
+    has_head = layout.keys("head.bias")[0] in tensors
+    classes = shape_of(tensors, layout, "head.bias", 1)[0] if has_head else 0
+    pixels = pixels or Pixels.of_unknown(3 if layout.flax else channels)
+    return ResNetConfig(units, width, image_size, classes, pixels=pixels), names
+
+
+def is_bit(tensors: Tensors) -> bool:
+    return any(Layout(NAMES[kind]).keys("root.weight")[0] in tensors for kind in ("bit", "timm_bit"))
+
+
+def find_stem(tensors: Tensors, names: Names) -> tuple[int, ...] | None:
+    """Units of each stage of a hybrid's stem, () for its root alone, or None for a plain ViT."""
+    has_stem = any(key.startswith(("conv_root/", "patch_embed.backbone.")) for key in tensors)
+    return _count_units(tensors, names) if has_stem else None
+
+
+def _count_units(tensors: Tensors, names: Names) -> tuple[int, ...]:
+    pattern = _pattern(names["units"])
+    found = {(int(match[1]), int(match[2])) for key in tensors if (match := re.match(pattern, key))}
+    return tuple(count for _, count in sorted(Counter(stage for stage, _ in found).items()))
+
+
+def count_blocks(tensors: Tensors, names: Names) -> int:
+    return len({match[1] for key in tensors if (match := re.match(_pattern(names["blocks"]), key))})
+
+
+def _pattern(template: str) -> str:
+    """The regular expression of a key's template, a group of digits for each {...} in it."""
+    return r"(\d+)".join(map(re.escape, re.split(r"\{.*?\}", template)))
+
+
+def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tuple[int, ...]:
+    """The shape of one of our parameters, whose rows may be in several tensors: that of the first. Raises UserError."""
+    key = layout.keys(name)[0]
+    if key not in tensors:
+        raise UserError(f'"{key}" is missing; is this a ViT?')
+    shape = found = tuple(tensors[key].shape)
+    if len(found) != num_axes:
+        raise UserError(f'"{key}" should have {num_axes} axes, but is {found}.')
+    if 0 in found and name != "positions":
+        raise UserError(f'"{key}" {found} is empty.')
+    if layout.flax and name.endswith("weight"):
+        shape = (found[3], found[2], *found[:2]) if len(found) == 4 else found[::-1]
+    return shape
+
+
+def _flax_heads(tensors: Tensors, query: str, width: int) -> int:
+    """Number of heads in a Flax file, where they are an axis of the query's kernel."""
+    found = tuple(tensors[query].shape) if query in tensors else ()
+    if len(found) != 3 or math.prod(found[1:]) != width:
+        raise UserError(f'"{query}" should be (D, H, D/H) with D = {width}, but is {found or "missing"}.')
+    return found[1]
+
+
+def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
+    """Number of heads of the named size with these numbers: torch's tensors do not tell it."""
+    known = TABLES["heads"]["gated"] if gated else [*TABLES["heads"]["plain"], *VARIANTS.values()]
+    if heads := next((heads for *size, heads in known if tuple(size) == (width, depth, mlp_width)), 0):
+        return heads
+    raise UserError(
+        f"its tensors do not tell the number of heads, and width {width}, depth {depth}, MLP {mlp_width} is not a known"
+        ' size. Put a config.json beside model.safetensors: {"model_args": {"num_heads": ...}}.'
+    )
+
+
+def _image_size(hint: Size | None, cell: int, layout: Layout, rows: int | None, has_token: bool) -> Size:
+    """(height, width) in pixels: the hint if it fits the table of positions, else that of a square grid.
+
+    cell: side of a patch in pixels. rows: of the table; None: no table, 224 without a hint.
+    """
+    patches = 0 if rows is None else rows - has_token
+    if hint is not None and (rows is None or math.prod(side // cell for side in hint) == patches):
+        return hint
+    if rows is None:
+        return 224 // cell * cell, 224 // cell * cell
+    side = math.isqrt(max(patches, 0))
+    if side == 0 or side * side != patches:
+        token = "a class token and " if has_token else ""
+        key = layout.keys("positions")[0]
+        raise UserError(f'"{key}" has {counted(rows, "row")}, which is not {token}a square grid of patches.')
+    return side * cell, side * cell
+
+
+def sizes_of(config: ViTConfig) -> Plain:
+    """The fields of config.json that all families have."""
+    height, width = config.image_size
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": height if height == width else [height, width],
+        "patch_size": config.patch_size,
+        "num_channels": config.pixels.num_channels,
+    }
+
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf",
@@ -28,11 +231,11 @@ GELUS: dict[str, Gelu] = {
 
 
 def read_vit(
-    tensors: dict[str, Tensor],
+    tensors: State,
     names: Names,
     hints: Hints,
     images: Preprocessing | None,
-    extra: dict[str, Any],
+    extra: Plain,
     notes: list[str],
 ) -> Weights:
     """The ViT with these names. images: None if no file tells how they are normalised. Raises UserError."""
@@ -43,24 +246,38 @@ def read_vit(
     if f"{patch}.bias" not in tensors and f"{patch}.weight" in tensors:
         tensors[f"{patch}.bias"] = torch.zeros(len(tensors[f"{patch}.weight"]))
     config = find_config(tensors, names, hints)
-    state = read_model(tensors, config, names)
+    return with_images(config, read_model(tensors, config, names), images, extra, notes)
+
+
+def with_images(config: Config, state: State, images: Preprocessing | None, extra: Plain, notes: list[str]) -> Weights:
+    """The weights, whose model reads 8-bit RGB in [-1, 1]: another mean and deviation are folded into the patch
+    embedding.
+
+    images: None if no file tells how they are normalised. Raises UserError for a ResNet, whose zero padding prevents
+    the folding.
+    """
     pixels, images = preprocessing.read_by(config.pixels, images)
-    if pixels != RGB8:
-        return Weights(replace(config, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)
-    if images is None:
+    config, is_rgb = replace(config, pixels=pixels), pixels == RGB8
+    if is_rgb and images is None and isinstance(config, ViTConfig):
         images, config = _assumed(config, state, notes)
-    if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
-        if config.has_stem:
-            check_normalisation(images)
+    images = images or Preprocessing({})
+    if is_rgb and (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
+        if isinstance(config, ResNetConfig) or config.has_stem:
+            raise UserError(
+                f"its images have mean {images.mean} and deviation {images.std}; for a ResNet only 0.5 and 0.5 are"
+                " supported."
+            )
         weight, bias = state["patch_embedding.weight"], state["patch_embedding.bias"]
         preprocessing.fold_normalisation(weight, bias, images.mean, images.std)
         notes.append(f"mean {images.mean} and deviation {images.std} of its images folded into the patch embedding")
-    return Weights(config, state, with_view(extra, images), notes, images.mean, images.std)
+    if images.view:
+        extra = {**extra, "preprocessing": images.view}
+    return Weights(config, state, extra, notes, *((images.mean, images.std) if is_rgb else ()))
 
 
-def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> tuple[Preprocessing, ViTConfig]:
+def _assumed(config: ViTConfig, state: State, notes: list[str]) -> tuple[Preprocessing, ViTConfig]:
     """(preprocessing, configuration with the resampling kernel) of the family of a file without image settings."""
-    if config.positions == "learned" and mae.has_fixed_positions(config, state["positions"]):
+    if config.positions == "learned" and _has_fixed_positions(config, state["positions"]):
         family, images, config = (
             "MAE and I-JEPA, by their fixed positions,",
             preprocessing.IMAGENET,
@@ -80,7 +297,19 @@ def _assumed(config: ViTConfig, state: dict[str, Tensor], notes: list[str]) -> t
     return images, config
 
 
-def join(tensors: dict[str, Tensor], parts: tuple[str, ...], joined: str) -> None:
+def _has_fixed_positions(config: ViTConfig, table: Tensor) -> bool:
+    """Whether a table (1, [1 +] N, D) holds the fixed positions of MAE and I-JEPA, which tells their weights from other
+    ViTs.
+
+    Those of MAE's fine-tuned models began there and were trained: they may differ by half of the table's norm.
+    """
+    if config.width % 4:
+        return False
+    expected = position.sincos2d(replace(config, positions="sincos2d_mae"))
+    return table.shape == expected.shape and bool((table - expected).norm() < expected.norm() / 2)
+
+
+def join(tensors: State, parts: tuple[str, ...], joined: str) -> None:
     """Put the rows of several layers of each block into one, in place: such as query, key and value."""
     for key in [key for key in tensors if f".{parts[0]}." in key]:
         keys = [key.replace(f".{parts[0]}.", f".{part}.") for part in parts]
@@ -88,7 +317,7 @@ def join(tensors: dict[str, Tensor], parts: tuple[str, ...], joined: str) -> Non
             tensors[key.replace(f".{parts[0]}.", f".{joined}.")] = torch.cat([tensors.pop(k) for k in keys])
 
 
-def rename(tensors: Tensors, renames: list[tuple[str, str]]) -> dict[str, Tensor]:
+def rename(tensors: Tensors, renames: list[tuple[str, str]]) -> State:
     """The tensors with each pattern in their keys replaced, in order."""
     renamed = {}
     for key, tensor in tensors.items():
@@ -104,25 +333,10 @@ def gelu_of(name: str) -> Gelu:
     return GELUS[name]
 
 
-def pair(name: str, size: int | list[int] | None) -> tuple[int, int] | None:
+def pair(name: str, size: int | list[int] | None) -> Size | None:
     if size is None:
         return None
     sides = [size, size] if isinstance(size, int) else size
     if len(sides) != 2 or not all(1 <= side <= 2**16 for side in sides):
         raise UserError(f"config.json: {name} = {json_record.quoted(size)} must be a side in pixels, or two.")
     return sides[0], sides[1]
-
-
-def with_view(extra: dict[str, Any], images: Preprocessing) -> dict[str, Any]:
-    return {**extra, "preprocessing": images.view} if images.view else extra
-
-
-def check_normalisation(images: Preprocessing) -> None:
-    """Raise UserError for a mean or deviation that is not 0.5: zero padding prevents folding it into a ResNet's
-    kernels.
-    """
-    if (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):
-        raise UserError(
-            f"its images have mean {images.mean} and deviation {images.std}; for a ResNet only 0.5 and 0.5 are"
-            " supported."
-        )

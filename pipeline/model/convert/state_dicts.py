@@ -1,18 +1,16 @@
 """Reads state dicts of other projects: whose names they have, and which tensors a ViT here does not have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.huggingface_format import from_huggingface
-from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, Weights, check_values
-from pipeline.model.convert.names import Hints, is_bit
-from pipeline.model.convert.reading import pair, read_vit
+from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, State, Weights, check_values
+from pipeline.model.convert.reading import Hints, is_bit, pair, read_vit
 from pipeline.model.convert.timm_format import from_timm
 
 # Tensors that are not weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
@@ -28,7 +26,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
 
     Raises UserError naming the key and the shapes, or the feature of the model that is not supported.
     """
-    model_type = json_record.convert(config_files.config.get("model_type"), str | None, "config.json", "model_type")
+    model_type = preprocessing.field(config_files.config, "config.json", "model_type", str)
     if model_type and model_type not in (known := TABLES["huggingface"]["model_types"]):
         raise UserError(
             f'its config.json says model_type = "{model_type[:100]}", which is another architecture or not supported;'
@@ -39,8 +37,6 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items() if not key.endswith(_NO_WEIGHTS)}
     tensors, decoder = mae.split(tensors)
     if decoder:
-        for key, tensor in decoder.items():
-            check_values(key, tensor)
         return mae.with_decoder(from_state_dict(tensors, config_files), decoder, config_files.config)
     kind, tensors = _image_tower(tensors, notes)
     for key, tensor in tensors.items():
@@ -55,7 +51,7 @@ def from_state_dict(tensors: Mapping[str, Tensor], config_files: ConfigFiles) ->
     return from_huggingface(tensors, kind, config_files, notes)
 
 
-def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dict[str, Tensor]]:
+def _image_tower(tensors: State, notes: list[str]) -> tuple[str, State]:
     """-> (kind of names, a key of NAMES; the tensors of the ViT without a prefix). Raises UserError for names of other
     projects.
     """
@@ -67,7 +63,9 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
         if patch is None or (patches[patch] == "open_clip" and "ln_post" not in "".join(tensors)):
             continue
         prefix = key.removesuffix(patch)
-        own = {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if _is_own(k, prefix)}
+        # Of several towers, only that of the prefix and the classifier are of the model for images.
+        of_model = (prefix, "classifier.") if prefix.endswith(_TOWERS) else ""
+        own = {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if k.startswith(of_model)}
         if left := len(tensors) - len(own):
             notes.append(f"{counted(left, 'tensor')} outside of {prefix} left out: not part of the model for images")
         return patches[patch], own
@@ -75,35 +73,12 @@ def _image_tower(tensors: dict[str, Tensor], notes: list[str]) -> tuple[str, dic
     raise UserError(f"its tensors are neither named as timm's nor as Hugging Face's ViT ({some} ...).")
 
 
-def _is_own(key: str, prefix: str) -> bool:
-    """Whether a tensor belongs to the model for images whose keys begin with the prefix; one tower has a prefix or
-    none.
-    """
-    return key.startswith((prefix, "classifier.")) or not prefix.endswith(_TOWERS)
-
-
-@dataclass(frozen=True)
-class _ClipConfig:
-    """The fields of open_clip_config.json that are read."""
-
-    model_cfg: dict = field(default_factory=dict)
-    preprocess_cfg: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _ClipTower:
-    """The fields of `vision_cfg` there that are read."""
-
-    head_width: int | None = None
-    image_size: int | list[int] | None = None
-
-
-def _from_open_clip(tensors: dict[str, Tensor], config_files: ConfigFiles, notes: list[str]) -> Weights:
+def _from_open_clip(tensors: State, config_files: ConfigFiles, notes: list[str]) -> Weights:
     """The model for images of CLIP by open_clip, OpenAI and MetaCLIP."""
-    found: _ClipConfig = json_record.convert(config_files.clip, _ClipConfig, "open_clip_config.json")
-    where = "open_clip_config.json: model_cfg"
-    tower: _ClipTower = json_record.convert(found.model_cfg.get("vision_cfg", {}), _ClipTower, f"{where}.vision_cfg")
-    quick = json_record.convert(found.model_cfg.get("quick_gelu"), bool | None, where, "quick_gelu")
+    where = "open_clip_config.json"
+    get = partial(preprocessing.field, config_files.clip, where)
+    model = partial(preprocessing.field, get("model_cfg", dict, {}), f"{where}: model_cfg")
+    tower = partial(preprocessing.field, model("vision_cfg", dict, {}), f"{where}: model_cfg.vision_cfg")
     if not config_files.clip:
         notes.append(
             "no open_clip_config.json: exact GELU, as LAION's; for OpenAI's and MetaCLIP's, name the file"
@@ -112,14 +87,14 @@ def _from_open_clip(tensors: dict[str, Tensor], config_files: ConfigFiles, notes
         )
     if tensors.pop("proj", None) is not None:
         notes.append("the projection to the space of texts is left out")
-    norm = tensors.get("ln_post.weight")
-    heads = len(norm) // tower.head_width if tower.head_width and norm is not None else None
+    width, norm = tower("head_width", int), tensors.get("ln_post.weight")
     hints = Hints(
-        "quick" if quick else "erf",
+        "quick" if model("quick_gelu", bool) else "erf",
         1e-5,
-        heads,
-        pair("vision_cfg.image_size", tower.image_size),
+        len(norm) // width if width and norm is not None else None,
+        pair("vision_cfg.image_size", tower("image_size", int | list[int])),
         kernel="bicubic_antialias",
     )
-    images = preprocessing.from_open_clip(found.preprocess_cfg) if found.preprocess_cfg else None
+    cfg = get("preprocess_cfg", dict)
+    images = preprocessing.from_open_clip(cfg) if cfg else None
     return read_vit(tensors, NAMES["open_clip"], hints, images, {}, notes)

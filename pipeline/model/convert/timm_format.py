@@ -5,25 +5,41 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from pipeline.architecture.config import Config, Kernel, Pool, ResNetConfig, ViTConfig
-from pipeline.architecture.pixels import RGB8
-from pipeline.architecture.resnets import stem_reduction
+from pipeline.architecture.config import Config, Kernel, Pool, ResNetConfig, Size, ViTConfig, stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
-from pipeline.model.convert.layouts import NAMES, TABLES, Weights, read_model, write_model
-from pipeline.model.convert.names import Hints, find_bit, find_stem, is_bit
-from pipeline.model.convert.plain import as_plain, move_patch_bias
-from pipeline.model.convert.preprocessing import Json, Preprocessing
-from pipeline.model.convert.reading import check_normalisation, gelu_of, join, pair, read_vit, rename, with_view
+from pipeline.model.convert.layouts import (
+    NAMES,
+    TABLES,
+    State,
+    Weights,
+    as_plain,
+    move_patch_bias,
+    read_model,
+    write_model,
+)
+from pipeline.model.convert.preprocessing import Json, Plain, field
+from pipeline.model.convert.reading import (
+    Hints,
+    find_bit,
+    find_stem,
+    gelu_of,
+    is_bit,
+    join,
+    pair,
+    read_vit,
+    rename,
+    with_images,
+)
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -32,9 +48,11 @@ _PUBLISHED = [
     (r"^(register|storage)_tokens$", "reg_token"),
     (r"\.gamma_([12])$", r".ls\1.gamma"),
     (r"attn\.([qv])_bias$", r"attn.\1.bias"),
+    (r"mlp\.w12\.", "mlp.fc1."),
+    (r"mlp\.w3\.", "mlp.fc2."),
 ]
 # Layers of theirs -> the layer with the rows of these.
-_JOINED = {("w1", "w2"): "w12", ("fc1_g", "fc1_x"): "w12", ("q", "v"): "qkv"}
+_JOINED = {("w1", "w2"): "fc1", ("fc1_g", "fc1_x"): "fc1", ("q", "v"): "qkv"}
 # Beginnings of the names of what only pre-training uses: projection heads, DINOv3's norm for small views.
 _LEFT_OUT = ("fc.", "local_cls_norm.")
 
@@ -60,52 +78,21 @@ _ROPES = {
 _BY_TANH = "base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt"
 
 
-@dataclass(frozen=True)
-class _TimmArgs:
-    """The fields of `model_args` in timm's config.json that are read."""
-
-    num_heads: int | None = None
-    img_size: int | list[int] | None = None
-    global_pool: str | None = None
-    act_layer: str | None = None
-    pos_embed: str | None = None
-    init_values: float | None = None
-    rope_type: str | None = None
-    rope_temperature: float | None = None
-    rope_rotate_half: bool | None = None
-    rope_grid_indexing: str | None = None
-    ref_feat_shape: int | list[int] | None = None
-
-
-@dataclass(frozen=True)
-class _TimmConfig:
-    """The fields of timm's config.json that are read."""
-
-    architecture: str | None = None
-    global_pool: str | None = None
-    model_args: _TimmArgs | None = None
-    pretrained_cfg: dict | None = None
-    label_names: list[str] | None = None
-
-
-def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Weights:
+def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     """config: the content of config.json. Raises UserError."""
-    found: _TimmConfig = json_record.convert(config, _TimmConfig, "config.json")
-    args, cfg = found.model_args or _TimmArgs(), found.pretrained_cfg or {}
-    extra: dict[str, Any] = {"classes": found.label_names} if found.label_names else {}
+    get = partial(field, config, "config.json")
+    args = partial(field, get("model_args", dict, {}), "config.json: model_args")
+    classes, cfg = get("label_names", list[str]), get("pretrained_cfg", dict)
+    extra: Plain = {"classes": classes} if classes else {}
     images = preprocessing.from_timm(cfg) if cfg else None
-    size = pair("model_args.img_size", args.img_size or (images.view["image_size"] if images else None))
+    size = pair("model_args.img_size", args("img_size", int | list[int], images and images.view["image_size"]))
     pixels = preprocessing.pixels_in(config)
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
         bit, names = find_bit(tensors, size or (224, 224), pixels)
-        state = read_model(tensors, bit, names)
-        pixels, images = preprocessing.read_by(bit.pixels, images)
-        if images and pixels == RGB8:
-            check_normalisation(images)
-        return Weights(replace(bit, pixels=pixels), state, with_view(extra, images or Preprocessing({})), notes)
+        return with_images(bit, read_model(tensors, bit, names), images, extra, notes)
 
-    name = found.architecture or ""
+    name = architecture = get("architecture", str, "")
     if other := next((part for key, part in TABLES["unsupported_names"].items() if key in name), None):
         raise UserError(f"{name[:100]} has {other}, which is not supported.")
     kernel = _published_kernel(tensors)
@@ -116,24 +103,19 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
             q, _, v = tensors[key].chunk(3)
             tensors[key] = torch.cat([q, v])
         name = name or "dinov3"
-    has_separate = "blocks.0.attn.q_bias" in tensors
+    gates = {f"blocks.0.mlp.{part}.weight" for part in ("w1", "w12", "fc1_g")}
+    if gates & tensors.keys() and {"blocks.0.attn.q_bias", "pos_embed"} <= tensors.keys():
+        name = name or "eva02_"  # no other published model has these three
     tensors = rename(tensors, _PUBLISHED)
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
-    up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
-    if up is not None and down is not None and len(up) == 2 * down.shape[-1]:  # timm's packed SwiGLU
-        tensors = rename(tensors, [(r"mlp\.fc1\.", "mlp.w12.")])
-    is_gated = "blocks.0.mlp.w12.weight" in tensors
-    if is_gated:
-        tensors = rename(tensors, [(r"mlp\.fc2\.", "mlp.w3.")])
-    if is_gated and has_separate and "pos_embed" in tensors:  # no other published model has these three
-        name = name or "eva02_"
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
     rope = _rope_of(name, args)
-    if rope is not None and found.architecture:
+    if rope is not None and architecture:
         kernel = "bicubic_antialias"  # it is a file of timm, though with other names than those of its ViT
 
-    pool = args.global_pool or found.global_pool or "token"
+    pools = args("global_pool", str), get("global_pool", str)
+    pool = pools[0] or pools[1] or "token"
     if pool not in ("token", "map", "avg") and "cls_token" in tensors:
         raise UserError(f"its head reads global_pool = {pool}; only token, avg and map are supported.")
     unused = [key for key in tensors if key.startswith(_LEFT_OUT)]
@@ -144,28 +126,23 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     if any(key.startswith("fc.") for key in unused) and images is None:
         images = preprocessing.IMAGENET
         notes.append("a projection head as MSN's: images taken as normalised by ImageNet's mean")
-    if size is not None:
-        _without_registers_positions(tensors, size)
-    if "cls_token" in tensors and _has_no_class_row(tensors, size):
-        table = tensors["pos_embed"]
-        tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-        notes.append("the class token has no position in the file: zeros")
+    _place_positions(tensors, size, notes)
     if "fc_norm.weight" in tensors and pool == "token" and "cls_token" in tensors:
-        if "token" in (args.global_pool, found.global_pool):  # of one token, so that it is the last norm as well
+        if "token" in pools:  # of one token, so that it is the last norm as well
             tensors = rename(tensors, [(r"^fc_norm\.", "norm.")])
         else:
             pool = "avg"
     activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
     hints = Hints(
-        gelu_of(args.act_layer or activation),
+        gelu_of(args("act_layer", str, activation)),
         1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
-        args.num_heads or (16 if name == "vit_base_patch16_gap_224" else None),
+        args("num_heads", int, 16 if name == "vit_base_patch16_gap_224" else None),
         size,
-        "none" if rope or args.pos_embed in ("none", "") else None,
+        "none" if rope or args("pos_embed", str) in ("none", "") else None,
         kernel,
         rope_base=rope and rope.base,
         rope_side=rope and rope.side,
-        layer_scale=1.0 if args.init_values is None else args.init_values,
+        layer_scale=args("init_values", float, 1.0),
         pool="mean" if pool == "avg" else "token",
         pixels=pixels,
     )
@@ -175,26 +152,25 @@ def from_timm(tensors: dict[str, Tensor], config: Json, notes: list[str]) -> Wei
     return weights
 
 
-def _rope_of(name: str, args: _TimmArgs) -> _Rope | None:
+def _rope_of(name: str, args: Callable[..., Any]) -> _Rope | None:
     """The rotation of timm's model of this name, with these arguments; None if it has none."""
     rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
     if rope is None:
         return None
-    sides = pair("model_args.ref_feat_shape", args.ref_feat_shape)
-    if args.rope_type not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
-        raise UserError(
-            f"its rotation is of the type {args.rope_type or 'cat'}, on a grid of {sides}, which is not supported."
-        )
-    side = sides[0] if sides else 0 if args.rope_type and rope.side is None else rope.side
+    sides, kind = pair("model_args.ref_feat_shape", args("ref_feat_shape", int | list[int])), args("rope_type", str)
+    if kind not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
+        raise UserError(f"its rotation is of the type {kind or 'cat'}, on a grid of {sides}, which is not supported.")
+    side = sides[0] if sides else 0 if kind and rope.side is None else rope.side
+    grid = args("rope_grid_indexing", str)
     return _Rope(
-        args.rope_temperature or rope.base,
-        None if args.rope_type == "dinov3" else side,
-        rope.has_x_first if args.rope_grid_indexing is None else args.rope_grid_indexing == "xy",
-        rope.is_half if args.rope_rotate_half is None else args.rope_rotate_half,
+        args("rope_temperature", float, rope.base),
+        None if kind == "dinov3" else side,
+        grid == "xy" if grid else rope.has_x_first,
+        args("rope_rotate_half", bool, rope.is_half),
     )
 
 
-def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) -> None:
+def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
     """Put the channels of queries and keys that are rotated together half a head apart, in place, and those of y first.
 
     Their order does not change what the attention computes.
@@ -212,7 +188,7 @@ def _exchange_channels(state: dict[str, Tensor], config: Config, rope: _Rope) ->
             state[name] = torch.cat([*turned, parts[-1]])
 
 
-def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
+def _published_kernel(tensors: State) -> Kernel:
     """The kernel of DINOv2 and DeiT III as published, whose files have timm's names; else timm's."""
     last = {key.rpartition(".")[2] for key in tensors}
     # timm's ViT has no mask token, and other names for LayerScale
@@ -220,31 +196,31 @@ def _published_kernel(tensors: dict[str, Tensor]) -> Kernel:
     return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
 
 
-def _without_registers_positions(tensors: dict[str, Tensor], size: tuple[int, int]) -> None:
-    """Move rows of positions that belong to registers into these, in place."""
+def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> None:
+    """Make the table of positions, in place, that of class token and patches: rows of registers are added to these, and
+    the row of a class token that has none is zeros.
+
+    Patches are those of the image size; without one, a class token has no row if the number of rows is a square.
+    """
     table, registers, kernel = (tensors.get(key) for key in ("pos_embed", "reg_token", "patch_embed.proj.weight"))
-    if table is None or registers is None or kernel is None or table.ndim != 3 or registers.ndim != 3:
+    if table is None or kernel is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
         return
-    first, num_registers = int("cls_token" in tensors), registers.shape[1]
-    if table.shape[1] == first + num_registers + math.prod(side // kernel.shape[-1] for side in size):
-        rows = table.split([first, num_registers, table.shape[1] - first - num_registers], dim=1)
-        tensors |= {"reg_token": registers + rows[1], "pos_embed": torch.cat([rows[0], rows[2]], dim=1)}
+    side = kernel.shape[-1] * stem_reduction(find_stem(tensors, NAMES["timm"]))
+    has_token = int("cls_token" in tensors)
+    patches = None if size is None else math.prod(pixels // side for pixels in size)
+    extra = registers.shape[1] if registers is not None and registers.ndim == 3 else 0
+    if patches and extra and table.shape[1] == has_token + extra + patches:
+        token, own, rest = table.split([has_token, extra, patches], dim=1)
+        table = torch.cat([token, rest], dim=1)
+        tensors |= {"reg_token": tensors["reg_token"] + own, "pos_embed": table}
+    rows = table.shape[1]
+    is_square = rows > 1 and math.isqrt(rows) ** 2 == rows
+    if has_token and (rows == patches if patches in (rows, rows - 1) else is_square):
+        tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+        notes.append("the class token has no position in the file: zeros")
 
 
-def _has_no_class_row(tensors: dict[str, Tensor], size: tuple[int, int] | None) -> bool:
-    """Whether timm's table has positions of patches only: by the image size, else if the number of rows is a square."""
-    table, kernel = tensors.get("pos_embed"), tensors["patch_embed.proj.weight"]
-    if table is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
-        return False
-    rows, side = table.shape[1], kernel.shape[-1] * stem_reduction(find_stem(tensors, NAMES["timm"]))
-    if size is not None and rows - (patches := (size[0] // side) * (size[1] // side)) in (0, 1):
-        return rows == patches
-    return rows > 1 and math.isqrt(rows) ** 2 == rows
-
-
-def to_timm(
-    model: VisionTransformer | ResNet, classes: list[str] | None, view: Json
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: Json) -> tuple[State, Plain]:
     """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
 
     Raises UserError for a model that timm does not have.
@@ -269,7 +245,7 @@ def to_timm(
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
 
-def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
+def _vit_to_timm(model: VisionTransformer) -> State:
     """The state dict of timm's ViT. Raises UserError for a model that it cannot hold."""
     holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels", "embedding_norm"}
     pools: tuple[Pool, ...] = ("token", "gap", "map", "mean")
@@ -286,8 +262,7 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
         state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
     if config.embedding_norm:
         move_patch_bias(state, config.num_patches)
-    names = NAMES["timm"] | {"gated.up": "mlp.fc1", "gated.down": "mlp.fc2"}
-    tensors = write_model(state, config, names)
+    tensors = write_model(state, config, NAMES["timm"])
     # timm adds none to the class token of such a model
     if config.registers and config.has_class_token:
         positions = tensors["pos_embed"]
@@ -295,7 +270,7 @@ def _vit_to_timm(model: VisionTransformer) -> dict[str, Tensor]:
     return tensors
 
 
-def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
+def timm_architecture(config: Config) -> tuple[str, Plain]:
     """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
     channels = {"in_chans": config.pixels.num_channels} if config.pixels.num_channels != 3 else {}
     if isinstance(config, ResNetConfig):
@@ -305,7 +280,7 @@ def timm_architecture(config: Config) -> tuple[str, dict[str, Any]]:
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
         return f"resnetv2_{name}_bit", channels
     D, M = config.width, (2 if config.swiglu else 1) * config.mlp_width
-    args: dict[str, Any] = {
+    args: Plain = {
         "img_size": list(config.image_size),
         "patch_size": config.patch_size,
         "embed_dim": D,

@@ -70,9 +70,8 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **adam)
         self.momentum = momentum
         self._pieces: dict[Tensor, list[_Piece]] = {}
-        # Kernels of a flat tensor that a rank holds a part of, as all ranks know them: shape and first element in the
-        # sum.
-        self._cut: dict[Tensor, dict[Kernel, tuple[tuple[int, int], int]]] = {}
+        # Shapes of the kernels of a flat tensor that a rank holds a part of, in the order that all ranks know.
+        self._cut: dict[Tensor, dict[Kernel, tuple[int, int]]] = {}
         # Number and shape of the kernels in a parameter.
         self._kernels = {name: (n, kernel_shape(p, n)) for p, (name, n) in kernels.items()}
         self.lay_out({p: [(name, 0, p.numel(), 0)] for p, (name, _) in kernels.items()}, lambda found: [found])
@@ -87,10 +86,7 @@ class Muon(torch.optim.AdamW):
         }
         cut = [{p.kernel: p.shape for p in pieces if p.length < math.prod(p.shape)} for pieces in self._pieces.values()]
         for flat, *found in zip(self._pieces, *gather(cut), strict=True):
-            at, self._cut[flat] = 0, {}
-            for kernel, shape in sorted({kernel: shape for one in found for kernel, shape in one.items()}.items()):
-                self._cut[flat][kernel] = shape, at
-                at += shape[0] * shape[1]
+            self._cut[flat] = dict(sorted({kernel: shape for one in found for kernel, shape in one.items()}.items()))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -109,7 +105,12 @@ class Muon(torch.optim.AdamW):
             for update in self._updates(flat, group["lr"], group["weight_decay"])
         )
         for batch in _batches(updates):
-            _add(batch)
+            matrices = [update.matrix for update in batch]
+            # One matrix has no third dimension, because a CPU's products of batches have other bits.
+            results = orthogonal(torch.stack(matrices)) if len(batch) > 1 else [orthogonal(matrices[0])]
+            for update, result in zip(batch, results, strict=True):
+                own = result.reshape(-1).narrow(0, update.start, update.weights.numel())
+                update.weights.add_(own, alpha=update.factor)
 
     def _updates(self, flat: Tensor, lr: float, weight_decay: float) -> Iterator[_Update]:
         """Update the momentum, decay the weights, and yield what is to be added to them."""
@@ -137,17 +138,15 @@ class Muon(torch.optim.AdamW):
         """The matrices of which some rank holds a part, from all ranks. Collective if there are any."""
         if not (cut := self._cut[flat]):
             return {}
-        total = direction.new_zeros(sum(rows * columns for (rows, columns), _ in cut.values()))
+        sizes = [math.prod(shape) for shape in cut.values()]
+        total = direction.new_zeros(sum(sizes))
+        parts = dict(zip(cut, total.split(sizes), strict=True))
         for piece in self._pieces[flat]:
             if piece.kernel in cut:
-                total.narrow(0, cut[piece.kernel][1] + piece.start, piece.length).copy_(
-                    direction.narrow(0, piece.offset, piece.length)
-                )
+                own = direction.narrow(0, piece.offset, piece.length)
+                parts[piece.kernel].narrow(0, piece.start, piece.length).copy_(own)
         distributed.all_reduce(total)  # Each element is of one rank, and 0 on the others.
-        return {
-            kernel: total.narrow(0, at, rows * columns).view(rows, columns)
-            for kernel, ((rows, columns), at) in cut.items()
-        }
+        return {kernel: part.view(cut[kernel]) for kernel, part in parts.items()}
 
 
 def _batches(updates: Iterable[_Update]) -> Iterator[list[_Update]]:
@@ -162,16 +161,6 @@ def _batches(updates: Iterable[_Update]) -> Iterator[list[_Update]]:
         if (len(batch) + 1) * shape.numel() > BATCH_ELEMENTS.get(update.matrix.device.type, 0):
             yield waiting.pop(shape)
     yield from waiting.values()
-
-
-def _add(batch: list[_Update]) -> None:
-    """Make the matrices of a batch orthogonal and add them to the weights."""
-    matrices = [update.matrix for update in batch]
-    # One matrix has no third dimension, because a CPU's products of batches have other bits.
-    results = orthogonal(torch.stack(matrices)) if len(batch) > 1 else [orthogonal(matrices[0])]
-    for update, result in zip(batch, results, strict=True):
-        own = result.reshape(-1).narrow(0, update.start, update.weights.numel())
-        update.weights.add_(own, alpha=update.factor)
 
 
 def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) -> Iterable[_Piece]:

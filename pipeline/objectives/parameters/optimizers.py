@@ -145,10 +145,7 @@ def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
     """
     groups = parameter_groups(objective, objective.decayed(), config)
     frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
-    if (
-        all(group["factor"] == 1 and not group["frozen_steps"] and not group["matrices"] for group in groups)
-        and not frozen
-    ):
+    if not frozen and all((g["factor"], g["frozen_steps"], g["matrices"]) == (1, 0, False) for g in groups):
         return []
     end = "" if config.weight_decay_end is None else f" to {config.weight_decay_end:g}"
     return (

@@ -1,5 +1,5 @@
 """Parts of objectives, for any of them to use: sums and gathers over all ranks, a BatchNorm with their statistics,
-heads, masks, published teachers.
+small views, published teachers.
 
 Imports what objectives/ may. Used by estimate/ and objectives/.
 """

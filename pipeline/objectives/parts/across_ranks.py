@@ -27,10 +27,19 @@ def on_meta(count: int) -> Iterator[None]:
 
 def summed(tensor: Tensor) -> Tensor:
     """Returns the sum over ranks, without a gradient. Collective."""
-    total = tensor.detach().clone()
-    if distributed.is_initialized() and not total.is_meta:
-        distributed.all_reduce(total)
-    return total
+    return _reduced(tensor, distributed.ReduceOp.SUM)
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """Returns the maximum over ranks of each element, without a gradient. Collective."""
+    return _reduced(tensor, distributed.ReduceOp.MAX)
+
+
+def _reduced(tensor: Tensor, operation: Any) -> Tensor:
+    found = tensor.detach().clone()
+    if distributed.is_initialized() and not found.is_meta:
+        distributed.all_reduce(found, operation)
+    return found
 
 
 def total(tensor: Tensor) -> Tensor:
@@ -41,14 +50,6 @@ def total(tensor: Tensor) -> Tensor:
     process.
     """
     return _Total.apply(tensor) if distributed.is_initialized() else tensor
-
-
-def largest(tensor: Tensor) -> Tensor:
-    """Returns the maximum over ranks of each element, without a gradient. Collective."""
-    found = tensor.detach().clone()
-    if distributed.is_initialized() and not found.is_meta:
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
-    return found
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -85,6 +86,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        distributed.all_reduce(total)
-        return total.chunk(distributed.get_world_size())[distributed.get_rank()]
+        return summed(gradient).chunk(distributed.get_world_size())[distributed.get_rank()]

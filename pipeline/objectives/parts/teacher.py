@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import PerChannel, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, Model, adapted, build, load, read_weights
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import is_uri
-from pipeline.objectives.objective import Inputs, Objective
+from pipeline.objectives.objective import Facts, Images, Inputs, Objective
 from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
@@ -107,7 +107,7 @@ class TaughtObjective(Objective):
         return Inputs(views, facts if seen is views[0] else facts | {"seen": seen})
 
 
-def seen_by_teacher(views: tuple[Tensor, ...], facts: dict[str, Tensor]) -> Tensor:
+def seen_by_teacher(views: Images, facts: Facts) -> Tensor:
     """The view as the teacher reads it, (B, C, H, W) in the precision of the first view."""
     return facts["seen"].to(views[0].dtype) if "seen" in facts else views[0]
 
@@ -128,7 +128,7 @@ def converted(images: Tensor, own: Pixels, teacher: Pixels) -> Tensor:
     return (share - mean) / std
 
 
-def _columns(device: torch.device, *of_channels: tuple[float, ...]) -> tuple[Tensor, ...]:
+def _columns(device: torch.device, *of_channels: PerChannel) -> tuple[Tensor, ...]:
     """float32 (C, 1, 1) of each tuple of numbers, one for each channel."""
     return tuple(to_device(torch.tensor(numbers), device).view(-1, 1, 1) for numbers in of_channels)
 

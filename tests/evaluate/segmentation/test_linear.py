@@ -15,8 +15,7 @@ from pipeline.base import random_numbers
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.segmentation import linear
-from pipeline.evaluate.segmentation.masks import NO_CLASS
-from pipeline.evaluate.segmentation.pairs import open_pairs, scan
+from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, scan
 from pipeline.settings.run import AugmentConfig
 
 VIEW = AugmentConfig()

@@ -8,7 +8,7 @@ from PIL import Image
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import DecodeError
-from pipeline.evaluate.segmentation.masks import (
+from pipeline.evaluate.segmentation.pairs import (
     NO_CLASS,
     decode_mask,
     find_classes,

@@ -15,8 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.loading.decode import DecodeError, upright
-from pipeline.evaluate.segmentation.masks import NO_CLASS
-from pipeline.evaluate.segmentation.pairs import open_pairs, pair_reader, scan
+from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, pair_reader, scan
 
 BUDGET = BadBudget(0.001)
 

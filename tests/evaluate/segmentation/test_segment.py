@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from block_pairs import COLOURS, Write, settings
+from mlflow.tracking import MlflowClient
 from PIL import Image
 from safetensors import safe_open
 from tiny import make_dataset as make_pixels
@@ -24,6 +25,8 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import run
 from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
 from pipeline.process.outputs import holding_outputs
+from pipeline.review import compare, table
+from pipeline.review.reader import read
 from pipeline.settings.commands.segment import SegmentConfig
 
 
@@ -32,19 +35,21 @@ def command(weights: Path, places: tuple[Path, Path], out: Path, *more: str) -> 
 
 
 @pytest.mark.slow
-def test_from_images_to_masks(
-    write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_from_images_to_mlflow(
+    write_pairs: Write, weights: Path, database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Random features of patches of 4 px tell blocks of three colours apart."""
-    places, out = write_pairs(24), tmp_path / "out"
+    places, out, uri = write_pairs(24), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    (tmp_path / "mlflow.db").write_bytes(database.read_bytes())
     (places[0] / "part.1/1.png").write_bytes(b"no image")
-    scores = run.run(command(weights, places, out, f"apply={places[0]}", "steps=60"))
+    scores = run.run(command(weights, places, out, f"mlflow={uri}", f"apply={places[0]}", "steps=60"))
     assert "part.1/1 cannot be read (no image" in capsys.readouterr().out
     assert scores["miou"] > 0.7
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
     assert list(scores["unreadable_learnt"]) == ["part.1/1"]
-    assert {"head.safetensors", "segmentation.json", "sheet.png"} <= {path.name for path in out.iterdir()}
+    files = {"head.safetensors", "segmentation.json", "sheet.png"}
+    assert files <= {path.name for path in out.iterdir()}
     assert json.loads((out / "segmentation.json").read_text())["miou"] == scores["miou"]
     with safe_open(out / "head.safetensors", "pt") as head:
         assert json.loads(head.metadata()["classes"]) == ["0", "1", "2"]

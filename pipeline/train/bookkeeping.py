@@ -1,0 +1,425 @@
+"""A run in training: what it consists of, and what the loop does beside the step: loss spikes, logging, saving."""
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipeline import model as models
+from pipeline.base import json_record
+from pipeline.base.errors import DivergedError, UserError
+from pipeline.base.metric import Metric
+from pipeline.base.trained_on import TRAINED_ON, TrainedSet
+from pipeline.base.words import counted
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
+from pipeline.checkpoint.store import (
+    Checkpoints,
+    Counts,
+    State,
+    read_state,
+    step_name,
+    step_of,
+    verify,
+)
+from pipeline.checkpoint.writer import Commit
+from pipeline.cluster.status_files import RUN_FOLDER, Ending
+from pipeline.cluster.stop import Stop
+from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.order import batches_before, skip_batches
+from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.retry import Retry
+from pipeline.evaluate.intervals import of_samples
+from pipeline.model import Model
+from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
+from pipeline.monitor.profile import Meter
+from pipeline.monitor.run_page import (
+    RunFacts,
+    WeightsOrigin,
+)
+from pipeline.monitor.system import HostMeter
+from pipeline.monitor.tracking import Tracker
+from pipeline.monitor.watchdog import Watchdog
+from pipeline.process import waits
+from pipeline.process.console import Console, progress_line
+from pipeline.process.distributed import Ranks
+from pipeline.settings import schema
+from pipeline.train.drawing import DrawingProcess
+from pipeline.train.loop import Feed
+from pipeline.train.shown_facts import last_scores
+from pipeline.train.start import Prepared
+
+if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
+    from pipeline.train.evaluators import Evaluator
+    from pipeline.train.zero.engine import Engine
+
+# Settings by dotted name, data and number of ranks, which identify a run.
+Identity = dict[str, Any]
+
+
+@dataclass
+class Progress:
+    """Progress of a run, counted in optimizer steps.
+
+    start: step at which this process started. step: steps completed. saved: step of the last checkpoint handed to the
+    writer.
+    skipped_batches: (step, number) for each rollback after a loss spike: so many batches are skipped before that step.
+    """
+
+    start: int
+    step: int
+    saved: int
+    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
+
+
+class RunCounts:
+    """Continues the counts of a checkpoint, so that a resumed run reports what an undisturbed one would.
+
+    A rank counts without the others; `gather_on_all_ranks` adds up. A rollback takes nothing back: the images of the
+    discarded steps could not be read, and their batches are not read again.
+
+    unreadable: row of the training split -> why it cannot be read. Each row counts once, however often and on whichever
+    rank it was met.
+    """
+
+    def __init__(self, before: Counts, retry: Retry, ranks: Ranks) -> None:
+        """before: of the checkpoint that the run resumes from. retry: counts this rank's retries since this start."""
+        self.retry, self.ranks = retry, ranks
+        self.unreadable = dict(before.unreadable)
+        self.storage_retries = before.storage_retries
+        self._new: dict[int, str] = {}
+        self._retries_counted = 0  # This rank's since this start, included in storage_retries.
+
+    def add(self, batches: Iterable[Batch], reasons: Mapping[int, str]) -> None:
+        """Count the unreadable images of a completed step on this rank. reasons: of all unreadable rows."""
+        for batch in batches:
+            for row in batch.rows[~batch.valid.numpy()].tolist():
+                if row not in self.unreadable:
+                    self._new[row] = reasons[row]
+
+    def gather_on_all_ranks(self) -> None:
+        """Add what all ranks counted since the last call: afterwards the counts are the same on every rank."""
+        retries = self.retry.retries
+        for unreadable, new_retries in self.ranks.gather((self._new, retries - self._retries_counted)):
+            for row, reason in unreadable.items():
+                self.unreadable.setdefault(row, reason)
+            self.storage_retries += new_retries
+        self._new, self._retries_counted = {}, retries
+
+    def to_save(self, loss_spikes: int) -> Counts:
+        """The counts of a checkpoint, as they were last gathered. loss_spikes: so far, the same on every rank."""
+        return Counts(loss_spikes, self.storage_retries, sorted(self.unreadable.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint(Prepared):
+    """Where a run begins, once its ranks have met. identity: settings and data, saved with each checkpoint.
+
+    trained_on: by this run, by those whose weights it began with, and by its teacher, as far as recorded. resumed: the
+    checkpoint to continue, None without one. damaged: names of damaged checkpoints, which do not count as kept ones.
+    state: of the checkpoint. origin: of the weights that a first start begins with. model: not trained yet; the engine
+    loads the checkpoint's tensors.
+    """
+
+    ranks: Ranks
+    stop: Stop
+    console: Console
+    identity: Identity
+    trained_on: Sequence[TrainedSet]
+    checkpoints: Checkpoints
+    resumed: AnyPath | None
+    damaged: set[str]
+    state: State
+    origin: WeightsOrigin | None
+    model: Model
+
+    @property
+    def folder(self) -> Path:
+        return self.stop.folder.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(StartingPoint):
+    """Everything that the training loop uses; made by `set_up`. tracker, drawing: rank 0 only."""
+
+    engine: "Engine"
+    feed: Feed
+    peak_lr: float
+    meter: Meter
+    host_meter: HostMeter
+    spikes: SpikePolicy
+    slow_ranks: SlowRanks
+    collapses: CollapseReports
+    counts: RunCounts
+    watchdog: Watchdog
+    tracker: Tracker | None
+    drawing: DrawingProcess | None
+    saver: Saver
+    progress: Progress
+    evaluators: list["Evaluator"] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ around the step
+    def record_step(self, micro_batches: Sequence[Batch], loss: Tensor) -> None:
+        """Record a completed step. loss: this rank's mean, on the device. Does not synchronise with the device."""
+        self.spikes.add(self.progress.step, loss)
+        self.counts.add(micro_batches, self.feed.loader.bad)
+        self.meter.step(self.plan.global_batch)
+        self.console.advance()
+        self.saver.check_writer()
+
+    def rolled_back_after_spikes_on_all_ranks(self) -> bool:
+        """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
+
+        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike
+        and skips the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is
+        exceeded.
+        """
+        config, console, progress = self.config, self.console, self.progress
+        engine, spikes, tracker = self.engine, self.spikes, self.tracker
+        lines, roll_back_before = spikes.react()
+        for line in lines:
+            console.say(line)
+        if engine.skipped_steps > config.train.max_skipped_steps:
+            raise DivergedError(
+                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient"
+                f" or a loss that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
+                " optimizer.lr, use a longer schedule.warmup or engine.precision=fp32, or raise the budget."
+            )
+        if roll_back_before is None:
+            return False
+        with self.meter.paused():
+            self.saver.wait()
+            with waits.waiting(
+                "an earlier checkpoint to be read", 60 * config.commit_minutes, "checkpoint.wait_minutes"
+            ):
+                state = self._go_back_on_all_ranks(roll_back_before)
+        if state is None:
+            return False
+        progress.skipped_batches[:] = skip_batches(progress.skipped_batches, state.step, progress.step)
+        if len(progress.skipped_batches) > config.health.max_rollbacks:
+            raise DivergedError(
+                f"the loss has jumped {counted(len(progress.skipped_batches), 'time')}, more than health.max_rollbacks"
+                f" = {config.health.max_rollbacks} allows to go back for. Lower optimizer.lr, or raise"
+                " health.spike_sigma."
+            )
+        spikes.forget(state.losses)
+        progress.step = progress.saved = state.step
+        for line in tracker.go_back(state.step) if tracker else []:
+            console.say(line)
+        return True
+
+    def _go_back_on_all_ranks(self, spike: int) -> State | None:
+        """Load the newest intact checkpoint before step `spike` and remove later ones. Returns its state, or None.
+
+        No save may be in flight.
+        """
+        ranks, checkpoints = self.ranks, self.checkpoints
+        for path in ranks.on_main(checkpoints.candidates):
+            if step_of(path) < spike and not any(ranks.gather(verify(path, ranks.rank, ranks.world_size))):
+                state = read_state(path)
+                # From here on, a killed run must not resume from a checkpoint after the spike.
+                ranks.on_main(partial(checkpoints.remove_after, step_of(path)))
+                self.engine.load(ShardedTensors.open(path), state.engine)
+                self.console.say(f"back to {path}, continuing with the data after the spike")
+                return state
+        self.console.say("no checkpoint before the spike to roll back to: continuing")
+        return None
+
+    # ------------------------------------------------------------------ log, save
+    def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
+        """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable
+        samples.
+        """
+        plan, ranks, counts, progress = self.plan, self.ranks, self.counts, self.progress
+        engine, loader, saver = self.engine, self.feed.loader, self.saver
+        counts.gather_on_all_ranks()
+        num_bad = len(counts.unreadable)
+        batches_seen = batches_before(progress.step, progress.skipped_batches)
+        logged = {name: ranks.mean(value) for name, value in values.items()}
+        metrics = {
+            "loss": ranks.mean(loss),
+            **logged,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **self.meter.read(),
+            "epoch": self.feed.epochs(batches_seen),
+            "skipped_steps": engine.skipped_steps,
+            "loss_spikes": self.spikes.num_spikes,
+            "bad_samples": num_bad,
+            "storage_retries": counts.storage_retries,
+            **saver.read(),
+            **self.host_meter.read_on_all_ranks(),
+        }
+        collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
+        if collapse:
+            metrics["collapse"] = 1
+        declared = engine.objective.values(self.config)
+        shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
+        self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
+        lines = self.collapses.changed("loss", progress.step, collapse)
+        for line in lines + self.slow_ranks.changed(self.meter.own_seconds):
+            self.console.say(line)
+        if self.tracker:
+            self.tracker.log(progress.step, metrics)
+        saver.check()
+        self.stop.committed(saver.committed_step, saver.longest)
+        # The limit is for all ranks and starts together; each loader knows only its own.
+        if num_bad > loader.max_bad and (text := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):
+            raise UserError(text)
+
+    def save_on_all_ranks(self, keep: bool = False) -> None:
+        """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""
+        step = self.progress.step
+        self.watchdog.at(step, "checkpoint")
+        self.damaged.discard(step_name(step))  # It is overwritten.
+        self.counts.gather_on_all_ranks()
+        with self.engine.clock.host("checkpoint"):
+            self.saver.save(step, self.engine.part(), self._commit(keep))
+        self.progress.saved = step
+
+    def save_before_stop_on_all_ranks(self) -> None:
+        """Save this step, unless a loss spike since the last save is to be rolled back.
+
+        Then the last checkpoint stays the newest, and a resumed run trains to the spike again and rolls back: the
+        outcome is that of a run that was not stopped.
+        """
+        progress, console = self.progress, self.console
+        self.counts.gather_on_all_ranks()
+        if progress.step == progress.saved:
+            return
+        lines, roll_back_before = self.spikes.react()
+        for line in lines:
+            console.say(line)
+        if roll_back_before is None or not progress.saved:
+            self.save_on_all_ranks()
+            return
+        console.say(
+            f"step {progress.step:,} is not saved: the resumed run trains from step {progress.saved:,} to the spike"
+            " again, to roll back"
+        )
+        progress.step = progress.saved
+
+    def _commit(self, keep: bool) -> Commit | None:
+        """Content of a checkpoint other than tensors; None except on rank 0."""
+        if not self.ranks.is_main:
+            return None
+        config, dataset, progress = self.config, self.data.dataset, self.progress
+        engine, spikes = self.engine, self.spikes
+        model = engine.objective.backbone.config
+        trained_on = [asdict(one) for one in self.trained_on]
+        state = {
+            "step": progress.step,
+            "samples_seen": progress.step * config.train.global_batch,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "engine": asdict(engine.counters()),
+            "model": model.to_dict(),
+            "identity": self.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},
+            "losses": list(spikes.scores.recent),
+            "left_out": progress.skipped_batches,
+            "counts": asdict(self.counts.to_save(spikes.num_spikes)),
+            TRAINED_ON: trained_on,
+        }
+        preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
+        extra = {
+            "classes": dataset.classes,
+            "preprocessing": preprocessing,
+            "loss": engine.objective.loss_kind or config.train.loss,
+            TRAINED_ON: trained_on,
+            "run": config.name,
+            "step": progress.step,
+        }
+        if dataset.class_names != dataset.classes:
+            extra["class_names"] = dataset.class_names
+        split = self.data.split
+        if isinstance(split, MixedSplit) and split.class_maps:
+            extra["class_maps"] = split.class_maps
+        extra |= engine.objective.extra()
+        metadata = models.safetensors_metadata(model, extra)
+        return Commit(state, engine.shapes, metadata, config.checkpoint.keep, sorted(self.damaged), keep)
+
+    # ------------------------------------------------------------------ the end
+    def report_bad_samples_on_all_ranks(self) -> None:
+        """Print a line for each sample that could not be read on any rank since the run's first start."""
+        self.counts.gather_on_all_ranks()
+        bad = self.counts.unreadable
+        for row, key in zip(sorted(bad), self.data.split.keys(sorted(bad)), strict=True):
+            self.console.say(f"left out {key}: {bad[row]}")
+
+    def close(self, is_finished: bool) -> None:
+        """End threads and processes."""
+        self.watchdog.close()
+        self.console.close_bar()
+        self.feed.loader.close()
+        self.saver.close()
+        if self.drawing:
+            self.drawing.end(last=is_finished and self.progress.step > self.progress.start)
+        waits.say_with(None)  # The console was this run's.
+
+    def show_end(self, how: Ending, reason: str) -> None:
+        """Show on the run's page how this start ended."""
+        if (tracker := self.tracker) is None:
+            return
+        step = self.progress.step
+        status, outcome = "FAILED", f"{how} after step {step:,}: {reason}"
+        if how == "finished":
+            status, outcome = "FINISHED", f"finished, but {reason}" if reason else how
+        elif how == "stopped":
+            status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
+        told = self._result(tracker.facts, status, outcome)
+        tracker.finish(status, how != "finished", outcome, told, self.collapses.first)
+
+    def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
+        """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
+        plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
+        table = [
+            "| | planned | done |",
+            "|---|---|---|",
+            f"| steps | {plan.steps:,} | {step:,} |",
+            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
+            "| exaFLOPs | {:.4g} | {:.4g} |".format(*(facts.axes(n).get("exaflops", 0.0) for n in (plan.steps, step))),
+        ]
+        # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
+        # line.
+        until = ""
+        if status == "FAILED":
+            bad, until = bad | self.feed.loader.bad, ", up to the last log line"
+        counts = {
+            "steps skipped": self.engine.skipped_steps,
+            "loss spikes": self.spikes.num_spikes,
+            "rollbacks": len(self.progress.skipped_batches),
+            "unreadable images": len(bad),
+            "storage retries": self.counts.storage_retries,
+        }
+        warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+        warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
+        warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
+        found = "; ".join([outcome, *last_scores(self.folder, facts)])
+        lines = [f"**Result**: {found}. {warned}{until}.", "\n".join(table)]
+        if meter.total_seconds:
+            lines.append(
+                f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
+            )
+        return "\n\n".join(lines)
+
+    def caveats(self) -> str:
+        """Warnings about a finished run: most steps were skipped, or its score may be chance; "" without any."""
+        skipped, step, num_classes = self.engine.skipped_steps, self.progress.step, self.data.dataset.num_classes
+        told = []
+        if 2 * skipped > step:
+            told.append(
+                f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped:"
+                " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
+            )
+        scores = json_record.read_or_none(self.folder / "scores.json", dict[str, Any]) or {}
+        count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
+        if top1 is not None and count and scores["step"] == step and of_samples(top1, count).low <= 1 / num_classes < 1:
+            told.append(
+                f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
+            )
+        return "; ".join(told)
