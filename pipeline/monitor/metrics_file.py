@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,23 +47,19 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
-    lines, logged, num_later, num_damaged = list[bytes](), dict[str, float](), 0, 0
+    lines, logged, removed = list[bytes](), dict[str, float](), Counter[str]()
     for line in old:
         record = parse_line(line)
         if record is None:
-            num_damaged += bool(line.strip())
+            removed["damaged lines"] += 1
         elif record.step > last_step:
-            num_later += 1
+            removed[f"records after step {last_step:,}, from which the run continues"] += 1
         else:
-            lines.append(line if line.endswith(b"\n") else line + b"\n")
+            lines.append(line.rstrip(b"\n") + b"\n")
             logged |= record.metrics if record.step == last_step else {}
     if lines != old:
         write_text(path, b"".join(lines).decode())
-    counts = {
-        f"records after step {last_step:,}, from which the run continues": num_later,
-        "damaged lines": num_damaged,
-    }
-    return logged, [f"{path}: removed {count:,} {what}" for what, count in counts.items() if count]
+    return logged, [f"{path}: removed {count:,} {what}" for what, count in removed.items()]
 
 
 def open_to_append(path: Path) -> BinaryIO:

@@ -11,7 +11,6 @@ artifacts are a run folder, and launch/track_sync.py can make the whole MLflow r
 store.
 """
 
-import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -120,17 +119,13 @@ class PageFolder:
 
 
 def describe(description: str, starts: tuple[Start, ...]) -> str:
-    """The description of a run, with what ended its earlier starts, and which hosts went or came. Markdown."""
+    """The description of a run, with what ended its earlier starts, and which settings changed. Markdown."""
     lines = []
-    for before, start in itertools.pairwise(starts):
-        if why := [f"the start before was {start.before}"] * bool(start.before) + [start.changed] * bool(start.changed):
-            parts = [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time)), f"from step {start.step:,}"]
-            for word, hosts in (
-                ("without", {*before.hosts} - {*start.hosts}),
-                ("with", {*start.hosts} - {*before.hosts}),
-            ):
-                parts += [f"{word} {', '.join(sorted(hosts))}"] * bool(hosts)
-            lines.append(f"- {', '.join(parts)}: {'; '.join(why)}")
+    for start in starts[1:]:
+        before = f"the start before was {start.before}" if start.before else ""
+        if why := "; ".join(filter(None, (before, start.changed))):
+            at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
+            lines.append(f"- {at}, from step {start.step:,}: {why}")
     if not lines:
         return description
     title = f"**Started {counted(len(starts), 'time')}**"

@@ -1,9 +1,7 @@
 """What the MLflow page of a run shows beside its curves: kind, source, data sets, parents. Needs no MLflow."""
 
 import contextlib
-import getpass
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -13,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from pipeline.base.metric import Metric, metric_of
 from pipeline.base.trained_on import TRAINED_BY
@@ -250,7 +250,7 @@ def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
     program = "/".join(Path(sys.argv[0]).resolve().parts[-2:])  # As one would type it: launch/pretrain.py.
     return {
-        "mlflow.user": _user(),
+        "mlflow.user": psutil.Process().username(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
         "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
         "mlflow.source.type": "LOCAL",
@@ -285,10 +285,3 @@ def installed_packages() -> list[str]:
     """
     folders = {found.stem for path in sys.path for found in Path(path).glob("*.dist-info")}
     return sorted((folder.replace("-", "==", 1) for folder in folders), key=str.lower)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # A user ID without a name, as in many containers.
-        return str(os.getuid())

@@ -41,25 +41,26 @@ class HostMeter:
         now, counters = time.monotonic(), _counters()
         self._last = now, counters
         seconds = max(now - then, 1e-3)
-        rates = {name: max(0, count - before.get(name, count)) / seconds / 1e6 for name, count in counters.items()}
         memory = psutil.virtual_memory()
         return {
             "cpu_percent": psutil.cpu_percent(None),
             "memory_percent": memory.percent,
             "memory_gib": (memory.total - memory.available) / 2**30,
-            **{f"{name}_mb_per_second": rate for name, rate in rates.items()},
+            **{
+                f"{name}_mb_per_second": max(0, count - before.get(name, count)) / seconds / 1e6
+                for name, count in counters.items()
+            },
             **_gpus(),
         }
 
 
 def by_host(readings: dict[str, dict[str, float]]) -> dict[str, float]:
     """Metrics of the readings of each host. readings: host -> name -> value."""
-    if len(readings) == 1:
-        return {f"system/{name}": value for reading in readings.values() for name, value in reading.items()}
     if len(readings) <= _MAX_HOSTS:
-        return {f"system/{host}/{name}": value for host, reading in readings.items() for name, value in reading.items()}
+        places = {host: f"system/{host}/" if len(readings) > 1 else "system/" for host in readings}
+        return {places[host] + name: value for host, reading in readings.items() for name, value in reading.items()}
     metrics = {}
-    for name in {name for reading in readings.values() for name in reading}:
+    for name in dict.fromkeys(name for reading in readings.values() for name in reading):
         values = [reading[name] for reading in readings.values() if name in reading]
         metrics |= {f"system/mean/{name}": statistics.fmean(values), f"system/max/{name}": max(values)}
     return metrics
@@ -85,29 +86,30 @@ def _gpus() -> dict[str, float]:
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return {}
         # Structures of nvml.h: percent of the time (GPU, memory); bytes (total, free, used); milliwatts.
-        busy = _of_each(nvml, count.value, nvml.nvmlDeviceGetUtilizationRates, ctypes.c_uint * 2)
-        memory = _of_each(nvml, count.value, nvml.nvmlDeviceGetMemoryInfo, ctypes.c_ulonglong * 3)
-        power = _of_each(nvml, count.value, nvml.nvmlDeviceGetPowerUsage, ctypes.c_uint * 1)
+        busy = _sums(nvml, count.value, nvml.nvmlDeviceGetUtilizationRates, ctypes.c_uint * 2)
+        memory = _sums(nvml, count.value, nvml.nvmlDeviceGetMemoryInfo, ctypes.c_ulonglong * 3)
+        power = _sums(nvml, count.value, nvml.nvmlDeviceGetPowerUsage, ctypes.c_uint * 1)
     except (OSError, AttributeError):  # No driver, or one without these functions.
         return {}
     found = {}
     if busy:
-        found["gpu_percent"] = sum(gpu for gpu, _ in busy) / len(busy)
+        found["gpu_percent"] = busy[0] / count.value
     if memory:
-        found["gpu_memory_percent"] = 100 * sum(used for *_, used in memory) / sum(total for total, *_ in memory)
+        found["gpu_memory_percent"] = 100 * memory[2] / memory[0]
     if power:
-        found["gpu_watts"] = sum(milliwatts for (milliwatts,) in power) / 1e3
+        found["gpu_watts"] = power[0] / 1e3
     return found
 
 
-def _of_each(nvml: ctypes.CDLL, count: int, read: Callable[..., int], kind: Callable[[], Any]) -> list[Any]:
-    """What an NVML function writes for each GPU; empty if it fails for any, as for the use of a GPU with MIG."""
+def _sums(nvml: ctypes.CDLL, count: int, read: Callable[..., int], kind: Callable[[], Any]) -> list[int]:
+    """The sum over GPUs of each number that an NVML function writes; empty if it fails for any, as for the use of a GPU
+    with MIG.
+    """
     values = []
     for index in range(count):
         handle, value = ctypes.c_void_p(), kind()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
-            return []
-        if read(handle, ctypes.byref(value)):
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+        if failed or read(handle, ctypes.byref(value)):
             return []
         values.append(value)
-    return values
+    return [sum(numbers) for numbers in zip(*values, strict=True)]

@@ -23,6 +23,8 @@ from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, source_tag
 from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
 
+_TIMING = ExportTiming()
+
 
 class Tracker:
     """Writes metrics to `<folder>/metrics.jsonl` and exports the folder. For rank 0 only.
@@ -40,8 +42,8 @@ class Tracker:
         folder: Path,
         facts: RunFacts,
         start: int | None = None,
-        timing: ExportTiming | None = None,
-        find_models: FindModels | None = None,
+        timing: ExportTiming = _TIMING,
+        find_models: FindModels = lambda ended: [],
         began: Start | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,8 +154,8 @@ def exports_of(
     out: Path,
     folder: Path,
     facts: RunFacts,
-    timing: ExportTiming | None = None,
-    find_models: FindModels | None = None,
+    timing: ExportTiming = _TIMING,
+    find_models: FindModels = lambda ended: [],
 ) -> list[FolderExport]:
     """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see
     Tracker.
@@ -166,11 +168,10 @@ def exports_of(
         beside = database.parent if (database := sqlite_file(uri)) else out
         is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
         artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
-        find = find_models or (lambda ended: [])
-        exporters.append(MlflowExporter(artifacts, replace(config, uri=uri), facts, folder, find))
+        exporters.append(MlflowExporter(artifacts, replace(config, uri=uri), facts, folder, find_models))
     if config.tensorboard:
         exporters.append(TensorBoardExporter(folder, facts))
-    return [FolderExport(folder, exporter, facts, timing or ExportTiming()) for exporter in exporters]
+    return [FolderExport(folder, exporter, facts, timing) for exporter in exporters]
 
 
 def default_uri(out: Path) -> str:

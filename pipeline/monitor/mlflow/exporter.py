@@ -319,7 +319,6 @@ def dataset_inputs(datasets: Iterable[DatasetFacts]) -> list[Any]:
     inputs = []
     for facts in datasets:
         kind = facts.source.partition("://")[0] if "://" in facts.source else "local"
-        labels = {"labels": f"int64, {facts.num_classes} classes"} if facts.num_classes else {}
         profile = {
             "num_samples": facts.num_samples,
             "num_classes": facts.num_classes,
@@ -331,7 +330,6 @@ def dataset_inputs(datasets: Iterable[DatasetFacts]) -> list[Any]:
             facts.digest[:36],
             kind,
             json.dumps({"uri": facts.source}),
-            schema=json.dumps({"image": "bytes", **labels}),
             profile=json.dumps(profile),
         )
         tags = {"mlflow.data.context": facts.context}

@@ -64,9 +64,9 @@ def weights_path(
                 os.replace(download_artifacts(there, dst_path=own, tracking_uri=uri), file)
         except Exception as error:  # Whatever the server, its client or the disk raises.
             raise UserError(
-                f"{weights}: its weights are not in {path} (of step {model.params.get('step', '?')}, SHA-256"
-                f" {sha256[:16]}...), and were not uploaded, or cannot be downloaded. Run this where that folder is, or"
-                f" train with track.upload_weights=true. MLflow says: {one_line(error)}"
+                f"{weights}: its weights, of step {model.params.get('step')}, are not in {path}, and were not"
+                " uploaded, or cannot be downloaded. Run this where that folder is, or train with"
+                f" track.upload_weights=true. MLflow: {one_line(error)}"
             ) from None
     with open(file, "rb") as stream:
         if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
@@ -108,13 +108,12 @@ def _model_id(client: Any, uri: str) -> str:
     name = name.strip("/")
     if scheme == "runs":
         experiment = client.get_run(name).info.experiment_id
-        newest = [{"field_name": "creation_timestamp", "ascending": False}]
-        found = client.search_logged_models([experiment], f"source_run_id = '{name}'", order_by=newest)
+        found = client.search_logged_models([experiment], f"source_run_id = '{name}'")
         if not found:
             raise UserError(f"{uri} has no logged model: only kept, best and last checkpoints are.")
-        best = ["best" in model.tags.get("roles", "") for model in found]
-        steps = [int(model.params.get("step", 0)) for model in found]
-        return max(zip(best, steps, (model.model_id for model in found), strict=True))[-1]
+        return max(
+            found, key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0)))
+        ).model_id
     if "@" in name:
         version = client.get_model_version_by_alias(*name.rsplit("@", 1))
     elif "/" in name:
