@@ -135,9 +135,9 @@ def ask(host: str, question: dict[str, Any]) -> dict[str, Any]:
         # A host's shell may print before it, as a greeting in ~/.bashrc does, also without a new line.
         line = next((found for line in process.stdout if (found := line.partition(_ANSWER)[2])), b"")
         if line:
-            found = json_record.parse(line, dict[str, Any], f"the answer of {host}")
-            _try_port(found["addresses"], found["port"])
-            return found
+            answered = json_record.parse(line, dict[str, Any], f"the answer of {host}")
+            _try_port(answered["addresses"], answered["port"])
+            return answered
         lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
         if process.returncode == _TIMED_OUT:
             lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]

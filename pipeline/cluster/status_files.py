@@ -189,7 +189,7 @@ def refuse_checkpoint_of_another(path: object, then: Mapping[str, Any], now: Map
     path: of the checkpoint. then, now: settings by dotted name, of the run that made it and of this one.
     """
     own = Path(str(now.get("out", "")), str(now.get("name", "")))
-    other = Path(str(then.get(RUN_FOLDER) or Path(str(then.get("out", "")), str(then.get("name", "")))))
+    other = Path(str(then.get(RUN_FOLDER, "")))
     is_there = os.path.exists(other / SETTINGS_FILE)  # Else it was moved, and this run is it.
     if now.get("checkpoint.folder") and is_there and not (own.exists() and other.samefile(own)):
         raise UserError(

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from pipeline.base.errors import (
@@ -98,7 +98,7 @@ class Stop:
             for number in _SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue  # Under nohup the run outlives its terminal.
-                self._before[number] = signal.signal(number, _ignore)
+                self._before[number] = signal.signal(number, lambda number, frame: None)
                 signal.siginterrupt(number, False)
         self._closed = False
         # Shows how the run ended to those who follow it: called with the ending and its reason. Rank 0 of a run sets
@@ -439,7 +439,3 @@ def _spread() -> None:
 
 def _code(how: Ending) -> int:
     return 1 if how == "failed" else 2
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass

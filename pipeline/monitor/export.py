@@ -28,8 +28,8 @@ from pipeline.process.waits import waiting
 # Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
 Scores = dict[int, dict[str, tuple[float, int]]]
 _METRICS_PER_REQUEST = 500
-# Seconds between looks at the checkpoints, and after which a file that keeps changing is uploaded again.
-_LOOK_AT_MODELS, _UPLOAD_AGAIN = 60.0, 300.0
+# Seconds between looks at files and checkpoints, unless there are new scores.
+_LOOK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ class FolderExport:
         self._lock = threading.RLock()
         self._num_rewrites = self._offset = 0
         self._scores: Scores = {}
-        self._uploaded_at: dict[str, float] = {}
         self._warned = set[Path]()
-        self._next_models = 0.0
+        self._next_look = 0.0
         self._is_connected = self._is_complete = self._has_new_scores = False
         self._end: End | None = None
         self._give_up = 0.0  # When the end of the run stops waiting.
@@ -221,10 +220,10 @@ class FolderExport:
         self._send_points()
         if end:  # First: little time may be left.
             self.exporter.finish(end)
-        self._is_complete = self._send_files(final=end is not None)
-        if end or self._has_new_scores or time.monotonic() >= self._next_models:
+        if end or self._has_new_scores or time.monotonic() >= self._next_look:
+            self._is_complete = self._send_files(final=end is not None)
             self.exporter.show_models(self._scores, end is not None)
-            self._has_new_scores, self._next_models = False, time.monotonic() + _LOOK_AT_MODELS
+            self._has_new_scores, self._next_look = False, time.monotonic() + _LOOK_SECONDS
 
     def _send_points(self) -> None:
         while True:
@@ -275,8 +274,7 @@ class FolderExport:
             try:
                 found = path.stat()
                 version = f"{found.st_size} bytes, {found.st_mtime_ns} ns"
-                waits = not final and time.monotonic() - self._uploaded_at.get(name, -1e9) < _UPLOAD_AGAIN
-                if waits or version == self.sent.files.get(name):
+                if version == self.sent.files.get(name):
                     continue
                 self.exporter.upload(path, name)
             except FileNotFoundError:  # It was just removed.
@@ -289,7 +287,6 @@ class FolderExport:
                     warn(f"{path} cannot be sent to {self.exporter.title} ({error}); it is tried again.")
                 complete = False
                 continue
-            self._uploaded_at[name] = time.monotonic()
             self._update(files={**self.sent.files, name: version})
         return complete
 

@@ -59,7 +59,7 @@ def by_host(readings: dict[str, dict[str, float]]) -> dict[str, float]:
     if len(readings) <= _MAX_HOSTS:
         places = {host: f"system/{host}/" if len(readings) > 1 else "system/" for host in readings}
         return {places[host] + name: value for host, reading in readings.items() for name, value in reading.items()}
-    metrics = {}
+    metrics = dict[str, float]()
     for name in dict.fromkeys(name for reading in readings.values() for name in reading):
         values = [reading[name] for reading in readings.values() if name in reading]
         metrics |= {f"system/mean/{name}": statistics.fmean(values), f"system/max/{name}": max(values)}

@@ -447,7 +447,8 @@ def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path,
         leave_behind(run, "finetune", 0.5)
         return objectives.flat_settings(run.config)
 
-    then, now = settings("a", 0.1), settings("b", 0.2)
+    then = settings("a", 0.1) | {RUN_FOLDER: f"{tmp_path}/a/lr-0.1"}
+    now = settings("b", 0.2)
     step = tmp_path / "large" / "lr-0.1" / "step-00000004"
     step.mkdir(parents=True)
     (step / "state.json").write_text(json.dumps({"format": FORMAT, **asdict(State(4, then, engine=Counters(4, 4, 0)))}))
@@ -456,7 +457,7 @@ def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path,
     )
     with pytest.raises(UserError, match=refused):
         setup._compare(step, now, 12)
-    relative = then | {"out": "runs", RUN_FOLDER: f"{tmp_path}/a/lr-0.1"}  # Its `out` began in another folder.
+    relative = then | {"out": "runs"}  # Its `out` began in another folder.
     with pytest.raises(UserError, match=refused):
         refuse_checkpoint_of_another(step, relative, now | {"out": "runs"})
     (tmp_path / "link").symlink_to(tmp_path / "a")

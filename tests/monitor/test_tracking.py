@@ -168,7 +168,7 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 
 def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = start(out, timing=ExportTiming(poll=300, retry=(0.05,) * 3, finish=300))
-    until(lambda: tracker._exports[0]._next_models)  # The store has answered, and the thread waits.
+    until(lambda: tracker._exports[0]._next_look)  # The store has answered, and the thread waits.
     exporter, failures = tracker._exports[0].exporter, [ConnectionError("busy"), ConnectionError("busy")]
     send = exporter.log
 

@@ -120,15 +120,15 @@ def run_tasks(
             except Exception as error:
                 # With on_failure, all errors but a UserError.
                 is_retried = isinstance(error, LostError) or not (on_failure is None or isinstance(error, UserError))
-                pause = next(pauses, None) if is_retried else None
-                if pause is not None:
+                if is_retried and (pause := next(pauses, None)) is not None:
                     on_retry(_in_one_line(error))
                     in_flight[remote.remote(argument, pause)] = index, argument, pauses
-                elif on_failure is None:
-                    raise _final_error(error) from None
-                else:
-                    on_failure(index, _in_one_line(_final_error(error)))
-                    start_more()
+                    continue
+                final = _final_error(error)
+                if on_failure is None:
+                    raise final from None
+                on_failure(index, _in_one_line(final))
+                start_more()
                 continue
             start_more()
             yield index, result

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -80,7 +79,6 @@ class MlflowExporter(Exporter):
         self.find_models = find_models
         self.refused = set[str]()  # What will never arrive in this store.
         self.client: Any = None
-        self._started = round(time.time() * 1000)  # MLflow's import and a fresh store take seconds.
 
     def connect(self) -> None:
         sent, update = self.sent, self.update
@@ -95,7 +93,7 @@ class MlflowExporter(Exporter):
         starts = self.page.starts()
         if run is None:
             found = client.search_runs([self.experiment_id], f"tags.{KEY_TAG} = '{sent.key}'", max_results=1)
-            started = round(1000 * starts[0].time) if starts else self._started
+            started = round(1000 * starts[0].time) if starts else None
             run = (
                 found[0]
                 if found
@@ -143,17 +141,14 @@ class MlflowExporter(Exporter):
 
     def _tags_of(self, records: Sequence[Record]) -> dict[str, str]:
         """The tags that show in the list of runs how far this one is, how good, and whether points follow twice."""
-        tags = {}
-        if self.facts.steps and records:
-            step = max(record.step for record in records)
+        tags, step = {}, records[-1].step
+        if self.facts.steps:
             tags["progress"] = f"{step / self.facts.steps:.0%} ({step:,} of {counted(self.facts.steps, 'step')})"
         for record in records:
             if (name := self.facts.score_among(record.metrics.keys())) in record.metrics:
                 tags[SCORE] = self.facts.score_in_words(name, record.metrics[name])
         if back := self.sent.rollbacks:
-            tags["rollbacks"] = (
-                f"went back to step {', '.join(f'{step:,}' for step in back)}: points of later steps follow again"
-            )
+            tags["rollbacks"] = f"went back to step {', '.join(map(str, back))}: points of later steps follow again"
         return tags
 
     def upload(self, path: Path, name: str) -> None:
@@ -251,8 +246,8 @@ class MlflowExporter(Exporter):
             best, sign = found.tags if found else measured, self.facts.metric(of).sign
             if any(best.get(key) != text for key, text in measured.items()):
                 warn(
-                    f"registered model {name}: `best` stays at {best.get('run')}, whose score ({best.get('score_name')}"
-                    f" on data {best.get('score_data')}) cannot be compared with {of} on {measured['score_data']}."
+                    f"registered model {name}: `best` stays at {best.get('run')}, whose {best.get('score_name')} cannot"
+                    f" be compared with {of} of {self.facts.name}, or is on other data."
                 )
             elif not sign * score <= sign * float(best.get("score", "nan")):
                 client.set_registered_model_alias(name, "best", version)
