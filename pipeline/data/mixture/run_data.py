@@ -336,5 +336,5 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
                 f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"
                 f" {alone[0]!r}"
             )
-    classes = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
-    return replace(own, info=own.info | classes), together, notes
+    of_all = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
+    return replace(own, info=own.info | of_all), together, notes

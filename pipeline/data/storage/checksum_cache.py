@@ -53,7 +53,7 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
 def digest_of(path: AnyPath, algorithm: Callable = hashlib.sha256) -> str:
     """Hex checksum of a file, which is read. Raises FileNotFoundError."""
     with path.open("rb", _CHUNK) as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]
 
 
 def _proof(name: bytes, path: AnyPath, digest: str) -> bytes:
