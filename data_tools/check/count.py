@@ -60,7 +60,7 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[ShardMix]]:
     counts, tables = {}, {}
     for split in dataset.splits:
         columns = ["labels", "width", "height", "size", "ext"]
-        rows = tables[split] = pa.concat_tables(dataset.table(split, verify=False).read(columns))
+        rows = tables[split] = pa.concat_tables(dataset.table(split).read(columns))
         width, height, size = (rows[name].to_numpy() for name in ("width", "height", "size"))
         counts[split] = SplitCounts(
             _class_counts(rows, dataset.num_classes),

@@ -104,22 +104,17 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     """Returns what is wrong with the manifest, its samples (None if they are not the file that was written), and the
     folders of damaged memory-mapped indexes, which training makes again when they are removed.
     """
-    details = []
-    for name, sha256 in dataset.info["files"].items():
-        path = dataset.path / name
-        if not path.exists() or manifest.file_sha256(path) != sha256:
-            details.append(f"{name} is missing, or not the file that {INFO} was written with")
-    is_whole = not any(detail.startswith(SAMPLES_FILE) for detail in details)
+    wrong_tables = dataset.damaged_tables()
+    details = [f"{name} is missing, or not the file that {INFO} was written with" for name in wrong_tables]
+    is_whole = SAMPLES_FILE not in wrong_tables
     found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
     if found != dataset.fingerprint:
         details.append(f"shards and classes have fingerprint {found}, not that of {INFO}")
     damaged = []
     for split in dataset.splits if is_whole else ():
-        for place in dataset.index_places():
-            index = place / dataset.index_name(split)
-            wrong = mapped_index.damage(index)
-            if wrong is not None:
-                details.append(f"{index} is damaged ({wrong}); it was removed, and is made again when it is needed")
+        for index in dataset.index_folders(split):
+            if index.exists() and mapped_index.map_index(index, remember=False) is None:
+                details.append(f"{index} is damaged; it was removed, and is made again when it is needed")
                 damaged.append(index)
     return details, open_parquet(dataset.path / SAMPLES_FILE) if is_whole else None, damaged
 

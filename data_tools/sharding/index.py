@@ -317,7 +317,7 @@ def _finish(
         unread.update(done.left_out)
     of_kept = [shard for _, shard in kept]
     dataset = write_dataset(out, of_kept, tables, classes, about, settings, pixels=pixels, left_out=unread)
-    of_splits = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
+    of_splits = {split: dataset.table(split).groups() for split in dataset.splits if group_pattern}
     for line in (*describe_groups(of_splits), *describe_left_out(unread)):
         print(line)
     return dataset
@@ -332,7 +332,7 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
             f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when"
             f" {finished.path / INFO} was written. Put back what was there, or remove {INFO} and index again."
         )
-    if not finished.is_intact():
+    if finished.damaged_tables():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
 
 

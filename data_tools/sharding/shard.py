@@ -48,7 +48,7 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.storage.atomic import read_bytes, replacing, write_files
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import ShardConfig
@@ -136,7 +136,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 " out."
             )
         check_range(pixels, config.values)
-        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
+        known = {shard.name: shard for shard in finished.shards()} if finished and not finished.damaged_tables() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
         if to_compare or not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)  # Kept until all samples have been compared.
@@ -357,7 +357,7 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
 def _unfinished(out: AnyPath) -> dict[str, Any] | None:
     """The record of an unfinished job. Raises UserError for foreign files and a damaged record."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return json_record.parse(read_bytes(out / PARTS / PLAN), dict[str, Any], str(out / PARTS / PLAN))
+        return json_record.parse((out / PARTS / PLAN).read_bytes(), dict[str, Any], str(out / PARTS / PLAN))
     # A job killed while listing leaves progress.json, but no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
     if foreign := sorted(name for name in names if not name.startswith(".")):

@@ -26,11 +26,12 @@ from data_tools.sources.split_files import PARTS
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
+from pipeline.data.dataset.manifest import ROWS, Shard
 from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
-from pipeline.data.storage.atomic import read_bytes, replacing
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
 
@@ -140,7 +141,7 @@ def write_part(path: AnyPath, table: pa.Table, about: Any) -> None:
 
 def load_part(path: AnyPath, kind: type[T]) -> T | None:
     """The metadata of a part file as `kind`; None if the file is missing or damaged."""
-    data = read_bytes(path) if path.exists() else b""
+    data = path.read_bytes() if path.exists() else b""
     if content_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:
         return None
     return json_record.parse(_rows(data).schema.metadata[b"part"], kind, str(path))
@@ -148,7 +149,7 @@ def load_part(path: AnyPath, kind: type[T]) -> T | None:
 
 def read_rows(path: AnyPath) -> pa.Table:
     """The rows of a part file."""
-    return _rows(read_bytes(path)).replace_schema_metadata(None)
+    return _rows(path.read_bytes()).replace_schema_metadata(None)
 
 
 def _rows(part: bytes) -> pa.Table:
@@ -301,7 +302,7 @@ def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     # Objects are not changed in place: an equal ETag proves the content without reading it.
     if etag and _etag(path) == etag:
         return True
-    return file_sha256(path) == shard.sha256
+    return digest_of(path) == shard.sha256
 
 
 def _etag(path: AnyPath) -> str:

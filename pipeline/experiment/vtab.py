@@ -27,8 +27,9 @@ from pipeline.base.trained_on import not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
-from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
+from pipeline.data.dataset.manifest import INFO, Dataset, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
@@ -148,7 +149,7 @@ class Sweep(Experiment):
         self.folder, self.uri, self.named = folder, uri, config.weights
         self.datasets, self.missing = _open_datasets(config)
         file = files.find_file(Path(config.weights)).absolute()
-        self.sha256 = file_sha256(file)
+        self.sha256 = digest_of(file)
         self.config = config = replace(config, weights=str(file), data=str(Path(config.data).absolute()))
         self.tasks = [task for task in TASKS if task.name in self.datasets]
         for task in self.tasks:
