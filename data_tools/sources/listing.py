@@ -92,11 +92,6 @@ class SourceImage(NamedTuple):
     page: int
     files: list[Place | None]
 
-    @property
-    def path(self) -> str:
-        """Of its first file."""
-        return next(filter(None, self.files))[0]
-
 
 @dataclass(frozen=True)
 class Listing:
