@@ -69,7 +69,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
     with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, checked in tasks:
-            findings.append(checked.findings)
+            findings.append(findings_table(checked.findings))
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
             unread.update(checked.left_out)
             progress.add(shards[number].samples, checked.bytes)

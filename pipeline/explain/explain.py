@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import DPI
+from pipeline.base.gallery import DPI, Tile
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -179,16 +180,17 @@ def _draw_images(
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
     _, shown = read_shown(config, loaded, split, rows)
-    captions = [_caption(pictures, row) for row in rows.tolist()]
+    captions = [[_caption(pictures, row)] for row in rows.tolist()]
+    inputs = list(map(Tile, shown, captions))
     numbers["images"] = split.keys(rows)
 
     drawn, model = Drawn(), loaded.model
     if isinstance(model, VisionTransformer) and wanted & _ATTENTION_DRAWINGS:
         attention = compute_attention(model, loaded.images(pixels), config.batch)
         if "attention" in wanted:
-            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, shown, captions)
+            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
         if "rollout" in wanted:
-            drawn["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
+            drawn["rollout"] = galleries.draw_rollout(attention, model.config, inputs)
         if "distance" in wanted:
             averaged = attention.distances[:_NUM_AVERAGED]
             mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
@@ -197,13 +199,13 @@ def _draw_images(
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
     if isinstance(model, VisionTransformer) and "components" in wanted:
         found = patch_components(model, loaded.images(few), config.batch)
-        drawn["components"] = galleries.draw_components(found, model.config, shown, captions)
+        drawn["components"] = galleries.draw_components(found, model.config, inputs)
         numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)
         painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
-        originals = to_rgb(few.numpy(), loaded.pixels)
-        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals, captions)
+        originals = list(map(Tile, to_rgb(few.numpy(), loaded.pixels), captions))
+        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals)
         numbers["reconstruction_losses"] = painted.losses.tolist()
     if "predictions" in wanted:
         chosen = np.sort(order[:_NUM_PREDICTED])
@@ -225,18 +227,16 @@ def _draw_predictions(
     predictions = predict_all(config, loaded, split, num_top=1)
     print_unreadable(predictions.problems, split.keys, "not predicted")
     true, predicted = outcomes(predictions, split)
-    confidence = predictions.probabilities[:, 0]
-    known = np.flatnonzero(predictions.readable & (true >= 0))
-    if len(known):
-        right = (true == predicted)[known]
-        rows = known[galleries.order_by_mistake(right, confidence[known], _NUM_PREDICTIONS)]
-        note = galleries.note_on_mistakes(right)
-        numbers["predictions"] = {"images": len(known), "wrong": int((~right).sum())}
-    else:
-        readable = np.flatnonzero(predictions.readable)
-        rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
-        note = "The true classes are not known. The most confident first."
-    _, pixels = read_shown(config, loaded, split, rows)
+    known = (true >= 0) & (predicted >= 0)
+    if known.any():
+        wrong = known & (true != predicted)
+        numbers["predictions"] = {"images": int(known.sum()), "wrong": int(wrong.sum())}
     return galleries.draw_predictions(
-        pixels, true[rows], predicted[rows], names, confidence[rows], note, loaded.image_size
+        true,
+        predicted,
+        predictions.probabilities[:, 0],
+        names,
+        _NUM_PREDICTIONS,
+        loaded.image_size,
+        partial(read_shown, config, loaded, split),
     )
