@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import each_sample, outcomes
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
@@ -78,7 +77,13 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     hold(folder)
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
     numbers: dict[str, Any] = {"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()}
-    drawn = _draw_weights(loaded, wanted, numbers)
+    drawn = Drawn()
+    if "filters" in wanted:
+        filters = principal_filters(loaded.model)
+        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
+        numbers["filter_variance_shares"] = filters.shares.tolist()
+    if "positions" in wanted:
+        drawn["positions"] = galleries.draw_positions(position_similarity(cast(VisionTransformer, loaded.model)))
     if wanted & _IMAGE_DRAWINGS:
         drawn |= _draw_images(config, loaded, mae, wanted, numbers)
 
@@ -123,7 +128,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     why_not: dict[str, str] = {}
     if mae is None:
         why_not["reconstruction"] = "these weights hold no decoder of MAE"
-    elif mae.backbone.config.image_size != loaded.model.config.image_size:
+    elif mae.backbone.config.image_size != model.config.image_size:
         why_not["reconstruction"] = f"its decoder paints images of {ImageSize.parse(mae.backbone.config.image_size)} px"
     if not config.images:
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
@@ -146,21 +151,6 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     return {name for name in config.draw or DRAWINGS if name not in why_not}
 
 
-def _draw_weights(loaded: LoadedModel, wanted: set[str], numbers: dict[str, Any]) -> Drawn:
-    """The drawings that need no images."""
-    drawn, model = Drawn(), loaded.model
-    if "filters" in wanted:
-        filters = principal_filters(model)
-        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
-        numbers["filter_variance_shares"] = filters.shares.tolist()
-    if "positions" in wanted:
-        assert isinstance(model, VisionTransformer), "others have no tokens"
-        similarity = position_similarity(model)
-        assert similarity is not None
-        drawn["positions"] = galleries.draw_positions(similarity)
-    return drawn
-
-
 def _draw_images(
     config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, wanted: set[str], numbers: dict[str, Any]
 ) -> Drawn:
@@ -180,12 +170,13 @@ def _draw_images(
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
     _, shown = read_shown(config, loaded, split, rows)
-    captions = [[_caption(pictures, row)] for row in rows.tolist()]
+    numbers["images"] = keys = split.keys(rows)
+    labels = pictures.labels(rows)
+    captions = [[label or PurePosixPath(key).stem] for label, key in zip(labels, keys, strict=True)]
     inputs = list(map(Tile, shown, captions))
-    numbers["images"] = split.keys(rows)
 
-    drawn, model = Drawn(), loaded.model
-    if isinstance(model, VisionTransformer) and wanted & _ATTENTION_DRAWINGS:
+    drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.
+    if wanted & _ATTENTION_DRAWINGS:
         attention = compute_attention(model, loaded.images(pixels), config.batch)
         if "attention" in wanted:
             drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
@@ -197,7 +188,7 @@ def _draw_images(
             title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
             drawn["distance"] = galleries.draw_distances(mean, uniform, title)
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
-    if isinstance(model, VisionTransformer) and "components" in wanted:
+    if "components" in wanted:
         found = patch_components(model, loaded.images(few), config.batch)
         drawn["components"] = galleries.draw_components(found, model.config, inputs)
         numbers["component_variance_shares"] = found.shares.tolist()
@@ -212,12 +203,6 @@ def _draw_images(
         known = pictures.true_classes(names).split.only(chosen)
         drawn["predictions"] = _draw_predictions(config, loaded, known, names, numbers)
     return drawn
-
-
-def _caption(pictures: AdhocSplit, row: int) -> str:
-    """The true class if it is known, else the name of the file."""
-    labels = pictures.split.labels_of(row)
-    return pictures.label_names[labels[0]] if len(labels) else PurePosixPath(pictures.split.keys([row])[0]).stem
 
 
 def _draw_predictions(

@@ -40,16 +40,11 @@ def draw_attention(
     """
     maps, layers, heads = choose_maps(attention, layer, head)
     is_matrix = len(layers) > 1 and len(heads) > 1
-
-    def label(of_layer: str, of_head: str) -> str:
-        """Only what differs between the maps."""
-        return ", ".join(name for name, names in ((of_layer, layers), (of_head, heads)) if len(names) > 1)
-
     of_images = []
     for i, image in enumerate(inputs):
         tiles = [
             [
-                Tile(overlay(image.pixels, maps[i, j, k].numpy(), config), [label(of_layer, of_head)])
+                Tile(overlay(image.pixels, maps[i, j, k].numpy(), config), [of_layer, of_head])
                 for k, of_head in enumerate(heads)
             ]
             for j, of_layer in enumerate(layers)
@@ -59,12 +54,10 @@ def draw_attention(
     pages = {f"attention-{number}": rows for number, rows in enumerate(of_images, start=1)}
     if not is_matrix:
         pages = {"attention": [line for rows in of_images for line in rows]}
-    common = ", ".join(names[0] for names in (layers, heads) if len(names) == 1)
-    note = f"{common[:1].upper()}{common[1:]}. {_OWN_SCALE}" if common else _OWN_SCALE
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
     if POOLING in layers:
         title = f"Attention of the pool's query{'; of blocks, the mean of all patches' if len(layers) > 1 else ''}"
-    return {name: gallery(rows, title, note, bar="attention") for name, rows in pages.items()}
+    return {name: gallery(rows, title, _OWN_SCALE, bar="attention") for name, rows in pages.items()}
 
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:
@@ -216,14 +209,11 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * len(distances)), 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(blocks, distances, "o", markersize=4, color=MAP(0.5), alpha=0.6)
-    axes.plot(blocks, distances.mean(1), color="black", linewidth=1, label="mean of heads")
-    axes.axhline(uniform, color=GREY, linestyle="--", linewidth=1, label="uniform attention")
-    axes.set_xlabel("block", fontsize=TEXT)
-    axes.set_ylabel("mean attention distance (pixels)", fontsize=TEXT)
-    axes.tick_params(labelsize=SMALL)
+    axes.plot(blocks, distances.mean(1), color="black", label="mean of heads")
+    axes.axhline(uniform, color=GREY, linestyle="--", label="uniform attention")
+    axes.set(xlabel="block", ylabel="mean attention distance (pixels)", ylim=(0, 1.25 * max(uniform, distances.max())))
     style_axes(axes)
-    axes.set_title(title, fontsize=TITLE, weight="bold", parse_math=False)
-    axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
+    figure.suptitle(title, fontsize=TITLE, weight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.
     axes.legend(fontsize=SMALL, frameon=False, loc="upper left", ncols=3)
     return figure
