@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, 
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_lines
 from pipeline.experiment.published import PAPER
-from pipeline.experiment.rate_figures import draw_rates_of_groups
-from pipeline.experiment.score_table import TITLES, column_as_published, column_of, unpublished_warning
+from pipeline.experiment.rate_figures import draw_rates, rates_of_groups
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -50,6 +49,7 @@ from pipeline.experiment.vtab_cell import (
     view_of,
     warmup_steps,
 )
+from pipeline.experiment.vtab_report import TITLES, column_as_published, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
@@ -65,24 +65,6 @@ from pipeline.settings.schema import Fact, facts_of, without_effect
 CELLS = "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a cell returns: accuracy in [0, 1] of num_images. diverged: step by which the loss was non-finite; with
-    accuracy 0 the setting is not chosen. The fields after steps say what was chosen, as far as the method has them.
-    """
-
-    accuracy: float
-    num_images: int
-    steps: int | None
-    val_accuracy: float | None = None
-    l2: float | None = None
-    neighbours: int | None = None
-    loss: float | None = None
-    diverged: int | None = None
-    seconds: float = 0.0
-    device: str = ""
 
 
 def run(config: VtabConfig) -> dict[str, Any] | None:
@@ -262,19 +244,19 @@ class Sweep(Experiment):
         }
         row = Row(spec.name, spec.group, spec.seed, settings=settings, **spec.facts)
         try:
-            found = json_record.read(self._file_of(spec), _Outcome)
+            found = json_record.read(self._file_of(spec), dict[str, Any])
         except FileNotFoundError:
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        chosen = {name: getattr(found, name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
+        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
         return replace(
             row,
             state="done",
-            scores={"accuracy": found.accuracy},
-            num_test={"accuracy": found.num_images},
-            loss=found.loss,
-            hours=found.seconds / 3600,
+            scores={"accuracy": found["accuracy"]},
+            num_test={"accuracy": found["num_images"]},
+            loss=found.get("loss"),
+            hours=found["seconds"] / 3600,
             settings=settings | {name: value for name, value in chosen.items() if value is not None},
         )
 
@@ -320,7 +302,10 @@ class Sweep(Experiment):
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
         searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
-        rates = [draw_rates_of_groups(searched)] if len({row.settings["learning_rate"] for row in searched}) > 1 else []
+        rates = []
+        if len({row.settings["learning_rate"] for row in searched}) > 1:
+            about = "the best of the other settings; a cell that diverged counts as 0"
+            rates = [draw_rates(rates_of_groups(searched), about)]
         answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
             answer.files |= vtab_report.page([column, *map(column_as_published, PAPER)], rates)
@@ -474,7 +459,7 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
     """The copies in all of config.pretrained_on together, as `_contamination`. trained: (fingerprint, split) -> name,
     as far as known.
     """
-    copies, used = list[dict[str, int]](), list[tuple[str, str]]()
+    copies: dict[tuple[str, str], dict[str, int]] = {}
     for name in sweep.config.pretrained_on:
         place, named = location_and_split(name)
         try:
@@ -483,14 +468,11 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
             raise UserError(
                 f"{to_path(place) / DEDUP_REPORT} is missing. Make it with launch/dedup.py data={place} against=..."
             ) from None
-        known = [split for digest, split in trained if digest == report.data.fingerprint]
-        one = report.data.fingerprint, named or next(iter(known), "train")
+        digest = report.data.fingerprint
+        one = digest, named or next((split for of, split in trained if of == digest), "train")
         if trained and one not in trained:
             listed = ", ".join(f"{title}:{split}" for (_, split), title in trained.items())
             raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
-        if one in used:
-            raise UserError(f"pretrained_on names {name} twice.")
-        used.append(one)
         if not (is_searched := report.data.is_split(one[1])):
             print(
                 f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
@@ -499,11 +481,12 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
                 flush=True,
             )
         tests = report.against if report.marked and is_searched else []
-        copies.append({part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")})
-    if left := [f"{name}:{split}" for (digest, split), name in trained.items() if (digest, split) not in used]:
+        copies[one] = {part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")}
+    if left := [f"{name}:{one[1]}" for one, name in trained.items() if one not in copies]:
         raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
     digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
+    found = copies.values()
     return {
-        task: sum(of[digest] for of in copies) if all(digest in of for of in copies) else None
+        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
         for task, digest in digests.items()
     }
