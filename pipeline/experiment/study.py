@@ -30,7 +30,7 @@ from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec, settings_of
-from pipeline.experiment.table import Row, StudyResults, unit_of
+from pipeline.experiment.table import Row, StudyResults
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
@@ -187,7 +187,6 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cells_table(results: StudyResults) -> Table:
-    size, unit = results.compute_unit
     names = list(dict.fromkeys([results.score, *(name for cell in results.cells for name in cell.scores)]))
     rows = [
         (
@@ -196,7 +195,7 @@ def _cells_table(results: StudyResults) -> Table:
             f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
             f"{cell.data_size:,}",
-            f"{cell.exaflops / size:.3g}",
+            f"{cell.exaflops:.3g}",
             f"{cell.steps:,}",
             f"{cell.images_seen:,}",
             f"{cell.parameters:,}",
@@ -204,7 +203,7 @@ def _cells_table(results: StudyResults) -> Table:
         )
         for cell in results.cells
     ]
-    last = ("training images", unit, "steps", "images seen", "parameters", "hours")
+    last = ("training images", "exaFLOPs", "steps", "images seen", "parameters", "hours")
     return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
@@ -291,17 +290,15 @@ def _cells_of(
     built = _starting_model(first, data, config.out)
     flops = objectives.training_flops(first, built)
     stem = f"{model.name}-n{len(data.split.parts[0])}" if config.data_sizes else model.name
-    lengths = [(str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths]
-    for label, steps in (
-        *((f"{budget:g}EF", round(budget * EXA / (flops * batch))) for budget in config.budgets),
-        *((f"{minutes:g}min", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
-    ):
-        if not steps:
+    lengths = {str(length).replace(" ", "_").replace("%", "pc"): str(length) for length in config.lengths}
+    fixed = {f"{budget:g}EF": budget * EXA / (flops * batch) for budget in config.budgets}
+    fixed |= {f"{minutes:g}min": minutes * 60 * model.speed / batch for minutes in config.minutes}
+    for label, steps in fixed.items():
+        if not round(steps):
             raise UserError(f"{label} is less than one step of model {model.name}: give it more.")
-        lengths.append((label, f"{steps} steps"))
-
+        lengths[label] = f"{round(steps)} steps"
     found = []
-    for label, length in lengths or [("", str(first.train.length))]:
+    for label, length in (lengths or {"": str(first.train.length)}).items():
         name = "-".join(filter(None, [stem, label, f"seed{seed}"]))
         named, command = [*common, f"name={name}"], "finetune" if first.init.weights else "pretrain"
         try:
@@ -436,18 +433,17 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
             before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
             notes.append(
                 f"{model.name} starts from {model.weights}, "
-                + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
+                + (
+                    f"pre-trained for {compute / EXA:.4g} exaFLOPs{before}."
+                    if compute
+                    else "whose pre-training is not known."
+                )
             )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
+    notes.append(f"Models without weights train for {found[longest] / EXA:.4g} exaFLOPs more, those of {longest}.")
     return found[longest]
-
-
-def _in_words(flops: float) -> str:
-    size, unit = unit_of(flops / EXA)
-    return f"{flops / EXA / size:.4g} {unit}"
 
 
 def compute_of_runs(weights: Path) -> list[float]:

@@ -148,15 +148,18 @@ class Sweep(Experiment):
         self.contamination = _contamination(self, weights.extra)
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
-        settings = settings_of(protocol)
-        # The cells that choose a task's setting; none if the protocol has only one.
-        is_searched, seed = config.method == "finetune" and len(settings) > 1, config.seeds[0]
-        self.searches = {
-            task.name: [self._cell(task, "search", setting, seed) for setting in settings] if is_searched else []
+        stage, settings, seeds = "final", settings_of(protocol), config.seeds
+        if config.method != "finetune":  # A probe draws nothing.
+            stage, settings, seeds = "probe", [None], [0]
+        tried = settings if len(settings) > 1 else []
+        searches = [self._cell(task, "search", setting, seeds[0]) for task in self.tasks for setting in tried]
+        # The chosen setting may be unknown yet, but not the number of final cells.
+        finals = [
+            self._cell(task, stage, settings[0], seed, choose=partial(self._choose, task, seed) if tried else None)
             for task in self.tasks
-        }
-        finals = [cell for task in self.tasks for cell in self.finals(task)]
-        self.specs = [*itertools.chain.from_iterable(self.searches.values()), *finals]
+            for seed in seeds
+        ]
+        self.specs = [*searches, *finals]
 
     # ---------------------------------------------------------------- cells
     def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, **more: Any) -> VtabCell:
@@ -175,25 +178,11 @@ class Sweep(Experiment):
         }
         return VtabCell(task, stage, setting, seed, dataset.fingerprint, facts=facts, **more)
 
-    def finals(self, task: Task) -> list[VtabCell]:
-        """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which
-        draws nothing.
-        """
-        if self.config.method != "finetune":
-            return [self._cell(task, "probe", None, 0)]
-        # The chosen setting may be unknown yet, but not the number of final cells.
-        any_setting = settings_of(self.config.protocol)[0]
-        choose = self._choose if self.searches[task.name] else None
-        return [
-            self._cell(task, "final", any_setting, seed, choose=choose and partial(choose, task, seed))
-            for seed in self.config.seeds
-        ]
-
     def _choose(self, task: Task, seed: int, rows: Mapping[str, Row]) -> VtabCell | None:
         """The final cell with the setting that is best on val200; None while an outcome of the search is missing. Ties
         go to the lower rate, the shorter run, the lower weight decay.
         """
-        cells = self.searches[task.name]
+        cells = [cell for cell in self.specs if cell.stage == "search" and cell.task == task]
         if any(rows[cell.name].state in TO_RUN for cell in cells):
             return None
 
@@ -232,11 +221,12 @@ class Sweep(Experiment):
         return self.folder / CELLS / f"{cell.name}.json"
 
     def row(self, spec: VtabCell) -> Row:
-        setting = spec.setting
-        tried = (setting.lr, setting.weight_decay, str(setting.length)) if setting else (None,) * 3
+        tried = spec.setting
         settings: dict[str, Any] = {
             "stage": spec.stage,
-            **dict(zip(("learning_rate", "weight_decay", "length"), tried, strict=True)),
+            "learning_rate": tried and tried.lr,
+            "weight_decay": tried and tried.weight_decay,
+            "length": tried and str(tried.length),
             "val_accuracy": spec.val_accuracy,
             "data": spec.fingerprint,
             "published": spec.group not in self.unpublished,

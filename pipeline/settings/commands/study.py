@@ -93,8 +93,7 @@ class ExperimentConfig(Settings):
     )
     tflops: NonNegativeFloat = setting(
         0.0,
-        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0"
-        " measures this CPU.",
+        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it.",
     )
     slurm: PathText = setting(
         "", "Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it.", output="file"
