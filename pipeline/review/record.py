@@ -16,7 +16,7 @@ from pipeline.base import npz
 from pipeline.base.metric import Metric, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
-from pipeline.experiment.score_table import OVERALL, Column, column_of
+from pipeline.experiment.vtab_report import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts

@@ -86,9 +86,7 @@ class ExperimentConfig(Settings):
     num_tasks: Tasks = setting(0, needs="on=ray")
     """on=ray: number of tasks that run at the same time; 0 is as many as fit."""
     tflops: NonNegativeFloat = 0.0
-    """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0
-    measures this CPU.
-    """
+    """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
     slurm: PathText = setting("", output="file")
     """Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it."""
     cell: str = ""
