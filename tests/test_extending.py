@@ -40,7 +40,7 @@ PUBLISHED_PROTOCOL = f"""
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.experiment.identity import claim
+from pipeline.experiment.engine import claim
 from pipeline.settings import schema
 from pipeline.settings.schema import facts_of
 from pipeline.settings.commands.transfer import VtabConfig

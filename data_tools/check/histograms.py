@@ -1,13 +1,14 @@
 """Draws the statistics of a data set as one page of histograms."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from data_tools.check.count import ShardMix, SplitCounts
+from data_tools.check.count import SplitCounts
 from pipeline.base.page import png, style_axes
 from pipeline.base.words import counted, of_classes, printable, shorten
 from pipeline.data.dataset.manifest import Dataset
@@ -22,12 +23,12 @@ _COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
 Colours = dict[str, str]
 
 
-def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Sequence[ShardMix]) -> bytes:
+def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], shards: Sequence[dict[str, Any]]) -> bytes:
     """A PNG of six panels: classes, sides, aspect ratios, bytes, labels or formats, mixing; a colour for each split.
 
     Without classes, the first and the last panel are left out.
 
-    mixes: of each shard, in the order of shards.parquet.
+    shards: rows of `count`.
     """
     columns = 3 if dataset.classes else 2
     figure = Figure(figsize=(5 * columns, 8.6), dpi=100, layout="constrained")
@@ -39,7 +40,7 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], mixes: Seq
     sides, aspects, sizes, labels_or_formats = panels[1:5] if dataset.classes else panels
     if dataset.classes:
         _classes(panels[0], counts, dataset.class_names, colours)
-        _mixing(panels[5], [shard.split for shard in dataset.shards()], mixes, colours)
+        _mixing(panels[5], shards, colours)
     _histogram(sides, {split: of.short for split, of in counts.items()}, colours)
     sides.set(title="Short side", xlabel="pixels")
     _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours, is_log=True)
@@ -117,11 +118,11 @@ def _bars(axes: Axes, heights: dict[str, list[int]], names: Sequence, colours: C
     axes.yaxis.set_major_formatter(FuncFormatter(_number))
 
 
-def _mixing(axes: Axes, splits: Sequence[str], mixes: Sequence[ShardMix], colours: Colours) -> None:
-    excess = np.array([mix.excess for mix in mixes])
+def _mixing(axes: Axes, shards: Sequence[dict[str, Any]], colours: Colours) -> None:
+    splits, excess = (np.array([shard[name] for shard in shards]) for name in ("split", "excess"))
     axes.axhline(1, color="0.5", linewidth=1, linestyle="--")
     for split, colour in colours.items():
-        at = np.flatnonzero(np.array(splits) == split)
+        at = np.flatnonzero(splits == split)
         axes.plot(at, excess[at], "o", color=colour, markersize=5 if len(splits) < 200 else 2)
     if excess.max(initial=0) > 10:
         axes.set_yscale("log")

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from data_tools.check.contact_sheet import draw_sheet
-from data_tools.check.count import ShardMix, SplitCounts, count
+from data_tools.check.count import SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.progress import data_size
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_csv
+from pipeline.base.files import as_csv, table_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes
 from pipeline.cluster import ray_tasks
-from pipeline.data.dataset.manifest import Dataset, Shard, open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
@@ -33,6 +33,8 @@ from pipeline.settings.schema import flatten
 
 STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
+# Of columns of shards.csv.
+_DIGITS = (("largest_share", 4), ("distance", 4), ("excess", 3))
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
@@ -53,16 +55,16 @@ def run(config: StatsConfig) -> dict[str, Any]:
     if isinstance(out, Path):
         try_output("out", out)
         hold(out)
-    counts, mixes = count(dataset)
-    shards, copies = dataset.shards(), exact_copies(dataset, "all")
-    splits = {}
-    for split, of_split in counts.items():
-        of_shards = [(shard, mix) for shard, mix in zip(shards, mixes, strict=True) if shard.split == split]
-        splits[split] = {
+    counts, shards = count(dataset)
+    copies = exact_copies(dataset, "all")
+    splits = {
+        split: {
             **_summary(of_split, dataset),
             "exact_copies": asdict(copies[split]),
-            "shards": _shard_summary(of_shards),
+            "shards": _shard_summary([shard for shard in shards if shard["split"] == split]),
         }
+        for split, of_split in counts.items()
+    }
     stats: dict[str, Any] = {
         "name": dataset.path.name,
         "data": str(dataset.path),
@@ -79,8 +81,10 @@ def run(config: StatsConfig) -> dict[str, Any]:
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
         CLASSES: as_csv([("class", *counts), *zip(dataset.classes, *of_splits, strict=True)]),
-        SHARDS: _shard_table(shards, mixes, dataset.classes),
-        HISTOGRAMS: draw_histograms(dataset, counts, mixes),
+        SHARDS: table_csv(
+            [shard | {name: f"{shard[name]:.{digits}f}" for name, digits in _DIGITS} for shard in shards]
+        ),
+        HISTOGRAMS: draw_histograms(dataset, counts, shards),
         SHEET: sheet,
     }
     write_files(out, contents, mark=STATS)
@@ -142,31 +146,20 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in zip(_QUANTILES, found.tolist(), strict=True)}
 
 
-def _shard_summary(shards: Sequence[tuple[Shard, ShardMix]]) -> dict[str, Any]:
+def _shard_summary(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not shards:
         return {"count": 0}
-    samples, sizes = [s.samples for s, _ in shards], [s.bytes for s, _ in shards]
-    worst, mix = max(shards, key=lambda pair: pair[1].excess)
+    samples, sizes, excess = ([of[name] for of in shards] for name in ("samples", "bytes", "excess"))
     return {
         "count": len(shards),
         "samples_min": min(samples),
         "samples_max": max(samples),
         "bytes_min": min(sizes),
         "bytes_max": max(sizes),
-        "mix_excess_median": float(np.median([m.excess for _, m in shards])),
-        "mix_excess_max": mix.excess,
-        "mix_worst": worst.name,
+        "mix_excess_median": float(np.median(excess)),
+        "mix_excess_max": max(excess),
+        "mix_worst": shards[excess.index(max(excess))]["shard"],
     }
-
-
-def _shard_table(shards: Sequence[Shard], mixes: Sequence[ShardMix], names: Sequence[str]) -> bytes:
-    header = ("shard", "split", "samples", "bytes", "classes", "largest_class", "largest_share", "distance", "excess")
-    rows: list[tuple[Any, ...]] = [header]
-    for s, m in zip(shards, mixes, strict=True):
-        largest = names[m.largest] if m.classes else ""
-        of_mix = (f"{m.largest_share:.4f}", f"{m.distance:.4f}", f"{m.excess:.3f}")
-        rows.append((s.name, s.split, s.samples, s.bytes, m.classes, largest, *of_mix))
-    return as_csv(rows)
 
 
 def metrics(stats: dict[str, Any]) -> dict[str, float]:

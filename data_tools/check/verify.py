@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
-from data_tools.driver import remove_leftovers
 from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.files import as_csv
@@ -30,7 +29,7 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.storage.atomic import replacing, write_files
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.process.outputs import try_output
@@ -69,7 +68,7 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
     with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, checked in tasks:
-            findings.append(checked.findings)
+            findings.append(findings_table(checked.findings))
             num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
             unread.update(checked.left_out)
             progress.add(shards[number].samples, checked.bytes)
@@ -89,11 +88,12 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     }
     # The report comes last: with it, damage.csv and the list are of the same check.
     (out / REPORT).unlink(missing_ok=True)
-    remove_leftovers(out, pattern=f".{DETAILS}.*.tmp")
-    _write_details(found, out / DETAILS)
     # Without rows the unfit samples are unknown: an older list is kept.
     listed = _write_list(dataset, found) if samples else None
-    write_files(out, {REPORT: json.dumps(report, indent=1, ensure_ascii=False) + "\n"})
+    lines = [as_csv(zip(*batch.to_pydict().values(), strict=True)) for batch in found.to_batches(_BATCH)]
+    details_csv = b"".join([as_csv([found.column_names]), *lines]) if len(found) else None
+    content = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    write_files(out, {DETAILS: details_csv, REPORT: content}, mark=REPORT)
     for folder in damaged_indexes:  # After a kill before this, the next check finds them again.
         shutil.rmtree(folder, ignore_errors=True)
     _print_report(dataset, report, out, listed)
@@ -104,22 +104,17 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     """Returns what is wrong with the manifest, its samples (None if they are not the file that was written), and the
     folders of damaged memory-mapped indexes, which training makes again when they are removed.
     """
-    details = []
-    for name, sha256 in dataset.info["files"].items():
-        path = dataset.path / name
-        if not path.exists() or manifest.file_sha256(path) != sha256:
-            details.append(f"{name} is missing, or not the file that {INFO} was written with")
-    is_whole = not any(detail.startswith(SAMPLES_FILE) for detail in details)
+    wrong_tables = dataset.damaged_tables()
+    details = [f"{name} is missing, or not the file that {INFO} was written with" for name in wrong_tables]
+    is_whole = SAMPLES_FILE not in wrong_tables
     found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
     if found != dataset.fingerprint:
         details.append(f"shards and classes have fingerprint {found}, not that of {INFO}")
     damaged = []
     for split in dataset.splits if is_whole else ():
-        for place in dataset.index_places():
-            index = place / dataset.index_name(split)
-            wrong = mapped_index.damage(index)
-            if wrong is not None:
-                details.append(f"{index} is damaged ({wrong}); it was removed, and is made again when it is needed")
+        for index in dataset.index_folders(split):
+            if index.exists() and mapped_index.map_index(index, remember=False) is None:
+                details.append(f"{index} is damaged; it was removed, and is made again when it is needed")
                 damaged.append(index)
     return details, open_parquet(dataset.path / SAMPLES_FILE) if is_whole else None, damaged
 
@@ -168,16 +163,6 @@ def _summary(found: pa.Table) -> dict[str, Any]:
         "unfit_samples": len(unfit.group_by(["split", "row"]).aggregate([])),
         "kinds": kinds,
     }
-
-
-def _write_details(found: pa.Table, path: AnyPath) -> None:
-    path.unlink(missing_ok=True)
-    if not len(found):
-        return
-    with replacing(path) as file:
-        file.write(as_csv([found.column_names]))
-        for batch in found.to_batches(_BATCH):
-            file.write(as_csv(zip(*batch.to_pydict().values(), strict=True)))
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import tarfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,35 +78,27 @@ class VerifyJob:
     pixels: Pixels = RGB8
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checked:
-    """The result of a job. decoded: number of decoded images. left_out: of these, by `decode.left_out`. findings:
-    schema FINDINGS.
+    """The result of a job, filled while the shard is read. decoded: number of decoded images. left_out: of these, by
+    `decode.left_out`. findings: rows of a table with schema FINDINGS.
     """
 
-    bytes: int
-    decoded: int
-    left_out: Counter[str]
-    findings: pa.Table
-
-
-class _Findings:
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.rows: list[tuple] = []
+    shard: Shard
+    bytes: int = 0
+    decoded: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    findings: list[tuple] = field(default_factory=list)
 
     def add(self, kind: str, detail: str, row: int = -1, key: str = "", is_unfit: bool | None = None) -> None:
-        assert kind in SAMPLE_KINDS or kind in TAR_KINDS, kind
         unfit = kind in SAMPLE_KINDS if is_unfit is None else is_unfit
         # Details may quote arbitrary names from the tar.
-        self.rows.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
+        self.findings.append((kind, self.shard.split, self.shard.name, row, key, printable(detail), unfit))
 
 
 def findings_table(rows: list[tuple]) -> pa.Table:
     """A table with schema FINDINGS from tuples in its column order."""
-    return pa.Table.from_pydict(
-        {name: [row[i] for row in rows] for i, name in enumerate(FINDINGS.names)}, schema=FINDINGS
-    )
+    return pa.Table.from_pylist([dict(zip(FINDINGS.names, row, strict=True)) for row in rows], FINDINGS)
 
 
 def check_shard(job: VerifyJob) -> Checked:
@@ -117,41 +109,39 @@ def check_shard(job: VerifyJob) -> Checked:
     folder = to_path(job.folder)
     if isinstance(folder, Path) and not folder.exists():
         raise UserError(f"A worker cannot access {folder}: it must be on storage shared by all nodes.")
-    findings = _Findings(job.shard)
+    found = Checked(job.shard)
     try:
         with fetched(locate(folder, job.shard.name)) as file:
-            size = os.fstat(file.fileno()).st_size
-            is_intact = _check_bytes(file, size, job.shard, findings)
-            members = _check_structure(file, size, is_intact, findings)
-            decoded, unread = _check_rows(file, size, job, members, is_intact, findings)
+            found.bytes = os.fstat(file.fileno()).st_size
+            is_intact = _check_bytes(file, found)
+            _check_rows(file, job, _check_structure(file, is_intact, found), is_intact, found)
     except FileNotFoundError:
-        findings.add("missing", "no such file")
-        size, decoded, unread = 0, 0, Counter[str]()
+        found.add("missing", "no such file")
         for number, key in enumerate(job.rows["key"] if job.rows else ()):
-            findings.add("lost", "the tar is not there", job.first_row + number, key)
-    return Checked(size, decoded, unread, findings_table(findings.rows))
+            found.add("lost", "the tar is not there", job.first_row + number, key)
+    return found
 
 
-def _check_bytes(file: BinaryIO, size: int, shard: Shard, findings: _Findings) -> bool:
+def _check_bytes(file: BinaryIO, found: Checked) -> bool:
     """Whether size and sha256 of the tar are those of the manifest."""
-    if size != shard.bytes:
-        findings.add("size", f"{counted(size, 'byte')}, not {shard.bytes:,}")
+    shard = found.shard
+    if found.bytes != shard.bytes:
+        found.add("size", f"{counted(found.bytes, 'byte')}, not {shard.bytes:,}")
         return False
     try:
         is_same = hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256  # type: ignore[arg-type]
     except OSError as error:
-        findings.add("unreadable", str(error))
+        found.add("unreadable", str(error))
         return False
     if not is_same:
-        findings.add("checksum", f"its sha256 is not {shard.sha256[:16]}...")
+        found.add("checksum", f"its sha256 is not {shard.sha256[:16]}...")
     return is_same
 
 
-def _check_structure(file: BinaryIO, size: int, is_intact: bool, findings: _Findings) -> dict[int, Member]:
+def _check_structure(file: BinaryIO, is_intact: bool, found: Checked) -> dict[int, Member]:
     """Returns all members by data offset. After a damaged header, continues at the next valid one."""
     members: dict[int, Member] = {}
-    names = set()
-    position = 0
+    names, position, size = set(), 0, found.bytes
     while position < size or not size:
         try:
             for member in tar_members(file, position, size):
@@ -160,21 +150,21 @@ def _check_structure(file: BinaryIO, size: int, is_intact: bool, findings: _Find
                     continue
                 # An unchanged tar was indexed with these names: it is not damaged.
                 if member.name in names and not is_intact:
-                    findings.add("duplicate", f"{member.name} is in the tar twice")
+                    found.add("duplicate", f"{member.name} is in the tar twice")
                 if member.fault and member.is_file and not is_intact:
-                    findings.add("structure", f"{member.name}: {member.fault}")
+                    found.add("structure", f"{member.name}: {member.fault}")
                 names.add(member.name)
                 members[member.offset] = member
             # A header overwritten with zeros looks like the end mark.
             follows = _next_header(file, position, size)
             if follows < size:
-                findings.add("structure", f"an end mark at byte {position:,}, but a member at byte {follows:,}")
+                found.add("structure", f"an end mark at byte {position:,}, but a member at byte {follows:,}")
             position = follows
         except (tarfile.TarError, ValueError) as error:
-            findings.add("structure", str(error))
+            found.add("structure", str(error))
             position = _next_header(file, position + _BLOCK, size)
         except OSError as error:
-            findings.add("unreadable", str(error))
+            found.add("unreadable", str(error))
             break
         if not size:
             break
@@ -197,65 +187,61 @@ def _next_header(file: BinaryIO, position: int, end: int) -> int:
     return end
 
 
-def _check_rows(
-    file: BinaryIO, size: int, job: VerifyJob, members: dict[int, Member], is_intact: bool, findings: _Findings
-) -> tuple[int, Counter[str]]:
-    """Check every row against the tar. Returns (number of decoded images, `Checked.left_out`)."""
-    decoded, unread = 0, Counter[str]()
+def _check_rows(file: BinaryIO, job: VerifyJob, members: dict[int, Member], is_intact: bool, found: Checked) -> None:
+    """Check every row against the tar."""
     if job.rows is None:
-        return decoded, unread
-    in_tar = _samples(file, members, findings)
+        return
+    in_tar = _samples(file, members, found)
     # A label that cannot be read does not exclude its image.
-    is_intact = is_intact and all(kind != "unreadable" for kind, *_ in findings.rows)
+    is_intact = is_intact and all(kind != "unreadable" for kind, *_ in found.findings)
     names = ("key", "offset", "size", "labels", "ext", "width", "height", "xxh128")
     columns = [job.rows[name] for name in names]
     for number, (key, offset, length, of_row, *properties, digest) in enumerate(zip(*columns, strict=True)):
         row = job.first_row + number
         if wrong := [label for label in of_row if not 0 <= label < job.num_classes]:
-            findings.add("label range", f"label {wrong[0]} of {counted(job.num_classes, 'class')}", row, key)
+            found.add("label range", f"label {wrong[0]} of {counted(job.num_classes, 'class')}", row, key)
         sample = in_tar.get(offset) if job.num_classes else None
         if sample and ((sample.fault and not sample.is_unlabelled) or sample.labels != sorted(of_row)):
             # In a damaged tar, the tar's label is wrong; training uses the manifest's.
-            found = sample.fault or sample.labels
-            findings.add("label", f"{found} in the tar, {of_row} in the manifest", row, key, is_unfit=is_intact)
-        if not 0 <= offset <= offset + length <= size:
-            findings.add("lost", f"bytes {offset:,} to {offset + length:,} of a tar of {size:,}", row, key)
+            there = sample.fault or sample.labels
+            found.add("label", f"{there} in the tar, {of_row} in the manifest", row, key, is_unfit=is_intact)
+        if not 0 <= offset <= offset + length <= found.bytes:
+            found.add("lost", f"bytes {offset:,} to {offset + length:,} of a tar of {found.bytes:,}", row, key)
             continue
         try:
             data = os.pread(file.fileno(), length, offset)
         except OSError as error:
-            findings.add("lost", str(error), row, key)
+            found.add("lost", str(error), row, key)
             continue
         if content_hash(data) != digest:
-            findings.add("content", "its xxh128 is not the manifest's", row, key)
+            found.add("content", "its xxh128 is not the manifest's", row, key)
             continue
         name, _, _, num_bytes, *_ = members.get(offset, Member("", False, offset, -1))
         if split_name(name)[0] != key or num_bytes != length:
             there = f"{name} of {counted(num_bytes, 'byte')}" if name else "no member"
-            findings.add("member", f"{there} at byte {offset:,}, where {counted(length, 'byte')} should be", row, key)
+            found.add("member", f"{there} at byte {offset:,}, where {counted(length, 'byte')} should be", row, key)
         if job.decode is None or key in job.decode:
-            decoded += 1
+            found.decoded += 1
             try:
                 header = inspect(data, decode_all=True, pixels=job.pixels)
-                unread.update(left_out(header, job.pixels))
+                found.left_out.update(left_out(header, job.pixels))
             except DecodeError as error:
-                findings.add("undecodable", str(error), row, key)
+                found.add("undecodable", str(error), row, key)
                 continue
             shown = header.ext, header.width, header.height
             if shown != tuple(properties):
                 said = "{} {} x {}"
-                findings.add("properties", f"{said.format(*shown)}, not {said.format(*properties)}", row, key)
-    return decoded, unread
+                found.add("properties", f"{said.format(*shown)}, not {said.format(*properties)}", row, key)
 
 
-def _samples(file: BinaryIO, members: dict[int, Member], findings: _Findings) -> dict[int, TarSample]:
+def _samples(file: BinaryIO, members: dict[int, Member], found: Checked) -> dict[int, TarSample]:
     """The samples with a label in the tar, by image offset."""
 
     def read(offset: int, length: int) -> bytes:
         try:
             return os.pread(file.fileno(), length, offset)
         except OSError as error:
-            findings.add("unreadable", str(error))
+            found.add("unreadable", str(error))
             return b""
 
     samples = samples_of(members.values(), read)

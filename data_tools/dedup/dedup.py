@@ -188,9 +188,9 @@ def _within(
     """Returns the copies of kept images of the split, a note on each, and what the report says of them."""
     # An image that another list excludes cannot stand for its copies.
     others = [name for name in paths_of_lists(own.dataset) if name != NEAR_COPIES]
-    elsewhere, _ = excluded_rows(own.dataset, own.split, others)
+    elsewhere, _ = excluded_rows(own.dataset, own.split, ",".join(others) or "none")
     copies = within_split.search(own, states, elsewhere, config)
-    table = own.dataset.table(own.split, verify=False)
+    table = own.dataset.table(own.split)
     labels = (table.rows(rows, ["labels"])["labels"].to_pylist() for rows in (copies.rows, copies.others))
     differ = [one != other for one, other in zip(*labels, strict=True)]
     _, groups = np.unique(copies.others, return_counts=True)

@@ -67,7 +67,7 @@ class ThumbnailJob:
 
 def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
     """Yields one job per shard of a split. Excluded samples are included."""
-    table = pa.concat_tables(dataset.table(split, verify=False).read(["offset", "size", "xxh128"]))
+    table = pa.concat_tables(dataset.table(split).read(["offset", "size", "xxh128"]))
     offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
     hashes = hash_column(table["xxh128"])
     # Another range is another picture of the same shard.
@@ -174,7 +174,7 @@ class ComparedSplit:
 
     def keys(self, rows: np.ndarray) -> list[str]:
         """Keys of some rows of the split, in the given order."""
-        return self.dataset.table(self.split, verify=False).keys(rows)
+        return self.dataset.table(self.split).keys(rows)
 
     def thumbnail(self, row: int, side: int) -> np.ndarray | None:
         """The image of a row of the split, to be drawn; None if it is unreadable."""

@@ -45,7 +45,7 @@ def search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, config
     """
     usable = (states == FINE) | (states == PLAIN)
     usable[elsewhere] = False
-    table = pa.concat_tables(own.dataset.table(own.split, verify=False).read(["width", "height", "size"]))
+    table = pa.concat_tables(own.dataset.table(own.split).read(["width", "height", "size"]))
     # Pixels of 0 are unknown.
     width, height, size = (table[name].fill_null(0).to_numpy().astype(np.int64) for name in table.column_names)
     order = np.lexsort((-size, -width * height))

@@ -18,7 +18,6 @@ import pyarrow as pa
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import SourceImage, label_lists, with_columns
-from data_tools.sources.reader import raise_if_lost
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -145,8 +144,7 @@ def hash_samples(job: HashJob) -> bytes:
                 hashes.append(digest.digest()[:_HASH_BYTES])
             except UserError:  # For example, the object store cannot be reached.
                 raise
-            except (OSError, ValueError) as error:
-                raise_if_lost(error, image.path)
+            except (OSError, ValueError):
                 # `write_shard` will report it as a bad image.
                 hashes.append(_UNREADABLE)
     data = b"".join(hashes)
@@ -189,16 +187,13 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
     # The first row of each (group, split) is kept.
     _, first, inverse = np.unique(group * num_splits + split, return_index=True, return_inverse=True)
     keeper = first[inverse]
-    if "train" in listing.splits:
-        train = split == listing.splits.index("train")
-        # The first sample of each group that is not in 'train'.
-        tested = np.full(len(listing), -1)
-        others = np.flatnonzero(~train)[::-1]
-        tested[group[others]] = others
-        leaked = train & (tested[group] >= 0)
-        keeper[leaked] = tested[group[leaked]]
-    else:
-        leaked = np.zeros(len(listing), bool)
+    train = np.array([name == "train" for name in listing.splits])[split]
+    # The first sample of each group that is not in 'train'.
+    tested = np.full(len(listing), -1)
+    others = np.flatnonzero(~train)[::-1]
+    tested[group[others]] = others
+    leaked = train & (tested[group] >= 0)
+    keeper[leaked] = tested[group[leaked]]
     stays = keeper == np.arange(len(listing))
 
     # The labels of a copy removed from 'train' are not added to a test sample.

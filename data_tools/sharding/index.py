@@ -23,13 +23,13 @@ from data_tools.driver import remove_leftovers
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
-from data_tools.sharding.shard import SKIPPED, resolve, write_table
+from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
 from data_tools.sources.labels import ClassNumbers
 from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names, not_taken_over
-from data_tools.sources.listing import reasons
-from data_tools.sources.reader import lost_if_unreadable, refuse_large
+from data_tools.sources.listing import reasons, with_columns
+from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -37,12 +37,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, of_classes, printable
+from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.manifest import (
     INFO,
-    ROWS,
     SAMPLES_FILE,
     SHARDS_FILE,
     Dataset,
@@ -106,8 +105,8 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     if finished:
         names, pixels = finished.classes, finished.pixels
         before = finished.info["settings"].get("group_pattern", "")
-        is_other = bool(config.label_names) and names != known_class_names(source, files, config.label_names)
-        if is_other or before != config.group_pattern:
+        given = known_class_names(source, files, config.label_names) if config.label_names else names
+        if (given, config.group_pattern) != (names, before):
             raise UserError(
                 f"{out} was indexed with group_pattern = {quoted(before)} and the classes"
                 f" {shortened(', '.join(names))}. Give these, or remove {INFO} and index again."
@@ -153,7 +152,11 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
-    _print_done(dataset, results, time.monotonic() - started, verified=finished is not None)
+    if finished:
+        print(f"checked {counted(len(results), 'tar')}: nothing to do")
+    if empty := sum(not done.shard.samples for done in results):
+        print(f"left out {counted(empty, 'tar')} without samples")
+    print_summary(dataset, results, duration(time.monotonic() - started), [])
     return dataset
 
 
@@ -164,8 +167,7 @@ def _probed(tars: list[AnyPath]) -> Iterator[tuple[str, StoredImage]]:
         with path.open("rb") as file, contextlib.suppress(UserError):  # A damaged tar is named when it is read whole.
             for sample in itertools.islice(complete_samples(file, path), _PROBED_IMAGES):
                 with contextlib.suppress(ValueError):
-                    file.seek(sample.offset)
-                    yield f"{path.name}: {sample.name}", stored_image(file.read(sample.size))
+                    yield f"{path.name}: {sample.name}", stored_image(read_at(file, sample.offset, sample.size))
 
 
 def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
@@ -207,8 +209,7 @@ def index_tar(job: IndexJob) -> Done:
                 if sample.fault and not sample.is_unlabelled:
                     raise ValueError(sample.fault)
                 refuse_large(sample.size)
-                file.seek(sample.offset)
-                data = file.read(sample.size)
+                data = read_at(file, sample.offset, sample.size)
                 header = inspect(data, job.whole, job.pixels)
                 if not job.whole:
                     check_end(data, header.ext)
@@ -272,13 +273,18 @@ def _without_unlabelled(done: Done, job: IndexJob) -> Done:
     return replace(done, shard=shard, skipped=[*done.skipped, *skipped])
 
 
-def _labelled_rows(part: AnyPath, is_labelled: bool) -> pa.Table:
-    """The rows of a part file for the manifest: those with labels, or all with empty ones."""
+def _rows(part: AnyPath, is_labelled: bool, group_pattern: str) -> pa.Table:
+    """The rows of a part file for the manifest: those with labels, or all with empty ones; and their groups."""
     rows = read_rows(part)
     labels = rows["labels"]
     if is_labelled:
-        return rows.filter(labels.is_valid())
-    return rows.set_column(ROWS.get_field_index("labels"), "labels", pc.fill_null(labels, pa.scalar([], labels.type)))
+        rows = rows.filter(labels.is_valid())
+    else:
+        rows = with_columns(rows, labels=pc.fill_null(labels, pa.scalar([], labels.type)))
+    if group_pattern:
+        groups = group_finder(group_pattern)(rows["key"].to_pylist())
+        rows = rows.append_column("group", pa.array(groups, pa.string()))
+    return rows
 
 
 def _finish(
@@ -291,9 +297,9 @@ def _finish(
     group_pattern: str,
     pixels: Pixels,
 ) -> Dataset:
-    kept = [(to_path(job.part), done.shard) for job, done in zip(jobs, results, strict=True) if done.shard.samples]
+    kept = {to_path(job.part): done.shard for job, done in zip(jobs, results, strict=True) if done.shard.samples}
     skipped = sorted(row for done in results for row in done.skipped)
-    if empty := sorted({job.split for job in jobs} - {shard.split for _, shard in kept}):
+    if empty := sorted({job.split for job in jobs} - {shard.split for shard in kept.values()}):
         raise UserError(f"{source}: no tar of split {empty[0]!r} has an image that can be used: {reasons(skipped)}.")
     if names and not is_labelled:
         raise UserError(
@@ -302,22 +308,18 @@ def _finish(
         )
     classes = names or [str(number) for number in range(max(done.num_classes for done in results))]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
-    tables = (_labelled_rows(part, is_labelled) for part, _ in kept)
-    if group_pattern:
-        find = group_finder(group_pattern)
-        groups = [find(_labelled_rows(part, is_labelled)["key"].to_pylist()) for part, _ in kept]
-        refuse_one_group(group_pattern, {group for of_tar in groups for group in of_tar}, sum(map(len, groups)))
-        tables = (
-            table.append_column("group", pa.array(of_tar, pa.string()))
-            for table, of_tar in zip(tables, groups, strict=True)
-        )
+    groups = [
+        group
+        for part in kept
+        if group_pattern
+        for group in _rows(part, is_labelled, group_pattern)["group"].to_pylist()
+    ]
+    refuse_one_group(group_pattern, groups, len(groups))
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
-    unread = Counter[str]()
-    for done in results:
-        unread.update(done.left_out)
-    of_kept = [shard for _, shard in kept]
-    dataset = write_dataset(out, of_kept, tables, classes, about, settings, pixels=pixels, left_out=unread)
-    of_splits = {split: dataset.table(split, verify=False).groups() for split in dataset.splits if group_pattern}
+    tables = (_rows(part, is_labelled, group_pattern) for part in kept)
+    unread = sum((Counter(done.left_out) for done in results), Counter[str]())
+    dataset = write_dataset(out, [*kept.values()], tables, classes, about, settings, pixels=pixels, left_out=unread)
+    of_splits = {split: dataset.table(split).groups() for split in dataset.splits if group_pattern}
     for line in (*describe_groups(of_splits), *describe_left_out(unread)):
         print(line)
     return dataset
@@ -332,20 +334,5 @@ def _refuse_others(finished: Dataset, results: list[Done]) -> None:
             f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when"
             f" {finished.path / INFO} was written. Put back what was there, or remove {INFO} and index again."
         )
-    if not finished.is_intact():
+    if finished.damaged_tables():
         raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")
-
-
-def _print_done(dataset: Dataset, results: list[Done], seconds: float, verified: bool) -> None:
-    if verified:
-        print(f"checked {counted(len(results), 'tar')}: nothing to do")
-    empty = sum(not done.shard.samples for done in results)
-    if empty:
-        print(f"left out {counted(empty, 'tar')} without samples")
-    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
-    num_skipped = sum(len(done.skipped) for done in results)
-    skipped = f"skipped {counted(num_skipped, 'bad sample')} (see {SKIPPED})" if num_skipped else "skipped none"
-    print(
-        f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(len(results) - empty, 'tar')},"
-        f" {skipped}; {duration(seconds)}; fingerprint {dataset.fingerprint}"
-    )

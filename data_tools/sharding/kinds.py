@@ -20,7 +20,6 @@ from tqdm import tqdm
 from data_tools.sources import Listing, Reader
 from data_tools.sources.images import png
 from data_tools.sources.listing import sorted_by_key, with_columns
-from data_tools.sources.reader import raise_if_lost
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -183,8 +182,8 @@ def _probed(listing: Listing, npz_array: str) -> Iterator[tuple[str, StoredImage
             try:
                 data = reader.read(*next(filter(None, image.files)))
                 yield image.name, stored_image(chosen_array(data, npz_array))
-            except (OSError, ValueError) as error:
-                raise_if_lost(error, image.path)
+            except (OSError, ValueError):
+                continue
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
@@ -209,10 +208,9 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
         if channel in files.setdefault(sample, {}):
-            way_out = "let the group sample of channel_pattern match more of the name"
             raise UserError(
-                f"{keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of {sample!r}: "
-                f"{way_out if config.channel_pattern else 'the first file of a row of the list names its sample'}."
+                f"{keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of {sample!r}, which"
+                " the group sample of channel_pattern names, or the first file of a row of the list."
             )
         files[sample][channel] = row
     labels = listing.table["labels"].to_pylist()
@@ -241,13 +239,11 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         parts=pa.array(list(parts.values()), pa.list_(pa.int32())),
     )
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
-    others = f"; {counted(unused, 'file')} of other channels left out" if unused else ""
-    if num_lacking := len(skipped) - len(listing.skipped):
-        others += f"; {counted(num_lacking, 'sample')} without a file for each channel left out"
-        others += ", which missing_channels=mean keeps" * (config.missing_channels == "skip" and not config.to_rgb8)
     print(
         f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}:"
-        f" {', '.join(names.values())}{others}"
+        f" {', '.join(names.values())}; left out {counted(unused, 'file')} of other channels, and"
+        f" {counted(len(skipped) - len(listing.skipped), 'sample')} without a file for each channel"
+        f"{' (missing_channels=mean keeps them)' * (config.missing_channels == 'skip')}"
     )
     return replace(
         listing,
@@ -314,8 +310,7 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
         for image in tqdm(listing.images(np.arange(len(listing))), "pages"):
             try:
                 counts.append(stored_image(reader.read(*image.files[0])).pages)
-            except (OSError, ValueError) as error:
-                raise_if_lost(error, image.path)
+            except (OSError, ValueError):
                 counts.append(1)
     rows = np.repeat(np.arange(len(listing)), counts)
     pages = np.concatenate([np.arange(count) for count in counts])

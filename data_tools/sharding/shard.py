@@ -5,7 +5,6 @@ resumed by the same command, which recognises finished shards by their part file
 """
 
 import contextlib
-import itertools
 import json
 import time
 from collections import Counter
@@ -48,7 +47,7 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.storage.atomic import read_bytes, replacing, write_files
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree
 from pipeline.data.storage.retry import StorageError
 from pipeline.settings.commands.data import ShardConfig
@@ -113,11 +112,11 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            before = existing["source"]
-            _forget(out, lambda: _difference(out, before, identity["source"], listing))
+            path = existing["source"]["path"]
+            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing)}")
             existing = None
-        if finished:
-            _refuse_other_names(finished, names)
+        if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
+            raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:
@@ -136,7 +135,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 " out."
             )
         check_range(pixels, config.values)
-        known = {shard.name: shard for shard in finished.shards()} if finished and finished.is_intact() else {}
+        known = {shard.name: shard for shard in finished.shards()} if finished and not finished.damaged_tables() else {}
         write_files(out / PARTS, {PLAN: json.dumps(identity)})
         if to_compare or not (out / SOURCE_TABLE).exists():
             save(listing, out / SOURCE_TABLE)  # Kept until all samples have been compared.
@@ -148,9 +147,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
             print(
                 f"merged {counted(len(copies.rows) - copies.of_test, 'exact copy')} into others of their split; left"
-                f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits"
-                + f" (see {COPIES})"
-                * bool(copies.rows),
+                f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits ({COPIES})",
                 flush=True,
             )
             for note in odd_classes(listing, config.val_share):
@@ -222,7 +219,6 @@ def make_jobs(
             convert=listing.convert,
             has_labels=listing.is_labelled,
             pixels=pixels,
-            is_joined=bool(listing.channels),
         )
 
 
@@ -293,9 +289,7 @@ def _finish(
             f" the rest is grey (see {FILLED}). If your copies are damaged, and not the originals: replace them, remove"
             f" {out}, and run again."
         )
-    unread = Counter[str]()
-    for done in results:
-        unread.update(done.left_out)
+    unread = sum((Counter(done.left_out) for done in results), Counter[str]())
     for note in describe_left_out(unread):
         print(note)
     source = identity["source"]
@@ -357,7 +351,7 @@ def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
 def _unfinished(out: AnyPath) -> dict[str, Any] | None:
     """The record of an unfinished job. Raises UserError for foreign files and a damaged record."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return json_record.parse(read_bytes(out / PARTS / PLAN), dict[str, Any], str(out / PARTS / PLAN))
+        return json_record.parse((out / PARTS / PLAN).read_bytes(), dict[str, Any], str(out / PARTS / PLAN))
     # A job killed while listing leaves progress.json, but no plan.
     names = {path.name for path in out.iterdir()} - {PROGRESS_FILE} if out.exists() else set()
     if foreign := sorted(name for name in names if not name.startswith(".")):
@@ -397,30 +391,11 @@ def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> lis
     """The changed settings, such as "seed = 0, not 1"."""
     if not existing:
         return []
-    others = []
-    for name in {**dict.fromkeys(_DECISIVE_IF_SET), **existing["settings"]}:
-        old, new = existing["settings"].get(name, getattr(_DEFAULTS, name, None)), getattr(config, name, None)
-        if old != new:
-            values = (quoted(value) if value == "" else value for value in (old, new))
-            others.append("{} = {}, not {}".format(name, *values))
-    return others
-
-
-def _difference(out: AnyPath, old: dict[str, Any], new: dict[str, Any], listing: Listing) -> str:
-    return (
-        f"of {counted(old['samples'], 'image')} ({counted(old['bytes'], 'byte')}) of {old['path']}; {new['path']} has"
-        f" {new['samples']:,} ({counted(new['bytes'], 'byte')}): {difference(out / SOURCE_TABLE, listing)}"
-    )
-
-
-def _refuse_other_names(finished: Dataset, names: list[str] | None) -> None:
-    """Compare class_names in dataset.json: they are not part of the listing's digest."""
-    for was, now in itertools.zip_longest(finished.info.get("class_names") or [], names or []):
-        if was != now:
-            raise UserError(
-                f"{finished.path} was made with other synset_names: {was!r}, not {now!r}. Give those, or choose another"
-                " out=..."
-            )
+    both = {
+        name: (existing["settings"].get(name, getattr(_DEFAULTS, name)), getattr(config, name))
+        for name in (*_DECISIVE, *_DECISIVE_IF_SET)
+    }
+    return [f"{name} = {quoted(old)}, not {quoted(new)}" for name, (old, new) in both.items() if old != new]
 
 
 def _print_listing(listing: Listing, seconds: float) -> None:
@@ -437,21 +412,28 @@ def _print_done(
     dataset: Dataset, results: list[Done], listing: Listing, plan: list[PlannedShard], seconds: float, verified: bool
 ) -> None:
     made = [number for number, done in enumerate(results) if done.made and done.shard.samples]
-    num_complete = len(results) - len(made)
     if verified:
         print(f"checked {counted(len(results), 'shard')}: {f'made {len(made)} again' if made else 'nothing to do'}")
-    elif num_complete:
-        print(f"already complete: {num_complete} of {counted(len(results), 'shard')}")
+    elif len(made) < len(results):
+        print(f"already complete: {len(results) - len(made)} of {counted(len(results), 'shard')}")
     if changed := _changed(results):
         print(f"{changed} since the last start: their shards were written again")
     num_images = sum(len(plan[number].rows) for number in made)
     rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
-    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+    print_summary(dataset, results, f"{duration(seconds)}{rate}", None if verified else listing.skipped)
+
+
+def print_summary(dataset: Dataset, results: list[Done], took: str, skipped: list[Skipped] | None) -> None:
+    """Print what is in a data set. took: the time. skipped: what was skipped beside the samples of the results; None if
+    these have read no images.
+    """
     num_shards, num_bytes = sum(dataset.info["shards"].values()), sum(done.shard.bytes for done in results)
-    num_skipped = len(listing.skipped) + sum(len(done.skipped) for done in results)
-    skipped = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
+    samples = ", ".join(f"{split} {count:,}" for split, count in dataset.info["samples"].items())
+    left_out = ""
+    if skipped is not None:
+        num_skipped = len(skipped) + sum(len(done.skipped) for done in results)
+        left_out = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
     print(
         f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(num_shards, 'shard')}, "
-        f"{data_size(num_bytes)}{'' if verified else skipped}; {duration(seconds)}{rate}; "
-        f"fingerprint {dataset.fingerprint}"
+        f"{data_size(num_bytes)}{left_out}; {took}; fingerprint {dataset.fingerprint}"
     )

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.sharding.write_shard import load_part, read_rows, write_part
-from data_tools.sources.reader import Reader, raise_if_lost
+from data_tools.sources.reader import Reader
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
 from pipeline.base.errors import UserError
@@ -173,7 +173,6 @@ def count_values(job: ValuesJob) -> ValueCounts:
                 else:
                     values, are_missing = stored.values_and_missing(pixels)
             except (OSError, DecodeError) as error:
-                raise_if_lost(error, job.path)
                 bad.append((offset, str(error)))
                 continue
             there = is_value(values, pixels)

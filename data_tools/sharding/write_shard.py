@@ -21,16 +21,16 @@ from data_tools.sources import Reader
 from data_tools.sources.images import shrink
 from data_tools.sources.layouts.webdataset import complete_samples
 from data_tools.sources.listing import SourceImage
-from data_tools.sources.reader import raise_if_lost
 from data_tools.sources.split_files import PARTS
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Shard, file_sha256
+from pipeline.data.dataset.manifest import ROWS, Shard
 from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
-from pipeline.data.storage.atomic import read_bytes, replacing
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
 
@@ -48,7 +48,7 @@ class ShardingJob:
     pixels: what images must be.
 
     known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is
-    followed by its labels. is_joined: whether an image has a file for each channel.
+    followed by its labels.
     """
 
     source: str
@@ -61,7 +61,6 @@ class ShardingJob:
     convert: Callable[[bytes], bytes] | None = None
     has_labels: bool = True
     pixels: Pixels = RGB8
-    is_joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,8 @@ def write_shard(job: ShardingJob) -> Done:
             return found
 
     with replacing(out / job.name) as file:
-        tar = _Tar(file)
-        table, skipped, filled, unread = _write_samples(tar, job)
-        tar.finish()
-    shard = Shard(job.name, job.split, len(table), tar.size, tar.sha256.hexdigest())
-    done = Done(shard, skipped, etag=_etag(out / job.name), read=read, filled=filled, left_out=unread)
+        table, done = _write_samples(_Tar(file), job)
+    done = replace(done, etag=_etag(out / job.name), read=read)
     write_part(part, table, done)
     return replace(done, made=True, changed=changed)
 
@@ -140,7 +136,7 @@ def write_part(path: AnyPath, table: pa.Table, about: Any) -> None:
 
 def load_part(path: AnyPath, kind: type[T]) -> T | None:
     """The metadata of a part file as `kind`; None if the file is missing or damaged."""
-    data = read_bytes(path) if path.exists() else b""
+    data = path.read_bytes() if path.exists() else b""
     if content_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:
         return None
     return json_record.parse(_rows(data).schema.metadata[b"part"], kind, str(path))
@@ -148,7 +144,7 @@ def load_part(path: AnyPath, kind: type[T]) -> T | None:
 
 def read_rows(path: AnyPath) -> pa.Table:
     """The rows of a part file."""
-    return _rows(read_bytes(path)).replace_schema_metadata(None)
+    return _rows(path.read_bytes()).replace_schema_metadata(None)
 
 
 def _rows(part: bytes) -> pa.Table:
@@ -187,10 +183,7 @@ class _Tar:
         self.size += len(part)
 
 
-def _write_samples(
-    tar: _Tar, job: ShardingJob
-) -> tuple[pa.Table, list[tuple[str, str, str]], list[tuple[str, str]], dict[str, int]]:
-    """Returns (rows, skipped, filled, left_out); see `Done`."""
+def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[pa.Table, Done]:
     rows: list[tuple[Any, ...]] = []
     skipped, filled, unread = [], [], Counter[str]()
     with Reader() as reader:
@@ -210,7 +203,9 @@ def _write_samples(
                 tar.add(f"{key}.json", json.dumps({"labels": labels}).encode())
             place = (key, begin, len(image.data), image.ext, labels)
             rows.append((*place, image.width, image.height, content_hash(image.data)))
-    return as_rows(rows), skipped, filled, dict(unread)
+    tar.finish()
+    shard = Shard(job.name, job.split, len(rows), tar.size, tar.sha256.hexdigest())
+    return as_rows(rows), Done(shard, skipped, filled=filled, left_out=dict(unread))
 
 
 def as_rows(rows: list[tuple[Any, ...]]) -> pa.Table:
@@ -247,7 +242,7 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
     config, is_filled = job.config, False
     try:
         files = [None if file is None else chosen_array(reader.read(*file), config.npz_array) for file in source.files]
-        if job.is_joined:
+        if config.channel_pattern or config.channel_columns:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:
             original = files[0]
@@ -263,7 +258,6 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
     except UserError:  # For example, the object store cannot be reached.
         raise
     except (OSError, ValueError) as error:
-        raise_if_lost(error, source.path)
         return str(error)
 
 
@@ -301,7 +295,7 @@ def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:
     # Objects are not changed in place: an equal ETag proves the content without reading it.
     if etag and _etag(path) == etag:
         return True
-    return file_sha256(path) == shard.sha256
+    return digest_of(path) == shard.sha256
 
 
 def _etag(path: AnyPath) -> str:

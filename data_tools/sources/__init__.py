@@ -30,22 +30,16 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
 
     staging: a folder for unpacked data (compressed tars, images in Parquet) and for cached member lists of tars in a
     bucket; its parent folder holds progress.json meanwhile.
-    Raises UserError for a missing source, a source without images, an empty class folder, a repeated key, a damaged
+    Raises UserError for a source without images, an empty class folder, a repeated key, a damaged
     archive, and a source that does not have the given layout.
     """
-    if not source.exists():
-        raise UserError(f"source = {source}: no such file or folder.")
     plain = source
-    may_be_compressed = config.layout == "auto" or LAYOUTS[config.layout].may_be_compressed
-    if may_be_compressed and source.is_file() and not is_table(source):
+    if source.is_file() and not is_table(source) and (config.layout == "auto" or not LAYOUTS[config.layout].is_table):
         plain = archive.plain_path(source, staging)
     with ProgressMeter(None, folder=staging.parent, done=LISTED) as progress:
         with archive.damage_named(source, tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError):
             name = config.layout if config.layout != "auto" else detect_layout(plain, config)
             layout = LAYOUTS[name]
-            form = "a folder" if source.is_dir() else "a file"
-            if layout.form not in ("", form):
-                raise UserError(f"layout = {name} reads {layout.form}, but source = {source} is {form}.")
             if config.label_names and layout.by_folders:
                 raise UserError(
                     f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders"

@@ -133,7 +133,7 @@ class TableColumns:
         """
         config, notes, is_first = self._config, self._collector.notes, not self._first
         self._first = self._first or where
-        label = config.label_column
+        label, unused = config.label_column, ShardConfig.split_column
         if label not in there and label == ShardConfig.label_column and not config.label_names:
             label = ""
             if is_first:
@@ -149,14 +149,11 @@ class TableColumns:
         self.label, self._collector.is_labelled = label, bool(label)
         wanted = [*others, ("label_column", label), ("group_column", config.group_column)]
         check_columns(there, wanted, where)
-        name = ShardConfig.split_column
-        note = (
-            f"warning: the column {name!r} is not used: each split is a file of its own here (splits.train=train"
-            " splits.val=val)"
-        )
-        is_unused = name in there and all(column != name for _, column in wanted)
-        if is_unused and config.split_column and "split_column" not in dict(wanted) and note not in notes:
-            notes.append(note)
+        if is_first and config.split_column == unused and unused in set(there) - {column for _, column in wanted}:
+            notes.append(
+                f"warning: the column {unused!r} is not used: each split is a file of its own here (splits.train=train"
+                " splits.val=val)"
+            )
         return wanted
 
     def check(self, schema: pa.Schema, where: str, names: list[str], are_numbers: bool | None = None) -> None:
@@ -171,7 +168,8 @@ class TableColumns:
         if not self.label:
             return
         field, names = schema.field(self.label), self._given or names
-        of_type = _are_numbers(field, where) if are_numbers is None else are_numbers
+        one = field.with_type(field.type.value_type) if is_list(field.type) else field
+        of_type = check_names(one, where, "label_column") if are_numbers is None else are_numbers
         if self._are_numbers is None:
             self._are_numbers, self._names_of_first = of_type, names
             self._numbers = ClassNumbers(names) if names or of_type else None
@@ -224,22 +222,28 @@ class TableColumns:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column of this type holds text, in any of Arrow's layouts."""
-    kind = value_type(kind)
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return str(_value_type(kind)) in ("string", "large_string", "string_view")
 
 
-def value_type(kind: pa.DataType) -> pa.DataType:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether each row of a column of this type is a list."""
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
     """The type of a column's values; they may be stored as numbers of a dictionary."""
     return kind.value_type if types.is_dictionary(kind) else kind
 
 
-def check_names(field: pa.Field, where: str, setting: str) -> None:
-    """Raises UserError for a column type that cannot hold names of groups or splits."""
-    if not (types.is_integer(value_type(field.type)) or is_text(field.type)):
+def check_names(field: pa.Field, where: str, setting: str) -> bool:
+    """Whether a column holds whole numbers. Raises UserError for one that holds neither these nor text."""
+    are_numbers = types.is_integer(_value_type(field.type))
+    if not (are_numbers or is_text(field.type)):
         raise UserError(
             f"{where}: column {field.name!r} ({setting}) holds {shortened(str(field.type))}, but it has to hold text or"
-            " whole numbers."
+            f" whole numbers (of pandas, as type Int64). To read no such column: {setting}= ."
         )
+    return are_numbers
 
 
 def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -> None:
@@ -254,17 +258,3 @@ def check_columns(there: list[str], wanted: list[tuple[str, str]], where: str) -
             )
         if (count := there.count(column)) > 1:
             raise UserError(f"{where} has {count} columns {column!r} ({setting}). Rename all but one.")
-
-
-def _are_numbers(field: pa.Field, where: str) -> bool:
-    """Whether a column holds numbers, not text. Raises UserError for other types."""
-    kind = field.type
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    kind = value_type(kind)
-    if not (types.is_integer(kind) or is_text(kind)):
-        raise UserError(
-            f"{where}: column {field.name!r} holds {shortened(str(field.type))}, but labels are text, whole numbers (of"
-            " pandas, as type Int64) or lists of them. For images without labels: label_column= ."
-        )
-    return types.is_integer(kind)

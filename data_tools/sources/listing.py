@@ -14,7 +14,7 @@ from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
-from pipeline.data.storage.bucket import AnyPath, changed_at, is_utf8, locate
+from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside
 # the source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the
@@ -91,11 +91,6 @@ class SourceImage(NamedTuple):
     mtime: int
     page: int
     files: list[Place | None]
-
-    @property
-    def path(self) -> str:
-        """Of its first file."""
-        return next(filter(None, self.files))[0]
 
 
 @dataclass(frozen=True)
@@ -279,7 +274,7 @@ class Collector:
     def add_container(self, path: AnyPath, mtime: int | None = None) -> int:
         """Register an archive. Returns its number, for `file` and `sample`. mtime: of the archive; None looks it up."""
         self.containers.append(str(path))
-        self._mtimes.append(changed_at(self.unpacked.get(path, path)) if mtime is None else mtime)
+        self._mtimes.append(self.unpacked.get(path, path).stat().st_mtime_ns if mtime is None else mtime)
         return len(self.containers) - 1
 
     def folder(self, name: str) -> None:

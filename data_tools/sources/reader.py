@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -26,8 +25,12 @@ _MAX_BYTES = 2**30
 # Flag of a zip member whose CRC-32 is in a descriptor after its data, and the bytes of the latter up to the end of the
 # CRC-32.
 _HAS_DESCRIPTOR, _DESCRIPTOR_BYTES = 0x8, 8
-# Errors caused by the file itself. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of machine or storage.
-_OF_THE_FILE = {
+# Errors of the file itself, and of writing. All others (EIO, ESTALE, EMFILE, ...) may be temporary faults of the
+# machine or storage.
+_NOT_LOST = {
+    None,
+    errno.ENOSPC,
+    errno.EDQUOT,
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -56,17 +59,19 @@ class Reader:
     def read(self, path: str, offset: int, size: int, packed: int) -> bytes:
         """Returns the image file; raw pixels are returned as a PNG.
 
-        Raises OSError when the file cannot be read, ValueError when it is too large or differs from what was listed.
+        Raises OSError when the file cannot be read, ValueError when it is too large or differs from what was listed,
+        LostError when the machine or its storage fails.
         """
         refuse_large(max(size, packed))
-        if path != self._path:
-            self.__exit__()
-            self._path, self._file = "", None
-            self._file = to_path(path).open("rb", buffering=0)
-            self._path = path
-        assert self._file is not None
-        is_packed = packed > 0 and size > 0
-        data = _zip_member(self._file, offset, packed, size) if is_packed else _exactly(self._file, offset, size)
+        with lost_if_unreadable(path):
+            if path != self._path:
+                self.__exit__()
+                self._path, self._file = "", None
+                self._file = to_path(path).open("rb", buffering=0)
+                self._path = path
+            assert self._file is not None
+            is_packed = packed > 0 and size > 0
+            data = _zip_member(self._file, offset, packed, size) if is_packed else read_at(self._file, offset, size)
         if len(data) != size:
             raise ValueError(f"{counted(len(data), 'byte')}, but {size:,} when it was listed")
         return to_png(data) if packed == PIXELS else data
@@ -82,8 +87,7 @@ def read_thumbnail(tar: str, offset: int, size: int, side: int, pixels: Pixels =
             image = Image.fromarray(picture(reader.read(tar, offset, size, packed=0), pixels))
     except StorageError:
         raise
-    except (OSError, ValueError) as error:
-        raise_if_lost(error, tar)
+    except (OSError, ValueError):
         return None
     image.thumbnail((side, side))
     return np.asarray(image)
@@ -95,26 +99,19 @@ def refuse_large(num_bytes: int) -> None:
         raise ValueError(f"{counted(num_bytes, 'byte')} is too large for an image")
 
 
-def raise_if_lost(error: Exception, path: str) -> None:
-    """Raises LostError when a read failed because of the machine or its storage, not because of the image."""
-    if isinstance(error, OSError) and error.errno is not None and error.errno not in _OF_THE_FILE:
-        raise LostError(f"{path} cannot be read: {os.strerror(error.errno)}.") from None
-
-
 @contextlib.contextmanager
 def lost_if_unreadable(path: str) -> Iterator[None]:
-    """Raises LostError in place of an error of the machine or its storage while a tar is read. (A full disk is one of
-    writing.)
-    """
+    """Raises LostError when a read fails because of the machine or its storage, not because of the file."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise_if_lost(error, path)
-        raise
+        if error.errno in _NOT_LOST:
+            raise
+        raise LostError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _exactly(file: BinaryIO, offset: int, size: int) -> bytes:
+def read_at(file: BinaryIO, offset: int, size: int) -> bytes:
+    """At most `size` bytes of a file from an offset."""
     file.seek(offset)
     return file.read(size)
 
@@ -124,11 +121,11 @@ def _zip_member(file: BinaryIO, offset: int, packed: int, size: int) -> bytes:
 
     Its CRC-32 is compared: JPEG decoders go on after damaged bytes, and inflate notices few of them.
     """
-    header = _exactly(file, offset, 30)
+    header = read_at(file, offset, 30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
         raise ValueError("no zip member where one was listed")
     flags, method, crc, name_length, extra_length = struct.unpack("<6xHH4xI8xHH", header)
-    read = _exactly(file, offset + 30 + name_length + extra_length, packed + _DESCRIPTOR_BYTES)
+    read = read_at(file, offset + 30 + name_length + extra_length, packed + _DESCRIPTOR_BYTES)
     data = read[:packed]
     if method != 0:
         data = _inflated(data, size)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from data_tools.sharding.shard import resolve
 from data_tools.sources.listing import Listing
@@ -52,11 +51,12 @@ def read_keys(path: AnyPath) -> pa.Table:
     return open_parquet(path).read().cast(KEYS)
 
 
-def by_pool(table: pa.Table) -> dict[str, tuple[list[str], list[int]]]:
-    """Returns pool -> (keys, labels)."""
-    names = table["pool"].unique().to_pylist()
-    parts = {name: table.filter(pc.equal(table["pool"], name)) for name in names}
-    return {name: (part["key"].to_pylist(), part["label"].to_pylist()) for name, part in parts.items()}
+def by_pool(table: pa.Table) -> dict[str, dict[str, int]]:
+    """Returns pool -> key -> label."""
+    pools: dict[str, dict[str, int]] = {}
+    for pool, key, label in zip(*(table[name].to_pylist() for name in KEYS.names), strict=True):
+        pools.setdefault(pool, {})[key] = label
+    return pools
 
 
 def digest(table: pa.Table) -> str:
@@ -129,7 +129,7 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     if about["from"] == "lists":
         yield "it was made from lists, which have no keys: make it from the published files or tfds"
         return
-    if not dataset.is_intact():
+    if dataset.damaged_tables():
         yield "the manifest's tables are not those that dataset.json was written with"
     try:
         table = read_keys(dataset.path / KEYS_FILE)
@@ -139,15 +139,15 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     if digest(table) != about["keys_sha256"]:
         yield f"{KEYS_FILE} is not the one that dataset.json was written with"
     pools = by_pool(table)
-    keys = {name: of_pool for name, (of_pool, _) in pools.items()}
+    keys = {name: list(of_pool) for name, of_pool in pools.items()}
     if about["published"]:
         yield from (f"{KEYS_FILE} {problem}" for problem in wrong_counts(task.dataset, keys))
     hashes = {}
     for split, rows in choose(DATASETS[task.dataset], keys).items():
         expected = {
-            shard_key(name, keys[name][row]): pools[name][1][row]
+            shard_key(name, key): pools[name][key]
             for name, of_pool in rows.items()
-            for row in of_pool.tolist()
+            for key in map(keys[name].__getitem__, of_pool.tolist())
         }
         found, hashes[split] = _rows(dataset, split)
         yield from differences(split, expected, found)
@@ -159,7 +159,7 @@ def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes
     """Returns (key -> label, key -> hash of the image); empty for a missing split. Several labels remain a list."""
     found, hashes = {}, {}
     if split in dataset.splits:
-        for table in dataset.table(split, verify=False).read(["key", "labels", "xxh128"]):
+        for table in dataset.table(split).read(["key", "labels", "xxh128"]):
             for row in table.to_pylist():
                 found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
                 hashes[row["key"]] = row["xxh128"]
@@ -188,8 +188,7 @@ def changes(now: pa.Table, kept: pa.Table) -> Iterator[str]:
     """Yields a description of each difference between the keys and labels of a source and those of keys.parquet."""
     of_source, of_file = by_pool(now), by_pool(kept)
     for name in sorted(of_source.keys() | of_file.keys()):
-        expected, found = (dict(zip(*pools.get(name, ([], [])), strict=True)) for pools in (of_source, of_file))
-        yield from differences(f"{KEYS_FILE}, pool {name!r},", expected, found)
+        yield from differences(f"{KEYS_FILE}, pool {name!r},", of_source.get(name, {}), of_file.get(name, {}))
 
 
 def differences(where: str, expected: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[str]:

@@ -38,25 +38,22 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
         "val200": (dataset.val, NUM_VAL),
         "test": (dataset.test, None),
     }
-    parts = {}
-    for split, (part, count) in slices.items():
-        if part.pool not in pools:
-            raise UserError(f"{dataset.name}: there are no samples of {part.pool!r}.")
-        start = part.start(len(pools[part.pool]))
-        parts[split] = part.pool, start, start + count if count else len(pools[part.pool])
-    for pool, keys in pools.items():
-        places = [place for of, start, end in parts.values() if of == pool for place in range(start, end)]
-        is_inside = bool(places) and max(places) < len(keys)
-        if not is_inside or len(set(places)) < len(places) or len(set(keys)) < len(keys):
-            raise UserError(
-                f"{dataset.name}: {counted(len(keys), 'sample')} of {pool!r}, {len(set(keys)):,} of them with keys of"
-                " their own, are too few for its splits."
-            )
     orders = {pool: hashed_order(pool, keys) for pool, keys in pools.items()}
-    rows = {split: {pool: orders[pool][start:end]} for split, (pool, start, end) in parts.items()}
-    both = [rows["train800"], rows["val200"]]
-    pools_of_both = both[0] | both[1]
-    union = {pool: np.concatenate([part[pool] for part in both if pool in part]) for pool in pools_of_both}
+    rows: dict[str, Rows] = {}
+    ends: dict[str, int] = {}
+    for split, (part, count) in slices.items():
+        keys = pools.get(part.pool, ())
+        start = part.start(len(keys))
+        end = start + count if count else len(keys)
+        if not ends.get(part.pool, 0) <= start < end <= len(keys) == len(set(keys)):
+            raise UserError(
+                f"{dataset.name}: {counted(len(keys), 'sample')} of {part.pool!r}, {len(set(keys)):,} of them with keys"
+                " of their own, are too few for its splits."
+            )
+        ends[part.pool] = end
+        rows[split] = {part.pool: orders[part.pool][start:end]}
+    train, val = rows["train800"], rows["val200"]
+    union = {pool: np.concatenate([part[pool] for part in (train, val) if pool in part]) for pool in train | val}
     return {split: rows.get(split, union) for split in SPLITS}
 
 

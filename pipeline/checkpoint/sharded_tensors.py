@@ -22,7 +22,6 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath
 
 if TYPE_CHECKING:  # The process that writes checkpoints starts without torch.
@@ -111,7 +110,7 @@ class ShardedTensors:
         """Read the index of a checkpoint folder. Raises UserError if it is missing or damaged."""
         file = folder / INDEX
         try:
-            index = json_record.parse(read_bytes(file), CheckpointIndex, str(file))
+            index = json_record.parse(file.read_bytes(), CheckpointIndex, str(file))
         except FileNotFoundError:
             raise UserError(f"{file} is missing: {folder} is not a complete checkpoint.") from None
         return cls(folder, index)

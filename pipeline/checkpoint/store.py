@@ -32,7 +32,7 @@ from pipeline.base.errors import UserError, is_outage
 from pipeline.base.files import remove_unfinished, sync_folder, write_text
 from pipeline.base.trained_on import TrainedSet
 from pipeline.checkpoint.sharded_tensors import Ranges, ShardedTensors
-from pipeline.data.storage.atomic import read_bytes, replacing
+from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, remove_tree, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.process.committed import CHECKSUMS, LATEST, NAME, Checksum, read_checksums
@@ -215,7 +215,7 @@ class Checkpoints:
         """Read kept.json. Raises UserError if it is damaged, because the checkpoints it names would be removed."""
         file = self.folder / _KEPT
         try:
-            return json_record.parse(read_bytes(file), Kept, str(file))
+            return json_record.parse(file.read_bytes(), Kept, str(file))
         except FileNotFoundError:
             return Kept([], None, None, None)
 
@@ -330,7 +330,7 @@ def read_status(path: AnyPath, rank: int, token: str) -> WriterStatus:
     """
     file = path / _status_name(rank, token)
     try:
-        return json_record.parse(read_bytes(file), WriterStatus, str(file))
+        return json_record.parse(file.read_bytes(), WriterStatus, str(file))
     except (OSError, UserError) as error:
         if not isinstance(error, FileNotFoundError | UserError) and not is_outage(error):
             raise
@@ -373,7 +373,7 @@ def read_state(path: AnyPath) -> State:
     """
     file = path / "state.json"
     try:
-        content = read_bytes(file)
+        content = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{file} is missing: {path} is not a checkpoint.") from None
     found = json_record.parse(content, _CheckpointFormat, str(file)).format

@@ -60,13 +60,15 @@ def run(config: ChooseConfig) -> list[str]:
             f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are not copies of each other"
             f" or of labelled ones, fewer than num = {config.num:,}. Raise candidates, or lower num."
         )
+    shares = np.bincount(coverage.nearest(found, found[chosen])[1], minlength=len(chosen)) / len(found)
     with new_output(Path(config.out), is_folder=True) as folder:
         rows, of_images = rows[chosen], images.split
         columns = {
             "path": _write_images(folder, of_images, rows),
             "label": [label or "" for label in images.labels(rows)],
             "key": of_images.keys(rows),
-            "stands_for": _stands_for(found, chosen, len(of_images)),
+            # About how many of all images each chosen one is the most similar of the chosen ones to.
+            "stands_for": [round(share * len(of_images)) for share in shares.tolist()],
             **({} if group_names is None else {"group": group_names[rows]}),
         }
         table = pa.table(columns).to_pylist()
@@ -110,13 +112,6 @@ def _features(
     if seen.problems:
         print(f"{setting}: {counted(len(seen.problems), 'unreadable image')} of {len(rows):,} left out")
     return rows[seen.readable], seen.values[seen.readable]
-
-
-def _stands_for(found: np.ndarray, chosen: np.ndarray, num_images: int) -> list[int]:
-    """About how many of all images each chosen one is the most similar of the chosen ones to."""
-    _, at = coverage.nearest(found, found[chosen])
-    shares = np.bincount(at, minlength=len(chosen)) / len(found)
-    return [round(share * num_images) for share in shares.tolist()]
 
 
 def _write_images(folder: Path, split: Split, rows: np.ndarray) -> list[str]:

@@ -249,8 +249,8 @@ class ClassReport(NamedTuple):
 
     def macro(self) -> dict[str, float]:
         """Unweighted means over the classes with samples: macro_precision, macro_recall, macro_f1."""
-        means = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
-        return {f"macro_{name}": float(column[self.support > 0].mean()) for name, column in means.items()}
+        means = zip(("precision", "recall", "f1"), self, strict=False)
+        return {f"macro_{name}": float(column[self.support > 0].mean()) for name, column in means}
 
 
 def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> ClassReport:

@@ -59,8 +59,6 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     if not config.like:
         _write_table(config, loaded, images, None)
         return []
-    if not Path(config.like).is_file():
-        raise UserError(f"like = {config.like} is not an image file on this machine. Give the path of one.")
     query = open_adhoc_split([config.like], "", "none", [], "like", loaded.pixels).split
     if len(query) != 1:
         raise UserError(f"like = {config.like} has {counted(len(query), 'image')}. Give the path of one.")

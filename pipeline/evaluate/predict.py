@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
@@ -34,8 +34,6 @@ TABLE = pa.schema(
     ]
 )
 _SHOWN = 20
-# Images whose rows are Python objects at a time.
-_PART = 8192
 
 
 def run(config: PredictConfig) -> pa.Table:
@@ -137,21 +135,21 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
 
 
 def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
-    labels, best = images.labels(range(len(keys))), (predictions.top, predictions.probabilities)
-
-    def rows_of(row: int) -> list[dict[str, Any]]:
-        about = {"image": keys[row], "label": labels[row]}
-        if row in predictions.problems:
-            return [{**about, "problem": predictions.problems[row]}]
-        likely = enumerate(zip(*(of[row].tolist() for of in best), strict=True), start=1)
-        return [
-            {**about, "rank": rank, "class": names[number], "class_number": number, "probability": probability}
-            for rank, (number, probability) in likely
-        ]
-
-    parts = [range(first, min(first + _PART, len(keys))) for first in range(0, len(keys), _PART)]
-    lines = ([line for row in part for line in rows_of(row)] for part in parts)
-    return pa.concat_tables(pa.Table.from_pylist(part, TABLE) for part in lines)
+    num, most = predictions.top.shape
+    # The first place of an unreadable image has the problem; its others are left out.
+    kept = np.flatnonzero(predictions.readable[:, None] | (np.arange(most) == 0))
+    rows, ranks = np.divmod(kept, most)
+    numbers, unknown = predictions.top.ravel()[kept], ~predictions.readable[rows]
+    columns = [
+        pa.array(keys, pa.string()).take(rows),
+        pa.array(images.labels(range(num)), pa.string()).take(rows),
+        pa.array(ranks + 1, pa.int32(), mask=unknown),
+        pa.array(names, pa.string()).take(pa.array(numbers, mask=unknown)),
+        pa.array(numbers, pa.int32(), mask=unknown),
+        pa.array(predictions.probabilities.ravel()[kept], mask=unknown),
+        pa.array([predictions.problems.get(row) for row in range(num)], pa.string()).take(rows),
+    ]
+    return pa.table(columns, TABLE)
 
 
 def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:

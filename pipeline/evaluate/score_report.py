@@ -109,8 +109,23 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     check_outputs(config.weights, f"{config.data} (split {split.name!r})", seen, split)
 
     # ---------------------------------------------------------------------- the scores
+    size, view = loaded.image_size, loaded.view
     scores: dict[str, Any] = {
-        **_identity(config, scored, split, loaded),
+        "weights": config.weights,
+        "run": loaded.extra.get("run"),
+        "step": loaded.extra.get("step"),
+        "data": config.data,
+        "split": config.split,
+        "fingerprint": dataset.fingerprint,
+        "excluded": split.excluded,
+        "num_classes": scored.num_classes,
+        "image_size": str(size),
+        "eval_crop": view.eval_crop,
+        "eval_resize": (view.eval_resize or default_eval_resize(size)) if view.eval_crop != "resize" else min(size),
+        "resize_filter": view.resize_filter,
+        "loss_kind": loaded.loss_kind,
+        "precision": config.precision,
+        "device": str(loaded.device),
         TRAINED_BY: trained,
         "num_samples": len(split),
         "num_unreadable": len(seen.problems),
@@ -248,28 +263,6 @@ def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Pr
         done = predict(logits, reader, loaded.loss_kind)
         # A single rank reads each row once, in order.
         return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
-
-
-def _identity(config: ScoreConfig, dataset: Dataset, split: Split, loaded: LoadedModel) -> dict[str, Any]:
-    """Keys of scores.json that identify weights, data and preprocessing."""
-    size, view = loaded.image_size, loaded.view
-    return {
-        "weights": config.weights,
-        "run": loaded.extra.get("run"),
-        "step": loaded.extra.get("step"),
-        "data": config.data,
-        "split": config.split,
-        "fingerprint": dataset.fingerprint,
-        "excluded": split.excluded,
-        "num_classes": dataset.num_classes,
-        "image_size": str(size),
-        "eval_crop": view.eval_crop,
-        "eval_resize": (view.eval_resize or default_eval_resize(size)) if view.eval_crop != "resize" else min(size),
-        "resize_filter": view.resize_filter,
-        "loss_kind": loaded.loss_kind,
-        "precision": config.precision,
-        "device": str(loaded.device),
-    }
 
 
 def _probe(

@@ -1,6 +1,6 @@
 """Does the runs of an experiment that are not done, here, as Ray tasks, or as a SLURM array, and answers its question.
 
-experiment.json  what its runs are (identity.py). A folder holds one experiment.
+experiment.json  what its runs are, which a started experiment must not change. A folder holds one experiment.
 RUN/             run folder of each run
 output/, notes/  what the command of each run printed; its hours, and why its last try failed
 progress.json    while it runs
@@ -10,7 +10,7 @@ results.parquet  what is known of each run (table.py), with results.csv, report.
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,18 +20,21 @@ from typing import Any, NoReturn, Self
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
-from pipeline.base.files import table_csv, write_text
+from pipeline.base.files import as_bytes, replacing, table_csv, write_text
 from pipeline.base.progress import ProgressFile, duration
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
 from pipeline.cluster.status_files import RESUME
+from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
-from pipeline.experiment.identity import claim
 from pipeline.experiment.page import ExperimentPage, uri_of_runs
-from pipeline.experiment.spec import StoppedError, row_of, run_spec, settings_of
+from pipeline.experiment.spec import RunSpec, StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
+from pipeline.monitor.origin import sha256_now
 from pipeline.monitor.run_page import RunFacts
+from pipeline.settings import schema
 from pipeline.settings.commands.study import ExperimentConfig
+from pipeline.settings.quantities import Limit
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.schema import Fact
 
@@ -120,7 +123,7 @@ class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
 
-    shared: what all results depend on, see `identity.claim`. score: the one that is shown when a run ends. notes:
+    shared: what all results depend on, see `claim`. score: the one that is shown when a run ends. notes:
     sentences beside the plan. work: does a `job`. rates: FLOP/s of training by group, if lengths are in minutes.
     """
 
@@ -178,7 +181,7 @@ class Experiment:
         ]
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """The settings of runs by name, see `identity.claim`."""
+        """The settings of runs by name, see `claim`."""
         return {spec.name: settings_of(spec) for spec in specs}
 
     def known_settings(self) -> Mapping[str, Fact]:
@@ -201,6 +204,62 @@ class Experiment:
 
     def claim(self, specs: Sequence[Any]) -> None:
         claim(self.folder, self.kind, self.shared, self.settings(specs), self.known_settings())
+
+
+# -------------------------------------------------------------------- what it is
+def claim(
+    folder: Path, kind: str, shared: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]], known: Mapping[str, Fact]
+) -> None:
+    """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other
+    files.
+
+    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings that
+    its result depends on. known: what is known of the settings.
+    """
+    file, now = folder / "experiment.json", json.loads(json.dumps({"kind": kind, "shared": shared, "runs": runs}))
+    then: dict[str, Any] = {"kind": kind, "shared": {}, "runs": {}}
+    try:
+        then |= json_record.read(file, dict[str, Any])
+    except FileNotFoundError:
+        if folder.exists() and (found := [p.name for p in folder.iterdir() if not p.name.startswith(".")]):
+            raise UserError(
+                f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
+            ) from None
+    before_of = {"kind": then["kind"], **then["shared"]}
+    pairs = [(name, before_of.get(name, of), of) for name, of in {"kind": kind, **now["shared"]}.items()]
+    changed = [f"{name} was {before}, is {of}" for name, before, of in pairs if before != of]
+    for name, settings in now["runs"].items():
+        before = then["runs"].get(name, settings)
+        changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]
+    if changed:
+        more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
+        raise UserError(
+            f"{folder} holds another experiment: {'; '.join(changed[:3])}{more}. Set it back, choose another folder, or"
+            " remove this one."
+        )
+    both = {"kind": kind, "shared": now["shared"] | then["shared"], "runs": then["runs"] | now["runs"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    if both != then:
+        with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
+            replacement.write(as_bytes(json.dumps(both, indent=1) + "\n"))
+
+
+def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
+    """Splits that runs are trained and evaluated on, as a whole; weights that they begin with, and that teach them.
+
+    Raises UserError for data that cannot be opened.
+    """
+    from pipeline.train.shown_facts import datasets_of  # Late: the import takes seconds.
+
+    specs, found = list(specs), dict[str, str]()
+    for run in {spec.file: spec for spec in reversed(specs)}.values():
+        whole = replace(run.config.data, limit=Limit.parse("100%"), dev_share=0.0)
+        for of in datasets_of(open_run_data(whole, 0, run.config.train.global_batch, run.config.labels)):
+            found[f"{of.name}:{of.split} ({of.context})"] = f"{of.digest} without {of.notes['excluded']}"
+    weights = {spec.config.init.weights for spec in specs if not spec.needs} - {None}
+    known = {f"the SHA-256 of {path}": sha256_now(str(path)) for path in weights}
+    known |= {f"the SHA-256 of the teacher of {s.name}": objectives.teacher_digest(s.config) for s in specs}
+    return found | {name: sha256 for name, sha256 in known.items() if sha256}
 
 
 # -------------------------------------------------------------------- the engine

@@ -22,10 +22,9 @@ from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.experiment import plan
-from pipeline.experiment.engine import Experiment, ExperimentAnswer
-from pipeline.experiment.identity import sources_of
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
-from pipeline.experiment.rate_figures import draw_rates_of_grid
+from pipeline.experiment.rate_figures import draw_rates
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
 from pipeline.model.files import find_file
@@ -99,7 +98,9 @@ class Grid(Experiment):
         finals = [row for row in rows if row.group == "finals" and row.state == "done"]
         answer = ExperimentAnswer({"runs_done": len(tried) + len(finals)})
         best = best_rate(tried)[0] if finals else None
-        pictures = [draw_rates_of_grid(tried, best)] if tried else []
+        accuracies = {trial["lr"]: trial.get("top1", np.nan) for trial in tried}
+        about = "without a point: diverged; dotted: the chosen one"
+        pictures = [draw_rates({"dev": [accuracies]}, about, best)] if tried else []
         answer.files = {picture.name: picture.png for picture in pictures}
         if best is None or len(finals) < len(config.seeds):
             return answer

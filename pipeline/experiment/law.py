@@ -178,10 +178,9 @@ def minimise(errors: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...]:
     narrows around the best, so the result is deterministic.
     """
     rows = np.arange(len(errors))
-    grid = np.broadcast_to(np.geomspace(*_EXPONENTS, _COARSE), (len(errors), _COARSE))
+    grid = np.tile(np.geomspace(*_EXPONENTS, _COARSE), (len(errors), 1))
     for _ in range(_ROUNDS):
-        *_, squares = _linear(errors, u, grid[:1] if grid.strides[0] == 0 else grid)
-        best = squares.argmin(1)
+        best = _linear(errors, u, grid)[2].argmin(1)
         low, high = grid[rows, np.maximum(best - 1, 0)], grid[rows, np.minimum(best + 1, grid.shape[1] - 1)]
         grid = np.geomspace(low, high, _ZOOM, axis=1)
     floor, scale, squares = _linear(errors, u, grid)
@@ -190,9 +189,7 @@ def minimise(errors: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _linear(errors: np.ndarray, u: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Best floor and scale, both at least 0, and their sum of squares of each exponent. exponents: (D or 1, K); returns
-    (D, K).
-    """
+    """Best floor and scale, both at least 0, and their sum of squares of each exponent. exponents: (D, K)."""
     powers = u ** -exponents[:, :, None]
     y = errors[:, None, :]
     without_floor = np.maximum((y * powers).sum(-1) / (powers**2).sum(-1), 0)

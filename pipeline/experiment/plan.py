@@ -22,8 +22,6 @@ from pipeline.process.outputs import hold
 
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0
-# Share of a matrix product's speed that a training step reaches on a CPU (0.7 for ViT-S/16 in fp32 on an Intel Xeon).
-_SHARE_ON_A_CPU = 0.5
 # A task's time limit is the estimate times this, because another node may be slower and the estimate is one.
 _MARGIN = 2.0
 _SCRIPT = """\
@@ -87,8 +85,7 @@ class CostEstimate:
 def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
     """Estimate the hours of every run, by the speed of those that are done.
 
-    Without them, it is the speeds of the models with `minutes`, `tflops` of the settings, or measured here if the runs
-    compute on this CPU.
+    Without them, it is the speeds of the models with `minutes`, or `tflops` of the settings.
     """
     config, specs = experiment.config, experiment.specs
     measured: dict[str, list[float]] = {}
@@ -103,9 +100,6 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
     rate, source = 0.0, "at the models' speeds"
     if config.tflops:
         rate, source = config.tflops * 1e12 * max(1, config.gpus), f"with {config.tflops:g} TFLOP/s (tflops) a device"
-    elif not experiment.rates and config.on == "here" and not config.gpus and all(spec.flops for spec in specs):
-        rate = _SHARE_ON_A_CPU * _speed_of_this_cpu()
-        source = f"with {rate / 1e12:.2g} TFLOP/s, {_SHARE_ON_A_CPU:.0%} of what this CPU reaches in a matrix product"
     rates = [experiment.rates.get(spec.group, rate) for spec in specs]
     if not all(rates) or not all(spec.flops for spec in specs):
         return CostEstimate(
@@ -115,22 +109,6 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
         source += ", without the time to compile the models (engine.compile)"
     seconds = [spec.flops / rate + _SECONDS_OF_A_PROCESS for spec, rate in zip(specs, rates, strict=True)]
     return CostEstimate({spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}, source)
-
-
-def _speed_of_this_cpu() -> float:
-    """FLOP/s of a matrix product on all threads, from that of one: on a busy host, threads that share a product wait
-    for each other.
-    """
-    import torch  # Late: only this measurement needs it.
-
-    from pipeline.monitor.profile import peak_flops
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # This process does not train.
-    try:
-        return threads * peak_flops(torch.device("cpu"), torch.float32, 0.0)[0]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def plan_lines(

@@ -1,18 +1,67 @@
-"""The scores of a study as points, the means over seeds; lines of them; and the differences between them."""
+"""How a study compares: points, the means over seeds; the differences between them; laws fitted to lines of them; and
+the figures and tables of these.
 
-from collections.abc import Sequence
+A *line* is the points that one law is fitted to: those of each model over data sizes or compute; and, of families with
+several models, their frontier, that is the points that no other model of the family beats at the same compute or less.
+The paper's Figure 5 has one line a family; a law through all points of a family would describe badly chosen models,
+too.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, cycle
+from operator import attrgetter
+from typing import Any
 
-from pipeline.base.page import Table
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from pipeline.base.page import (
+    COLOURS,
+    Block,
+    Heading,
+    Paragraph,
+    PngImage,
+    Table,
+    add_legend,
+    png,
+    style_axes,
+)
+from pipeline.base.words import shorten
 from pipeline.evaluate.differences import ScoreDifference, holm, in_words, of_proportions, of_same_seeds, of_seeds
 from pipeline.evaluate.intervals import Interval, of_samples
 from pipeline.evaluate.intervals import of_seeds as interval_of_seeds
-from pipeline.experiment.law import Estimate, Holdout, PowerLaw
+from pipeline.experiment.law import (
+    NUM_PARAMETERS,
+    Estimate,
+    Holdout,
+    PowerLaw,
+    fit_power_laws,
+    leave_largest_out,
+)
 from pipeline.experiment.table import Row, StudyResults
 
 # With fewer pairs, what pairing loses in degrees of freedom is more than it gains, unless seeds of both correlate by
 # over 0.4.
 PAIRED_FROM = 4
+# Equal budgets differ by the rounding to whole steps.
+_SAME_BUDGET = 1.05
+# The next larger run is one step further, as far as steps between the runs are on average, and at most so many times:
+# the check without the largest runs says nothing of longer ways.
+_MAX_STEP = 4.0
+_x = attrgetter("x")
+_METHOD = (
+    "Laws, of at least 4 amounts: 1 - score = floor + scale x amount ^ -exponent, by least squares, with 95 % intervals"
+    " by bootstrap of the residuals of all lines (those of models and of families apart); that of a prediction includes"
+    " the scatter of a new run. The next larger run is one average step further, at most 4 times; the check leaves the"
+    " runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does one whose interval is"
+    " wider than the range of all measured errors. A family's law goes through its best models only, so it is a little"
+    " too high."
+)
+_MARKERS = "os^DvPX<>p"
+_MAX_NAME = 34
 
 
 @dataclass(frozen=True)
@@ -20,7 +69,7 @@ class Point:
     """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of
     seeds, shares.
 
-    x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test
+    x: what the study compares by: the number of training images, or exaFLOPs of training. num_test: test
     images of each score; 0 if unknown, or if it is not a proportion of images. effective: of images in groups, their
     `effective_number`; else num_test.
     """
@@ -69,27 +118,20 @@ class Line:
     holdout: Holdout | str
 
 
-def points_of(results: StudyResults, score: str = "") -> list[Point]:
-    """In the order of the cells. score: default, the study's. Cells that are not done or have no usable score are left
-    out.
-    """
-    name = score or results.score
+def points_of(results: StudyResults) -> list[Point]:
+    """In the order of the cells. Those that are not done or have no usable score are left out."""
+    name = results.score
     groups: dict[tuple[str, int, int], list[Row]] = {}
     for cell in results.scored(name):
         groups.setdefault((cell.group, cell.data_size, cell.steps), []).append(cell)
     found = []
-    for group in groups.values():
-        cells = sorted(group, key=lambda cell: cell.seed)
+    for (model, data_size, _), cells in groups.items():
         first = cells[0]
         nums = [cell.num_test.get(name, 0) for cell in cells]
-        effective = [cell.effective_images.get(name, num) for cell, num in zip(cells, nums, strict=True)]
-        x = float(first.data_size) if results.counts_images else first.exaflops / results.unit[0]
-        seeds, scores = tuple(cell.seed for cell in cells), tuple(cell.scores[name] for cell in cells)
-        found.append(
-            Point(
-                first.group, first.family, first.data_size, first.exaflops, x, seeds, scores, min(nums), min(effective)
-            )
-        )
+        effective = min(cell.effective_images.get(name, num) for cell, num in zip(cells, nums, strict=True))
+        x = float(data_size) if results.counts_images else first.exaflops
+        seeds, scores = zip(*((cell.seed, cell.scores[name]) for cell in cells), strict=True)
+        found.append(Point(model, first.family, data_size, first.exaflops, x, seeds, scores, min(nums), effective))
     return found
 
 
@@ -147,23 +189,192 @@ def differences(results: StudyResults) -> list[Tested]:
 
 def table(found: Sequence[Tested], results: StudyResults, first: str, second: str) -> Table:
     """first, second: what the models of each difference are."""
-    header = (
-        results.unit[1],
-        first,
-        "seeds",
-        f"{results.score}, %",
-        second,
-        "its, %",
-        "difference, points",
-        "p, corrected",
-    )
-    rows = []
-    for t in found:
-        one, other = t.first, t.second
-        texts = (one.model, f"{len(one.scores)}", one.text, other.model, other.text, *t.texts)
-        rows.append((results.number(one.x), *texts))
-    return Table((*header, "difference"), rows)
+    rows = [
+        (results.number(a.x), a.model, f"{len(a.scores)}", a.text, b.model, b.text, *one.texts)
+        for one in found
+        for a, b in [(one.first, one.second)]
+    ]
+    scores = (f"{results.score}, %", second, "its, %")
+    return Table((results.unit, first, "seeds", *scores, "difference, points", "p, corrected", "difference"), rows)
 
 
 def percent(score: float, *ends: float) -> str:
     return f"{100 * score:.2f}" + (f" [{100 * ends[0]:.2f}, {100 * ends[1]:.2f}]" if ends else "")
+
+
+# -------------------------------------------------------------------- the answer by data size or compute
+def answer(results: StudyResults) -> Iterator[Block]:
+    """The blocks of the report."""
+    points = points_of(results)
+    models, families = lines(points, results)
+    if found := leads(points, 1.0 if results.counts_images else _SAME_BUDGET):
+        yield table(found, results, "best", "second")
+    if picture := draw_scores(points, families or models, results):
+        yield PngImage("score.png", "Scores with 95 % intervals, fitted laws, and predictions", picture)
+    if models or families:
+        yield Heading("Laws, predictions and their check")
+        yield _laws_table([*families, *models], results)
+    yield Paragraph(_METHOD)
+
+
+# -------------------------------------------------------------------- laws
+def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], list[Line]]:
+    """Returns (lines of models, lines of families; none unless the question is scaling and a family has several
+    models), without those of too few points for a law.
+    """
+    families = {name: [p for p in points if p.family == name] for name in results.families}
+    several = not results.counts_images and any(len({p.model for p in own}) > 1 for own in families.values())
+    models = _fitted({name: [p for p in points if p.model == name] for name in results.models}, results.seed)
+    fronts = {name: frontier(own) for name, own in families.items()} if several else {}
+    return models, _fitted(fronts, results.seed)
+
+
+def _fitted(points: dict[str, list[Point]], seed: int) -> list[Line]:
+    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in points.items()}
+    runs = {
+        name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
+        for name, own in above_0.items()
+        if len({p.x for p in own}) > NUM_PARAMETERS
+    }
+    found = []
+    for name, law in (fit_power_laws(runs, seed) if runs else {}).items():
+        own, xs = above_0[name], runs[name][0]
+        next_x = next_larger(xs)
+        found.append(Line(name, own, law, next_x, law.predict(next_x), leave_largest_out(law, *runs[name])))
+    return sorted(found, key=lambda line: list(points).index(line.name))
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other model beats at the same compute or less, by x.
+
+    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is
+    that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
+    otherwise be left out, and the frontier be too high.
+    """
+    ranks = {model: -rank for rank, model in enumerate(dict.fromkeys(point.model for point in points))}
+    points = sorted((point for point in points if point.x > 0), key=_x)  # Positive, for the logarithm.
+
+    def is_beaten(point: Point) -> bool:
+        for model in {p.model for p in points}:
+            own = [p for p in points if p.model == model]
+            ways = np.log([p.x / point.x for p in own])
+            if model == point.model or ways[0] > math.log(_SAME_BUDGET):
+                continue
+            means, nearest = [p.mean for p in own], int(np.abs(ways).argmin())
+            is_same = abs(ways[nearest]) <= math.log(_SAME_BUDGET)
+            other = means[nearest] if is_same else np.interp(0.0, ways, means)
+            if (other, ranks[model]) > (point.mean, ranks[point.model]):  # Of equal ones the first model's stays.
+                return True
+        return False
+
+    return [point for point in points if not is_beaten(point)]
+
+
+def next_larger(xs: Iterable[float]) -> float:
+    """One step beyond the largest, as far as the steps are on average; rounded to three digits."""
+    sizes = sorted(set(xs))
+    step = (sizes[-1] / sizes[0]) ** (1 / (len(sizes) - 1))
+    return float(f"{sizes[-1] * min(step, _MAX_STEP):.3g}")
+
+
+# -------------------------------------------------------------------- who wins
+def leads(points: Sequence[Point], tolerance: float) -> list[Tested]:
+    """The best and the second at each x; p is corrected for all pairs at all x. tolerance: of x, as a factor."""
+    groups: list[list[Point]] = []
+    for point in sorted(points, key=_x):
+        if not groups or point.x > groups[-1][0].x * tolerance:
+            groups.append([])
+        groups[-1].append(point)
+    pairs, starts = list[tuple[Point, Point]](), list[int]()
+    for group in groups:
+        best: dict[str, Point] = {}  # Two lengths of one model may be that near, too.
+        for point in sorted(group, key=lambda point: -point.mean):
+            best.setdefault(point.model, point)
+        if len(best) > 1:
+            starts.append(len(pairs))  # The first pair is that of the best and the second.
+        pairs += combinations(best.values(), 2)
+    found = tested(pairs)
+    return [found[start] for start in starts]
+
+
+# -------------------------------------------------------------------- tables
+def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
+    rows = []
+    for line in found:
+        next_run, check, exponent = line.prediction, line.holdout, line.law.exponent
+        if isinstance(next_run, Estimate):
+            next_run = f"{_score(next_run)} at {results.number(line.next_x)}"
+        if isinstance(check, Holdout):
+            place = "inside" if check.is_inside else "outside"
+            check = f"{_score(check.prediction)}, is {percent(1 - check.error)}: {place}"
+        models = ", ".join(dict.fromkeys(point.model for point in line.points))
+        name = line.name if models == line.name else f"family {line.name}: {models}"
+        spread = f"{exponent.value:.3g} [{exponent.low:.3g}, {exponent.high:.3g}]"
+        rows.append((name, _score(line.law.floor), spread, next_run, check))
+    header = ("line", "limit of the score, %", "exponent", "next larger run, %")
+    return Table((*header, "largest runs, predicted from the others, %"), rows)
+
+
+def _score(error: Estimate) -> str:
+    return percent(1 - error.value, 1 - error.high, 1 - error.low)
+
+
+# -------------------------------------------------------------------- figures
+def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyResults) -> bytes | None:
+    """PNG of the score against data size or compute: means with 95 % intervals, as the paper's Figures 3 to 5.
+
+    A law that says something is drawn with its band and the prediction for the next larger run, an open circle. None if
+    nothing can be drawn on a logarithmic axis.
+    """
+    points = sorted((point for point in points if point.x > 0), key=lambda point: point.x)
+    if not points:
+        return None
+    figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    laws = {line.name: line for line in lines if not line.law.why_not}
+    colours = dict(zip([*results.models, *results.families], cycle(COLOURS), strict=False))
+    for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
+        own = [point for point in points if point.model == model]
+        means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
+        bars = 100 * np.abs(ends.reshape(-1, 2).T - means)
+        look: dict[str, Any] = {"color": colours[model], "marker": marker, "linestyle": "" if model in laws else ":"}
+        axes.errorbar([p.x for p in own], 100 * means, bars, **look, capsize=3, label=shorten(model, _MAX_NAME))
+    for name, line in laws.items():
+        found, colour = line.prediction, colours[name]
+        end = line.next_x if isinstance(found, Estimate) else line.points[-1].x
+        x = np.geomspace(line.points[0].x, end, 200)
+        law, high, low = (100 * (1 - error) for error in line.law.curve(x))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(x, law, color=colour, label=f"law of {shorten(name, _MAX_NAME)}, 95 % band")
+        if isinstance(found, Estimate):
+            bars = 100 * np.array([[found.high - found.value], [found.value - found.low]])
+            look = {"color": colour, "marker": "o", "markerfacecolor": "white"}
+            axes.errorbar([end], [100 * (1 - found.value)], bars, **look, capsize=3)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda x, _: results.number(x))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(results.unit if results.counts_images else f"compute of pre-training, {results.unit}")
+    axes.set_ylabel(f"{results.score}, %", parse_math=False)
+    style_axes(axes)
+    add_legend(figure, loc="outside right upper", fontsize=8)
+    return png(figure)
+
+
+def draw_differences(found: Sequence[Tested], results: StudyResults) -> bytes:
+    """PNG of an ablation: each model's difference to the first with its 95 % interval, the best at the top."""
+    figure = Figure(figsize=(9, 1.5 + 0.42 * len(found)), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0, color="0.35", linewidth=1)
+    values = np.array([one.first.mean - one.second.mean for one in found])
+    spans = zip((one.difference for one in found), values, strict=True)
+    ends = [(span.low, span.high) if span else (value, value) for span, value in spans]
+    bars = 100 * np.abs(np.array(ends).T - values)
+    axes.errorbar(100 * values, range(len(found)), xerr=bars, fmt="o", color=COLOURS[0], capsize=3)
+    labels = [f"{shorten(one.first.model, _MAX_NAME)}: {one.first.text} %" for one in found]
+    axes.set_yticks(range(len(found)), labels, parse_math=False)
+    axes.invert_yaxis()
+    base = f"{shorten(found[0].second.model, _MAX_NAME)}: {found[0].second.text} %"
+    axes.set_xlabel(f"{results.score}: difference to {base}, points", parse_math=False)
+    style_axes(axes, "x")
+    return png(figure)

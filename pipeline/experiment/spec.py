@@ -277,14 +277,10 @@ def row_of(spec: RunSpec, hours: float | None = None) -> Row:
         status = json_record.read(spec.folder / "status.json", Status)
         if status.status not in ("finished", "diverged"):
             return row
-        then, now = (settings_of(one) for one in (replace(spec, config=read_settings(spec.folder)), spec))
-        other = [
-            f"{name} was {then.get(name)}, is {value}"
-            for name, value in now.items()
-            if str(then.get(name)) != str(value)
-        ]
-        if other:
-            raise UserError(f"{spec.folder} was trained with other settings: {'; '.join(other)}.")
+        then = settings_of(replace(spec, config=read_settings(spec.folder)))
+        if other := schema.differences(then, settings_of(spec), {}):
+            listed = "; ".join(map(str, other))
+            raise UserError(f"{spec.folder} was trained with other settings: {listed}.")
         if status.status == "diverged":
             return replace(row, state="diverged", reason=status.reason)
         scores = json_record.read(spec.folder / SCORES_FILE, ScoresFile) if spec.is_evaluated else None
@@ -292,18 +288,16 @@ def row_of(spec: RunSpec, hours: float | None = None) -> Row:
     except FileNotFoundError as error:
         is_begun = any((spec.folder / name).exists() for name in (SETTINGS_FILE, SCORES_FILE))
         return replace(row, state="damaged", reason=f"{error.filename} is missing.") if is_begun else row
-    except PermissionError as error:  # It is of another user.
-        return replace(row, state="damaged", reason=f"{error.filename}: permission denied.")
-    except UserError as error:
+    except (PermissionError, UserError) as error:
         return replace(row, state="damaged", reason=str(error))
     if scores and scores.loss is None:
         why = f"{spec.name} has no finite loss on the images it was scored on"
         return replace(row, state="diverged", reason=why)
-    nums, effective = ({name: score[i] for name, score in found.items() if score[i]} for i in (1, 2))
+    values, nums, effective = ({name: one[i] for name, one in found.items() if one[i] is not None} for i in range(3))
     return replace(
         row,
         state="done",
-        scores={name: score for name, (score, _, _) in found.items()},
+        scores=values,
         num_test=nums,
         effective_images=effective,
         loss=scores.loss if scores else None,

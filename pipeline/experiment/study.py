@@ -5,6 +5,7 @@ specs(config) -> the cells (`cells` makes one of each combination), each followe
 answer(results) -> the blocks of the report
 """
 
+import contextlib
 import importlib
 import json
 from collections.abc import Sequence
@@ -19,24 +20,28 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
 from pipeline.base.words import counted
+from pipeline.checkpoint.store import step_of
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
+from pipeline.cluster.status_files import read_end, read_settings
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import make_plan
 from pipeline.experiment import plan
-from pipeline.experiment.compute import EXA, pretraining_compute
-from pipeline.experiment.engine import Experiment, ExperimentAnswer
-from pipeline.experiment.identity import sources_of
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec, settings_of
 from pipeline.experiment.table import Row, StudyResults
+from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
+from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import RunFacts
+from pipeline.process.committed import NAME, run_of_checkpoint
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 
+EXA = 1e18
 _BEST = "best_score"  # The best score of all models.
 _METHOD = (
     "A score is the mean over the seeds of one model at one data size and length. Brackets are 95 % intervals, each for"
@@ -182,7 +187,6 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cells_table(results: StudyResults) -> Table:
-    size, unit = results.compute_unit
     names = list(dict.fromkeys([results.score, *(name for cell in results.cells for name in cell.scores)]))
     rows = [
         (
@@ -191,7 +195,7 @@ def _cells_table(results: StudyResults) -> Table:
             f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
             f"{cell.data_size:,}",
-            f"{cell.exaflops / size:.3g}",
+            f"{cell.exaflops:.3g}",
             f"{cell.steps:,}",
             f"{cell.images_seen:,}",
             f"{cell.parameters:,}",
@@ -199,7 +203,7 @@ def _cells_table(results: StudyResults) -> Table:
         )
         for cell in results.cells
     ]
-    last = ("training images", unit, "steps", "images seen", "parameters", "hours")
+    last = ("training images", "exaFLOPs", "steps", "images seen", "parameters", "hours")
     return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
@@ -286,17 +290,15 @@ def _cells_of(
     built = _starting_model(first, data, config.out)
     flops = objectives.training_flops(first, built)
     stem = f"{model.name}-n{len(data.split.parts[0])}" if config.data_sizes else model.name
-    lengths = [(str(length).replace(" ", "_").replace("%", "pc"), str(length)) for length in config.lengths]
-    for label, steps in (
-        *((f"{budget:g}EF", round(budget * EXA / (flops * batch))) for budget in config.budgets),
-        *((f"{minutes:g}min", round(minutes * 60 * model.speed / batch)) for minutes in config.minutes),
-    ):
-        if not steps:
+    lengths = {str(length).replace(" ", "_").replace("%", "pc"): str(length) for length in config.lengths}
+    fixed = {f"{budget:g}EF": budget * EXA / (flops * batch) for budget in config.budgets}
+    fixed |= {f"{minutes:g}min": minutes * 60 * model.speed / batch for minutes in config.minutes}
+    for label, steps in fixed.items():
+        if not round(steps):
             raise UserError(f"{label} is less than one step of model {model.name}: give it more.")
-        lengths.append((label, f"{steps} steps"))
-
+        lengths[label] = f"{round(steps)} steps"
     found = []
-    for label, length in lengths or [("", str(first.train.length))]:
+    for label, length in (lengths or {"": str(first.train.length)}).items():
         name = "-".join(filter(None, [stem, label, f"seed{seed}"]))
         named, command = [*common, f"name={name}"], "finetune" if first.init.weights else "pretrain"
         try:
@@ -415,3 +417,66 @@ def _check_comparable(cells: list[RunSpec]) -> None:
     if len(losses) > 1 and not all(objectives.kind(loss).predicts_classes for loss in losses):
         listed = ", ".join(f"{name} has {loss}" for loss, name in losses.items())
         raise UserError(f"train.loss: {listed}. Their scores cannot be compared.")
+
+
+# -------------------------------------------------------------------- what the pre-training of their weights cost
+def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> float:
+    """FLOPs of the longest pre-training among the weights of a study, if others shall train for as much longer; else 0.
+
+    uri: MLflow's, for weights that it names. notes: gets a sentence for each of the weights, for the report.
+    """
+    found = {}
+    for model in config.models:
+        if model.weights:
+            runs = compute_of_runs(Path(weights_path(model.weights, uri, out=config.out)))
+            found[model.name] = compute = sum(runs)
+            before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
+            notes.append(
+                f"{model.name} starts from {model.weights}, "
+                + (
+                    f"pre-trained for {compute / EXA:.4g} exaFLOPs{before}."
+                    if compute
+                    else "whose pre-training is not known."
+                )
+            )
+    if not config.equal_compute or not any(found.values()):
+        return 0.0
+    longest = max(found, key=found.__getitem__)
+    notes.append(f"Models without weights train for {found[longest] / EXA:.4g} exaFLOPs more, those of {longest}.")
+    return found[longest]
+
+
+def compute_of_runs(weights: Path) -> list[float]:
+    """FLOPs of each run that weights come from, the last one first; 0 at the end for weights of which no run is known.
+
+    weights: the folder of a run, or one of its checkpoints.
+    """
+    found: list[float] = []
+    folders = set[Path]()
+    while True:
+        checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
+        folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
+        try:
+            end, settings, facts = read_end(folder), read_settings(folder), PageFolder(folder).read_facts().facts
+        except (UserError, OSError):  # For example, a file of weights is not a folder.
+            end = None
+        if end is None or folder in folders:
+            return [*found, 0.0]
+        folders.add(folder)
+        step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
+        found.append(settings.train.global_batch * (step * facts.flops_per_image))
+        # The weights that the run found at its first start.
+        before = facts.origin.path if facts.origin else settings.init.weights
+        if before is None:
+            return found
+        weights = Path(before)
+
+
+def _newest_step(run: Path) -> int:
+    """The step of a run's newest checkpoint, 0 if there is none: status.json of a killed run has the step of its last
+    log line.
+    """
+    with contextlib.suppress(UserError):
+        folder = find_file(run).parent
+        return step_of(folder) if NAME.fullmatch(folder.name) else 0
+    return 0

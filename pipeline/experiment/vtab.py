@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,16 @@ from pipeline.base.trained_on import not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
-from pipeline.data.dataset.manifest import INFO, Dataset, file_sha256, location_and_split, open_dataset
+from pipeline.data.dataset.manifest import INFO, Dataset, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_lines
 from pipeline.experiment.published import PAPER
-from pipeline.experiment.rate_figures import draw_rates_of_groups
-from pipeline.experiment.score_table import TITLES, column_as_published, column_of, unpublished_warning
+from pipeline.experiment.rate_figures import draw_rates, rates_of_groups
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -50,6 +50,7 @@ from pipeline.experiment.vtab_cell import (
     view_of,
     warmup_steps,
 )
+from pipeline.experiment.vtab_report import TITLES, column_as_published, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
@@ -65,24 +66,6 @@ from pipeline.settings.schema import Fact, facts_of, without_effect
 CELLS = "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a cell returns: accuracy in [0, 1] of num_images. diverged: step by which the loss was non-finite; with
-    accuracy 0 the setting is not chosen. The fields after steps say what was chosen, as far as the method has them.
-    """
-
-    accuracy: float
-    num_images: int
-    steps: int | None
-    val_accuracy: float | None = None
-    l2: float | None = None
-    neighbours: int | None = None
-    loss: float | None = None
-    diverged: int | None = None
-    seconds: float = 0.0
-    device: str = ""
 
 
 def run(config: VtabConfig) -> dict[str, Any] | None:
@@ -148,7 +131,7 @@ class Sweep(Experiment):
         self.folder, self.uri, self.named = folder, uri, config.weights
         self.datasets, self.missing = _open_datasets(config)
         file = files.find_file(Path(config.weights)).absolute()
-        self.sha256 = file_sha256(file)
+        self.sha256 = digest_of(file)
         self.config = config = replace(config, weights=str(file), data=str(Path(config.data).absolute()))
         self.tasks = [task for task in TASKS if task.name in self.datasets]
         for task in self.tasks:
@@ -166,15 +149,18 @@ class Sweep(Experiment):
         self.contamination = _contamination(self, weights.extra)
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
-        settings = settings_of(protocol)
-        # The cells that choose a task's setting; none if the protocol has only one.
-        is_searched, seed = config.method == "finetune" and len(settings) > 1, config.seeds[0]
-        self.searches = {
-            task.name: [self._cell(task, "search", setting, seed) for setting in settings] if is_searched else []
+        stage, settings, seeds = "final", settings_of(protocol), config.seeds
+        if config.method != "finetune":  # A probe draws nothing.
+            stage, settings, seeds = "probe", [None], [0]
+        tried = settings if len(settings) > 1 else []
+        searches = [self._cell(task, "search", setting, seeds[0]) for task in self.tasks for setting in tried]
+        # The chosen setting may be unknown yet, but not the number of final cells.
+        finals = [
+            self._cell(task, stage, settings[0], seed, choose=partial(self._choose, task, seed) if tried else None)
             for task in self.tasks
-        }
-        finals = [cell for task in self.tasks for cell in self.finals(task)]
-        self.specs = [*itertools.chain.from_iterable(self.searches.values()), *finals]
+            for seed in seeds
+        ]
+        self.specs = [*searches, *finals]
 
     # ---------------------------------------------------------------- cells
     def _cell(self, task: Task, stage: Any, setting: Setting | None, seed: int, **more: Any) -> VtabCell:
@@ -193,25 +179,11 @@ class Sweep(Experiment):
         }
         return VtabCell(task, stage, setting, seed, dataset.fingerprint, facts=facts, **more)
 
-    def finals(self, task: Task) -> list[VtabCell]:
-        """The cells that score a task with the best setting, one per seed; a single one, of seed 0, for a probe, which
-        draws nothing.
-        """
-        if self.config.method != "finetune":
-            return [self._cell(task, "probe", None, 0)]
-        # The chosen setting may be unknown yet, but not the number of final cells.
-        any_setting = settings_of(self.config.protocol)[0]
-        choose = self._choose if self.searches[task.name] else None
-        return [
-            self._cell(task, "final", any_setting, seed, choose=choose and partial(choose, task, seed))
-            for seed in self.config.seeds
-        ]
-
     def _choose(self, task: Task, seed: int, rows: Mapping[str, Row]) -> VtabCell | None:
         """The final cell with the setting that is best on val200; None while an outcome of the search is missing. Ties
         go to the lower rate, the shorter run, the lower weight decay.
         """
-        cells = self.searches[task.name]
+        cells = [cell for cell in self.specs if cell.stage == "search" and cell.task == task]
         if any(rows[cell.name].state in TO_RUN for cell in cells):
             return None
 
@@ -250,11 +222,12 @@ class Sweep(Experiment):
         return self.folder / CELLS / f"{cell.name}.json"
 
     def row(self, spec: VtabCell) -> Row:
-        setting = spec.setting
-        tried = (setting.lr, setting.weight_decay, str(setting.length)) if setting else (None,) * 3
+        tried = spec.setting
         settings: dict[str, Any] = {
             "stage": spec.stage,
-            **dict(zip(("learning_rate", "weight_decay", "length"), tried, strict=True)),
+            "learning_rate": tried and tried.lr,
+            "weight_decay": tried and tried.weight_decay,
+            "length": tried and str(tried.length),
             "val_accuracy": spec.val_accuracy,
             "data": spec.fingerprint,
             "published": spec.group not in self.unpublished,
@@ -262,19 +235,19 @@ class Sweep(Experiment):
         }
         row = Row(spec.name, spec.group, spec.seed, settings=settings, **spec.facts)
         try:
-            found = json_record.read(self._file_of(spec), _Outcome)
+            found = json_record.read(self._file_of(spec), dict[str, Any])
         except FileNotFoundError:
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        chosen = {name: getattr(found, name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
+        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
         return replace(
             row,
             state="done",
-            scores={"accuracy": found.accuracy},
-            num_test={"accuracy": found.num_images},
-            loss=found.loss,
-            hours=found.seconds / 3600,
+            scores={"accuracy": found["accuracy"]},
+            num_test={"accuracy": found["num_images"]},
+            loss=found.get("loss"),
+            hours=found["seconds"] / 3600,
             settings=settings | {name: value for name, value in chosen.items() if value is not None},
         )
 
@@ -320,7 +293,10 @@ class Sweep(Experiment):
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
         searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
-        rates = [draw_rates_of_groups(searched)] if len({row.settings["learning_rate"] for row in searched}) > 1 else []
+        rates = []
+        if len({row.settings["learning_rate"] for row in searched}) > 1:
+            about = "the best of the other settings; a cell that diverged counts as 0"
+            rates = [draw_rates(rates_of_groups(searched), about)]
         answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
             answer.files |= vtab_report.page([column, *map(column_as_published, PAPER)], rates)
@@ -474,7 +450,7 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
     """The copies in all of config.pretrained_on together, as `_contamination`. trained: (fingerprint, split) -> name,
     as far as known.
     """
-    copies, used = list[dict[str, int]](), list[tuple[str, str]]()
+    copies: dict[tuple[str, str], dict[str, int]] = {}
     for name in sweep.config.pretrained_on:
         place, named = location_and_split(name)
         try:
@@ -483,14 +459,11 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
             raise UserError(
                 f"{to_path(place) / DEDUP_REPORT} is missing. Make it with launch/dedup.py data={place} against=..."
             ) from None
-        known = [split for digest, split in trained if digest == report.data.fingerprint]
-        one = report.data.fingerprint, named or next(iter(known), "train")
+        digest = report.data.fingerprint
+        one = digest, named or next((split for of, split in trained if of == digest), "train")
         if trained and one not in trained:
             listed = ", ".join(f"{title}:{split}" for (_, split), title in trained.items())
             raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
-        if one in used:
-            raise UserError(f"pretrained_on names {name} twice.")
-        used.append(one)
         if not (is_searched := report.data.is_split(one[1])):
             print(
                 f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
@@ -499,11 +472,12 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
                 flush=True,
             )
         tests = report.against if report.marked and is_searched else []
-        copies.append({part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")})
-    if left := [f"{name}:{split}" for (digest, split), name in trained.items() if (digest, split) not in used]:
+        copies[one] = {part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")}
+    if left := [f"{name}:{one[1]}" for one, name in trained.items() if one not in copies]:
         raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
     digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
+    found = copies.values()
     return {
-        task: sum(of[digest] for of in copies) if all(digest in of for of in copies) else None
+        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
         for task, digest in digests.items()
     }

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -136,10 +136,13 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
             f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is"
             f" {sha256[:16]}. Put the first file back, or score this one with another out=..."
         )
-    device = _prepare_device(config.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(config.threads)
+    use_exact_arithmetic(device)
     adapt = probe if cell.stage == "probe" else finetune
     outcome = adapt(cell, config, dataset, device)
-    return {**outcome, "seconds": round(time.perf_counter() - begin, 2), "device": _name(device)}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {**outcome, "seconds": round(time.perf_counter() - begin, 2), "device": name}
 
 
 def finetune(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
@@ -193,7 +196,6 @@ def train_model(
     )
     order = SampleOrder(split.shard_sizes, cell.seed, batch, streams=1, window=len(split))
     accumulation = -(-batch // config.micro_batch)
-    diverged = 0
     view = remembering_train_view(augment, cell.seed, size, _image_cache(cell.fingerprint, split.name, size, augment))
     trainer = _PlainTrainer(objective, optimizer, config, cell.seed, device)
     with Loader(
@@ -207,9 +209,8 @@ def train_model(
             # Now and then is enough, because weights that are non-finite once remain so.
             is_checked = step % _CHECK_EVERY == 0 or step + 1 == steps
             if is_checked and not math.isfinite(float(loss)):
-                diverged = step + 1
-                break
-    return steps, diverged
+                return steps, step + 1
+    return steps, 0
 
 
 class _PlainTrainer:
@@ -273,13 +274,12 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
 
-    @cache
-    def regression(train: str) -> fewshot.Ridge:
-        return fewshot.fit(values[train], labels[train], dataset.num_classes)
+    fits = (TRAIN, ALL) if config.method == "linear" else ()
+    ridges = {train: fewshot.fit(values[train], labels[train], dataset.num_classes) for train in fits}
 
     def accuracy(choice: float, train: str, tested: str) -> float:
         if config.method == "linear":
-            found = regression(train).classify(values[tested], choice)
+            found = ridges[train].classify(values[tested], choice)
         else:
             x, y, tests = map(torch.from_numpy, (values[train], labels[train], values[tested]))
             found = knn_predict(x, y, tests, dataset.num_classes, int(choice), protocol.temperature).argmax(1).numpy()
@@ -337,18 +337,6 @@ def _image_cache(fingerprint: str, split: str, image_size: int, augment: Augment
 
 def _arithmetic(config: VtabConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
-
-
-def _prepare_device(threads: int) -> torch.device:
-    if not torch.cuda.is_available():
-        torch.set_num_threads(threads)
-        return torch.device("cpu")
-    use_exact_arithmetic(device := torch.device("cuda"))
-    return device
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _reading(split: Split, size: int, augment: AugmentConfig, config: VtabConfig, device: torch.device) -> SplitReader:

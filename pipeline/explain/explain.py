@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import DPI
+from pipeline.base.gallery import DPI, Tile
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -20,7 +21,6 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import write_files
-from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import each_sample, outcomes
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
@@ -77,7 +77,13 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     hold(folder)
     made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
     numbers: dict[str, Any] = {"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()}
-    drawn = _draw_weights(loaded, wanted, numbers)
+    drawn = Drawn()
+    if "filters" in wanted:
+        filters = principal_filters(loaded.model)
+        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
+        numbers["filter_variance_shares"] = filters.shares.tolist()
+    if "positions" in wanted:
+        drawn["positions"] = galleries.draw_positions(position_similarity(cast(VisionTransformer, loaded.model)))
     if wanted & _IMAGE_DRAWINGS:
         drawn |= _draw_images(config, loaded, mae, wanted, numbers)
 
@@ -122,7 +128,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     why_not: dict[str, str] = {}
     if mae is None:
         why_not["reconstruction"] = "these weights hold no decoder of MAE"
-    elif mae.backbone.config.image_size != loaded.model.config.image_size:
+    elif mae.backbone.config.image_size != model.config.image_size:
         why_not["reconstruction"] = f"its decoder paints images of {ImageSize.parse(mae.backbone.config.image_size)} px"
     if not config.images:
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
@@ -145,21 +151,6 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     return {name for name in config.draw or DRAWINGS if name not in why_not}
 
 
-def _draw_weights(loaded: LoadedModel, wanted: set[str], numbers: dict[str, Any]) -> Drawn:
-    """The drawings that need no images."""
-    drawn, model = Drawn(), loaded.model
-    if "filters" in wanted:
-        filters = principal_filters(model)
-        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
-        numbers["filter_variance_shares"] = filters.shares.tolist()
-    if "positions" in wanted:
-        assert isinstance(model, VisionTransformer), "others have no tokens"
-        similarity = position_similarity(model)
-        assert similarity is not None
-        drawn["positions"] = galleries.draw_positions(similarity)
-    return drawn
-
-
 def _draw_images(
     config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, wanted: set[str], numbers: dict[str, Any]
 ) -> Drawn:
@@ -179,43 +170,39 @@ def _draw_images(
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
     _, shown = read_shown(config, loaded, split, rows)
-    captions = [_caption(pictures, row) for row in rows.tolist()]
-    numbers["images"] = split.keys(rows)
+    numbers["images"] = keys = split.keys(rows)
+    labels = pictures.labels(rows)
+    captions = [[label or PurePosixPath(key).stem] for label, key in zip(labels, keys, strict=True)]
+    inputs = list(map(Tile, shown, captions))
 
-    drawn, model = Drawn(), loaded.model
-    if isinstance(model, VisionTransformer) and wanted & _ATTENTION_DRAWINGS:
+    drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.
+    if wanted & _ATTENTION_DRAWINGS:
         attention = compute_attention(model, loaded.images(pixels), config.batch)
         if "attention" in wanted:
-            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, shown, captions)
+            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
         if "rollout" in wanted:
-            drawn["rollout"] = galleries.draw_rollout(attention, model.config, shown, captions)
+            drawn["rollout"] = galleries.draw_rollout(attention, model.config, inputs)
         if "distance" in wanted:
             averaged = attention.distances[:_NUM_AVERAGED]
             mean, uniform = averaged.mean(0), float(patch_distances(model.config).mean())
             title = f"Mean attention distance (over {counted(len(averaged), 'image')})"
             drawn["distance"] = galleries.draw_distances(mean, uniform, title)
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
-    if isinstance(model, VisionTransformer) and "components" in wanted:
+    if "components" in wanted:
         found = patch_components(model, loaded.images(few), config.batch)
-        drawn["components"] = galleries.draw_components(found, model.config, shown, captions)
+        drawn["components"] = galleries.draw_components(found, model.config, inputs)
         numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)
         painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
-        originals = to_rgb(few.numpy(), loaded.pixels)
-        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals, captions)
+        originals = list(map(Tile, to_rgb(few.numpy(), loaded.pixels), captions))
+        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals)
         numbers["reconstruction_losses"] = painted.losses.tolist()
     if "predictions" in wanted:
         chosen = np.sort(order[:_NUM_PREDICTED])
         known = pictures.true_classes(names).split.only(chosen)
         drawn["predictions"] = _draw_predictions(config, loaded, known, names, numbers)
     return drawn
-
-
-def _caption(pictures: AdhocSplit, row: int) -> str:
-    """The true class if it is known, else the name of the file."""
-    labels = pictures.split.labels_of(row)
-    return pictures.label_names[labels[0]] if len(labels) else PurePosixPath(pictures.split.keys([row])[0]).stem
 
 
 def _draw_predictions(
@@ -225,18 +212,16 @@ def _draw_predictions(
     predictions = predict_all(config, loaded, split, num_top=1)
     print_unreadable(predictions.problems, split.keys, "not predicted")
     true, predicted = outcomes(predictions, split)
-    confidence = predictions.probabilities[:, 0]
-    known = np.flatnonzero(predictions.readable & (true >= 0))
-    if len(known):
-        right = (true == predicted)[known]
-        rows = known[galleries.order_by_mistake(right, confidence[known], _NUM_PREDICTIONS)]
-        note = galleries.note_on_mistakes(right)
-        numbers["predictions"] = {"images": len(known), "wrong": int((~right).sum())}
-    else:
-        readable = np.flatnonzero(predictions.readable)
-        rows = readable[np.argsort(-confidence[readable], kind="stable")[:_NUM_PREDICTIONS]]
-        note = "The true classes are not known. The most confident first."
-    _, pixels = read_shown(config, loaded, split, rows)
+    known = (true >= 0) & (predicted >= 0)
+    if known.any():
+        wrong = known & (true != predicted)
+        numbers["predictions"] = {"images": int(known.sum()), "wrong": int(wrong.sum())}
     return galleries.draw_predictions(
-        pixels, true[rows], predicted[rows], names, confidence[rows], note, loaded.image_size
+        true,
+        predicted,
+        predictions.probabilities[:, 0],
+        names,
+        _NUM_PREDICTIONS,
+        loaded.image_size,
+        partial(read_shown, config, loaded, split),
     )

@@ -4,9 +4,10 @@ Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the 
 more pixels; maps float32 (h, w), at least 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, folded, gallery, lines_of
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
+from pipeline.evaluate.segmentation.linear import between_centres
 from pipeline.evaluate.shown import sheet
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
@@ -30,39 +32,32 @@ _OWN_SCALE = "Each map is scaled to its own largest value."
 
 
 def draw_attention(
-    attention: Attention, config: ViTConfig, layer: str, head: str, pixels: np.ndarray, captions: Sequence[str]
+    attention: Attention, config: ViTConfig, layer: str, head: str, inputs: Sequence[Tile]
 ) -> dict[str, Figure]:
     """Figures by name: one, "attention", or for all heads of all layers one per image, "attention-1" and so on.
 
-    layer, head: "all", "mean", or a number from 1.
+    inputs: the images with their captions. layer, head: "all", "mean", or a number from 1.
     """
     maps, layers, heads = choose_maps(attention, layer, head)
     is_matrix = len(layers) > 1 and len(heads) > 1
-
-    def label(of_layer: str, of_head: str) -> str:
-        """Only what differs between the maps."""
-        return ", ".join(name for name, names in ((of_layer, layers), (of_head, heads)) if len(names) > 1)
-
     of_images = []
-    for i, (image, caption) in enumerate(zip(pixels, captions, strict=True)):
+    for i, image in enumerate(inputs):
         tiles = [
             [
-                Tile(overlay(image, maps[i, j, k].numpy(), config), [label(of_layer, of_head)])
+                Tile(overlay(image.pixels, maps[i, j, k].numpy(), config), [of_layer, of_head])
                 for k, of_head in enumerate(heads)
             ]
             for j, of_layer in enumerate(layers)
         ]
         lines = tiles if is_matrix else lines_of([tile for row in tiles for tile in row], _MAX_MAPS)
-        of_images.append([[None if j else Tile(image, [caption]), *line] for j, line in enumerate(lines)])
+        of_images.append([[None if j else image, *line] for j, line in enumerate(lines)])
     pages = {f"attention-{number}": rows for number, rows in enumerate(of_images, start=1)}
     if not is_matrix:
         pages = {"attention": [line for rows in of_images for line in rows]}
-    common = ", ".join(names[0] for names in (layers, heads) if len(names) == 1)
-    note = f"{common[:1].upper()}{common[1:]}. {_OWN_SCALE}" if common else _OWN_SCALE
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
     if POOLING in layers:
         title = f"Attention of the pool's query{'; of blocks, the mean of all patches' if len(layers) > 1 else ''}"
-    return {name: gallery(rows, title, note, bar="attention") for name, rows in pages.items()}
+    return {name: gallery(rows, title, _OWN_SCALE, bar="attention") for name, rows in pages.items()}
 
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:
@@ -84,21 +79,19 @@ def _choose(maps: Tensor, dim: int, names: list[str], choice: str, mean: str) ->
     return maps.narrow(dim, int(choice) - 1, 1), [names[int(choice) - 1]]
 
 
-def draw_rollout(attention: Attention, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
+def draw_rollout(attention: Attention, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:
     """Each image, and below it the image lit by rollout (ViT paper, D.8)."""
-    pairs = zip(pixels, attention.rollout[: len(pixels)].numpy(), strict=True)
-    rows = [_inputs(pixels, captions), [Tile(brighten(image, values, config), ["rollout"]) for image, values in pairs]]
+    pairs = zip(inputs, attention.rollout[: len(inputs)].numpy(), strict=True)
+    rollout = [Tile(brighten(image.pixels, values, config), ["rollout"]) for image, values in pairs]
     note = "Attention through all blocks, with the identity of the residual connections. Brighter is more."
-    return gallery(folded(rows), "Attention rollout", note)
+    return gallery(folded([inputs, rollout]), "Attention rollout", note)
 
 
-def draw_components(
-    components: PatchComponents, config: ViTConfig, pixels: np.ndarray, captions: Sequence[str]
-) -> Figure:
+def draw_components(components: PatchComponents, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:
     """Each image, and below it the first three principal components of its patches as red, green and blue."""
     colours = [
-        Tile(np.dstack([enlarge(channel, config, image.shape[:2]) for channel in found.permute(2, 0, 1).numpy()]))
-        for image, found in zip(pixels, components.colours, strict=True)
+        Tile(np.dstack([enlarge(of, config, image.pixels.shape[:2]) for of in found.permute(2, 0, 1).numpy()]))
+        for image, found in zip(inputs, components.colours, strict=True)
     ]
     shares = ", ".join(
         f"{name} {share:.1%}" for name, share in zip(_CHANNELS, components.shares.tolist(), strict=False)
@@ -107,15 +100,15 @@ def draw_components(
         "The first three principal components of the patches of all these images together: patches with similar"
         f" features have similar colours. Shares of the variance: {shares}."
     )
-    return gallery(folded([_inputs(pixels, captions), colours]), "Patches by their features", note)
+    return gallery(folded([inputs, colours]), "Patches by their features", note)
 
 
-def draw_reconstruction(found: Reconstruction, normalise: bool, pixels: np.ndarray, captions: Sequence[str]) -> Figure:
+def draw_reconstruction(found: Reconstruction, normalise: bool, inputs: Sequence[Tile]) -> Figure:
     """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder
     predicts them.
     """
     rows = [
-        _inputs(pixels, captions),
+        inputs,
         [Tile(image, ["visible patches"]) for image in found.masked],
         [Tile(image, ["reconstruction"]) for image in found.painted],
     ]
@@ -141,41 +134,44 @@ def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np
     return np.concatenate([wrong[:num_wrong], good[: most - num_wrong]])
 
 
-def note_on_mistakes(right: np.ndarray) -> str:
-    """What a sheet in the order of `order_by_mistake` says."""
-    return (
-        f"True class, then prediction: {int((~right).sum()):,} of {len(right):,} are wrong. The most confident mistakes"
-        " first, then right predictions, the least confident first."
-    )
-
-
 def draw_predictions(
-    pixels: np.ndarray,
     true: np.ndarray,
     predicted: np.ndarray,
-    names: Sequence[str],
     confidence: np.ndarray,
-    note: str,
+    names: Sequence[str],
+    most: int,
     image_size: ImageSize | int,
+    read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> Figure:
-    """Images with true class and prediction, int64 (n,), in green or red; in black if the true class is unknown, -1.
+    """At most `most` images with true class and prediction, in green or red, in the order of `order_by_mistake`; if no
+    true class is known, in black, the most confident first.
 
-    names: of all classes, of which some may have the same one, as ImageNet's two cranes. image_size: of the model.
+    true, predicted: int64 (n,), -1 if unknown. confidence: float (n,). names: of all classes, of which some may have
+    the same one, as ImageNet's two cranes. image_size: of the model. read: int64 numbers of images -> (those that can
+    be read, their pixels).
     """
+    known = np.flatnonzero((true >= 0) & (predicted >= 0))
+    if len(known):
+        right = true[known] == predicted[known]
+        chosen = known[order_by_mistake(right, confidence[known], most)]
+        note = (
+            f"True class, then prediction: {int((~right).sum()):,} of {len(right):,} are wrong. The most confident"
+            " mistakes first, then right predictions, the least confident first."
+        )
+    else:
+        readable = np.flatnonzero(predicted >= 0)
+        chosen = readable[np.argsort(-confidence[readable], kind="stable")[:most]]
+        note = "The true classes are not known. The most confident first."
+    chosen, pixels = read(chosen)
     tiles = []
-    for image, label, found, share in zip(pixels, true.tolist(), predicted.tolist(), confidence.tolist(), strict=True):
-        said = f"{names[found]}: {share:.0%}"
-        if label < 0:
+    for image, number in zip(pixels, chosen.tolist(), strict=True):
+        said = f"{names[predicted[number]]}: {confidence[number]:.0%}"
+        if true[number] < 0:
             tiles.append(Tile(image, [said]))
         else:
-            is_right = label == found
-            lines = [names[label], f"{'✓' if is_right else '✗'} {said}"]
-            tiles.append(Tile(image, lines, _RIGHT if is_right else _WRONG))
+            mark, colour = ("✓", _RIGHT) if true[number] == predicted[number] else ("✗", _WRONG)
+            tiles.append(Tile(image, [names[true[number]], f"{mark} {said}"], colour))
     return sheet(tiles, "Predictions", note, image_size)
-
-
-def _inputs(pixels: np.ndarray, captions: Sequence[str]) -> list[Tile]:
-    return [Tile(image, [caption]) for image, caption in zip(pixels, captions, strict=True)]
 
 
 def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
@@ -184,12 +180,10 @@ def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.
     config: gives the places of the patches. size: of the image as it is drawn, which may have more pixels than the
     model reads.
     """
-    places = []
-    for cells, side, own in zip(values.shape, size, config.image_size, strict=True):
-        patch = config.patch_pixels * side / own
-        centres = patch / 2 + patch * np.arange(cells)
-        places.append(np.stack([np.interp(np.arange(side) + 0.5, centres, row) for row in np.eye(cells)], axis=1))
-    rows, columns = places
+    rows, columns = (
+        between_centres(side, config.patch_pixels * side / own * (torch.arange(cells) + 0.5) - 0.5).numpy()
+        for cells, side, own in zip(values.shape, size, config.image_size, strict=True)
+    )
     return rows @ values @ columns.T
 
 
@@ -215,14 +209,11 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     figure = Figure(figsize=(max(4.2, 1.8 + 0.22 * len(distances)), 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(blocks, distances, "o", markersize=4, color=MAP(0.5), alpha=0.6)
-    axes.plot(blocks, distances.mean(1), color="black", linewidth=1, label="mean of heads")
-    axes.axhline(uniform, color=GREY, linestyle="--", linewidth=1, label="uniform attention")
-    axes.set_xlabel("block", fontsize=TEXT)
-    axes.set_ylabel("mean attention distance (pixels)", fontsize=TEXT)
-    axes.tick_params(labelsize=SMALL)
+    axes.plot(blocks, distances.mean(1), color="black", label="mean of heads")
+    axes.axhline(uniform, color=GREY, linestyle="--", label="uniform attention")
+    axes.set(xlabel="block", ylabel="mean attention distance (pixels)", ylim=(0, 1.25 * max(uniform, distances.max())))
     style_axes(axes)
-    axes.set_title(title, fontsize=TITLE, weight="bold", parse_math=False)
-    axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
+    figure.suptitle(title, fontsize=TITLE, weight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.
     axes.legend(fontsize=SMALL, frameon=False, loc="upper left", ncols=3)
     return figure

@@ -13,9 +13,8 @@ from pipeline.model.position import per_token
 _MOST_FILTERS = 28  # As in Figure 7 of the ViT paper.
 
 
-def position_similarity(model: VisionTransformer) -> Tensor | None:
-    """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w); None if there are
-    none.
+def position_similarity(model: VisionTransformer) -> Tensor:
+    """Cosine similarity of the position embeddings of each two patches, float32 (T, h, w, h, w).
 
     T is 1, or the number of blocks if each has a table of its own (ViT paper, Figure 7, centre). With RoPE and without
     a table it is the cosine of the angle between the rotations of the two places, mean over the pairs of numbers: what
@@ -24,10 +23,8 @@ def position_similarity(model: VisionTransformer) -> Tensor | None:
     h, w = model.config.grid
     if model.positions is not None:
         patches = per_token(model.positions.detach().float().cpu(), model.config)[:, -h * w :]
-    elif model.config.rope_base is not None:
-        patches = torch.cat(rope.rotation(model.config, (h, w)), dim=1)[None, -h * w :]
     else:
-        return None
+        patches = torch.cat(rope.rotation(model.config, (h, w)), dim=1)[None, -h * w :]
     unit = F.normalize(patches, dim=2)
     return (unit @ unit.transpose(1, 2)).unflatten(2, (h, w)).unflatten(1, (h, w))
 

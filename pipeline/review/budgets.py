@@ -1,6 +1,7 @@
 """Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -74,14 +75,14 @@ def curves(records: Records) -> list[PngImage]:
     for run, record in records.items():
         for file, title, series in lines_of(record, loss_of.get(run, "")):
             found.setdefault((file, title), {})[run] = series
-    pictures: dict[str, list[PngImage]] = {}
+    pictures, used = [], Counter[str]()
     for (file, title), lines in found.items():
         if content := draw_curves({run: records[run] for run in lines}, title, lines, seeds):
-            of_file = pictures.setdefault(file, [])
-            name = f"{file}_{len(of_file) + 1}.png" if of_file else f"{file}.png"
+            used[file] += 1
+            name = f"{file}_{used[file]}.png" if used[file] > 1 else f"{file}.png"
             about = f"{title} of {listed(list(lines))} against steps, images seen and training FLOPs"
-            of_file.append(PngImage(name, about, content))
-    return [picture for of_file in pictures.values() for picture in of_file]
+            pictures.append(PngImage(name, about, content))
+    return pictures
 
 
 def lines_of(record: RunRecord, loss: str = "") -> Iterator[tuple[str, str, Series]]:

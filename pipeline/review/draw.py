@@ -62,7 +62,7 @@ def draw(folder: Path, final: bool) -> list[str]:
 
 
 def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
-    found = read_predictions(folder, "probability")
+    found = read_predictions(folder)
     config = read_settings(folder)
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)

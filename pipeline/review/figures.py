@@ -105,24 +105,16 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
 
     None if no image has both.
     """
-    known = np.flatnonzero((found.true >= 0) & (found.predicted >= 0))
-    if not len(known):
+    if not ((found.true >= 0) & (found.predicted >= 0)).any():
         return None
-    right = found.true[known] == found.predicted[known]
-    chosen = known[galleries.order_by_mistake(right, found.probability[known], _NUM_IMAGES)]
-    view = shown_view(config.augment, config.model.image_size, split.pixels)
-    with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
-        rows, pixels = read_pixels(loader, found.rows[chosen], 16)
-    if not len(rows):
-        return None
-    chosen = chosen[np.isin(found.rows[chosen], rows)]
+
+    def read(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        view = shown_view(config.augment, config.model.image_size, split.pixels)
+        with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
+            rows, pixels = read_pixels(loader, found.rows[chosen], 16)
+        return chosen[np.isin(found.rows[chosen], rows)], to_rgb(pixels.numpy(), split.pixels)
+
     figure = galleries.draw_predictions(
-        to_rgb(pixels.numpy(), split.pixels),
-        found.true[chosen],
-        found.predicted[chosen],
-        names,
-        found.probability[chosen],
-        galleries.note_on_mistakes(right),
-        config.model.image_size,
+        found.true, found.predicted, found.probability, names, _NUM_IMAGES, config.model.image_size, read
     )
     return png(figure, DPI, split.pixels.describe_shown())

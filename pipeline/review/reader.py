@@ -14,7 +14,6 @@ from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_me
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile
 from pipeline.monitor.run_page import RunFacts
-from pipeline.process.outputs import kind_of
 from pipeline.review.record import RunRecord, Series
 from pipeline.settings import schema
 
@@ -35,12 +34,10 @@ def from_folder(folder: Path) -> RunRecord:
     line.
     """
     if not is_run(folder):
-        if kind_of(folder) == "experiment":
-            raise UserError(
-                f"{folder} is an experiment that has not ended: results.json is missing. Wait, or continue it by the"
-                " command that began it."
-            )
-        raise UserError(f"{folder} is not the folder of a run: {RUN_FILE} and {_RESULTS} are missing.")
+        raise UserError(
+            f"{folder} is not the folder of a run, or of an experiment that has ended: {RUN_FILE} and {_RESULTS} are"
+            " missing."
+        )
     # A run in progress writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
     # that is found has its metrics, and is that of a run that was killed only if it was.
     is_free = False

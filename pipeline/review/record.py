@@ -16,7 +16,7 @@ from pipeline.base import npz
 from pipeline.base.metric import Metric, score_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
-from pipeline.experiment.score_table import OVERALL, Column, column_of
+from pipeline.experiment.vtab_report import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import PAGE, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts
@@ -60,20 +60,20 @@ class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
     rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of
-    `Split.groups`; empty without. probability: float32, empty if it was not read.
+    `Split.groups`; empty without. probability: float32.
     """
 
     rows: np.ndarray
     true: np.ndarray
     predicted: np.ndarray
+    probability: np.ndarray
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    probability: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-def read_predictions(folder: Path, *more: str) -> LastPredictions:
-    """predictions.npz of a run folder, with the probability if `more` names it. Raises UserError for a damaged file."""
+def read_predictions(folder: Path) -> LastPredictions:
+    """predictions.npz of a run folder. Raises UserError for a damaged file."""
     file = folder / PREDICTIONS
-    names = ("rows", "true", "predicted", *more)
+    names = ("rows", "true", "predicted", "probability")
     return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 

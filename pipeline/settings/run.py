@@ -50,14 +50,14 @@ _OF_COLOURS = ("color_jitter", "saturation", "hue", "three_augment", "grey", "so
 _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 
-def result_name(doc: str, holds: Holds, **rule: Any) -> Any:
+def result_name(holds: Holds, **rule: Any) -> Any:
     """The name of a result, whose folder is in `out`."""
-    return setting(REQUIRED, doc, pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
+    return setting(REQUIRED, pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
 
 
-def minutes(default: float, doc: str, **rule: Any) -> Any:
+def minutes(default: float, **rule: Any) -> Any:
     """A limit of time, which changes no result."""
-    return setting(default, doc, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
+    return setting(default, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
 
 
 def _named(text: str) -> list[str]:
@@ -70,98 +70,81 @@ class ModelConfig(Settings):
     which a ViT has too.
     """
 
-    name: str | None = setting(
-        None,
-        "Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16,"
-        " R50+ViT-B/16, BiT-R50x1. Leave it out with init.weights.",
-    )
-    image_size: ImageSize = setting(ImageSize(224, 224), "Input size in pixels: side of a square, or height x width.")
-    width: PositiveInt | None = setting(
-        None, "Overrides the variant's width D; for a ResNet, the channels of its first layer."
-    )
-    depth: PositiveInt | None = setting(None, "Overrides the variant's number of blocks.")
-    mlp_width: PositiveInt | None = setting(None, "Overrides the variant's MLP width.")
-    num_heads: PositiveInt | None = setting(None, "Overrides the variant's number of heads.")
-    positions: Positions = setting(
-        "learned",
-        "Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative"
-        " attention, or none.",
-    )
-    positions_at: Literal["stem", "blocks", "shared"] = setting(
-        "stem",
-        "Where positions are added: once (stem), before every block with a table for each (blocks), or before every"
-        " block with the same table (shared).",
-    )
-    pool: Pool | None = setting(
-        None,
-        "Input of the head: class token; global average pool or attention pool (map) of a model without class token;"
-        " or, beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool"
-        " (attentive). null is token (axial models: gap).",
-    )
-    representation: bool = setting(
-        True,
-        "Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is"
-        " set.",
-    )
-    gelu: Gelu = setting(
-        "tanh", "GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."
-    )
-    dropout: ShareBelow1 = setting(
-        0.0, "Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k)."
-    )
-    drop_path: ShareBelow1 = setting(0.0, "Stochastic depth: drop probability of the last block, linear from 0.")
-    head_bias: float = setting(0.0, "Initial bias of the head; -10 suits sigmoid loss on 21k classes.", min=-1000)
-    registers: NonNegativeInt = setting(
-        0, "Extra learned tokens without a position, which the head does not read; 4 in DINOv2."
-    )
-    layer_scale: float | None = setting(
-        None,
-        "Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors.",
-        min=-1000,
-    )
-    swiglu: bool = setting(
-        False, "Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."
-    )
-    rope_base: float | None = setting(
-        None,
-        "Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no"
-        " rotation.",
-        above=1,
-    )
-    rope_side: NonNegativeInt | None = setting(
-        None,
-        "RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side;"
-        " 0: not stretched; null: from -1 to 1.",
-    )
-    rope_shift: NonNegativeFloat = setting(
-        0.0,
-        "RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step.",
-    )
-    rope_jitter: float = setting(
-        1.0,
-        "RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all.",
-        min=1,
-    )
-    rope_rescale: float = setting(
-        1.0,
-        "RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3.",
-        min=1,
-    )
-    qkv_bias: QkvBias = setting("qkv", "Which of queries, keys and values have a bias; qv in DINOv3.")
-    out_bias: bool = setting(True, "Bias of the attention's output layer.")
-    mlp_bias: bool = setting(True, "Biases of the MLP's layers.")
-    embedding_norm: bool = setting(False, "LayerNorm of all tokens before the first block, as in CLIP.")
-    qk_norm: bool = setting(False, "LayerNorm of each head's queries and keys (ViT-22B).")
-    pool_norm: bool = setting(
-        False,
-        "The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes.",
-    )
-    class_norm: bool = setting(False, "A final LayerNorm of its own for class token and registers, as in DINOv3 7B.")
-    small_stem: list[int] | None = setting(
-        None,
-        "Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of"
-        " channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).",
-    )
+    name: str | None = None
+    """Architecture: a size (Ti, S, M, B, L, So400m, H, g, G, e) and a patch side, as ViT-L/16; or Axial-ViT-B/16,
+    R50+ViT-B/16, BiT-R50x1. Leave it out with init.weights.
+    """
+    image_size: ImageSize = ImageSize(224, 224)
+    """Input size in pixels: side of a square, or height x width."""
+    width: PositiveInt | None = None
+    """Overrides the variant's width D; for a ResNet, the channels of its first layer."""
+    depth: PositiveInt | None = None
+    """Overrides the variant's number of blocks."""
+    mlp_width: PositiveInt | None = None
+    """Overrides the variant's MLP width."""
+    num_heads: PositiveInt | None = None
+    """Overrides the variant's number of heads."""
+    positions: Positions = "learned"
+    """Position embedding: learned 1-D or 2-D, fixed sine-cosine (with MAE's frequencies: sincos2d_mae), relative
+    attention, or none.
+    """
+    positions_at: Literal["stem", "blocks", "shared"] = "stem"
+    """Where positions are added: once (stem), before every block with a table for each (blocks), or before every block
+    with the same table (shared).
+    """
+    pool: Pool | None = None
+    """Input of the head: class token; global average pool or attention pool (map) of a model without class token; or,
+    beside a class token, the mean of the patches (mean), token and mean (both), or an attention pool (attentive). null
+    is token (axial models: gap).
+    """
+    representation: bool = True
+    """Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.
+    """
+    gelu: Gelu = "tanh"
+    """GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."""
+    dropout: ShareBelow1 = 0.0
+    """Dropout after positions, attention output and MLP layers (0.1 on ImageNet-21k)."""
+    drop_path: ShareBelow1 = 0.0
+    """Stochastic depth: drop probability of the last block, linear from 0."""
+    head_bias: float = setting(0.0, min=-1000)
+    """Initial bias of the head; -10 suits sigmoid loss on 21k classes."""
+    registers: NonNegativeInt = 0
+    """Extra learned tokens without a position, which the head does not read; 4 in DINOv2."""
+    layer_scale: float | None = setting(None, min=-1000)
+    """Initial value of LayerScale, learned factors of each residual branch; 1e-5 in DINOv2; null: no factors."""
+    swiglu: bool = False
+    """Gated MLP: silu(gate) times value, each mlp_width wide (DINOv2's g, DINOv3's H+ and 7B)."""
+    rope_base: float | None = setting(None, above=1)
+    """Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.
+    """
+    rope_side: NonNegativeInt | None = None
+    """RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0:
+    not stretched; null: from -1 to 1.
+    """
+    rope_shift: NonNegativeFloat = 0.0
+    """RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step."""
+    rope_jitter: float = setting(1.0, min=1)
+    """RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all."""
+    rope_rescale: float = setting(1.0, min=1)
+    """RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3."""
+    qkv_bias: QkvBias = "qkv"
+    """Which of queries, keys and values have a bias; qv in DINOv3."""
+    out_bias: bool = True
+    """Bias of the attention's output layer."""
+    mlp_bias: bool = True
+    """Biases of the MLP's layers."""
+    embedding_norm: bool = False
+    """LayerNorm of all tokens before the first block, as in CLIP."""
+    qk_norm: bool = False
+    """LayerNorm of each head's queries and keys (ViT-22B)."""
+    pool_norm: bool = False
+    """The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes."""
+    class_norm: bool = False
+    """A final LayerNorm of its own for class token and registers, as in DINOv3 7B."""
+    small_stem: list[int] | None = None
+    """Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of
+    channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).
+    """
 
     @property
     def options(self) -> dict[str, Any]:
@@ -176,31 +159,30 @@ class ModelConfig(Settings):
 class MixedSet(Settings):
     """A data set of a mixture, or another weight of one from a step on."""
 
-    path: PathText = setting(REQUIRED, "Folder or URL of a data set beside data.path")
-    weight: NonNegativeFloat = setting(
-        REQUIRED, "Its samples in a batch are in this proportion to those of data.path, data.weight"
-    )
-    split: str = setting("train", "Split to train on.")
-    exclude: str = setting("all", "Lists of excluded samples: all, none, or names with commas.")
-    limit: Limit = setting(Limit.parse("100%"), "Train on a random subset: a number of samples or a share.")
-    class_map: dict[str, str] = setting(
-        dict, "Classes of this set that have another name in the mixture, as {kitty: cat}."
-    )
-    labels: bool = setting(
-        True,
-        "Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may"
-        " then be named again.",
-    )
-    from_step: NonNegativeInt = setting(
-        0,
-        "Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes"
-        " its weight.",
-    )
-    eval_split: str = setting(
-        "",
-        "Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the"
-        " folder's name.",
-    )
+    path: PathText
+    """Folder or URL of a data set beside data.path"""
+    weight: NonNegativeFloat
+    """Its samples in a batch are in this proportion to those of data.path, data.weight"""
+    split: str = "train"
+    """Split to train on."""
+    exclude: str = "all"
+    """Lists of excluded samples: all, none, or names with commas."""
+    limit: Limit = Limit.parse("100%")
+    """Train on a random subset: a number of samples or a share."""
+    class_map: dict[str, str] = setting(dict)
+    """Classes of this set that have another name in the mixture, as {kitty: cat}."""
+    labels: bool = True
+    """Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then
+    be named again.
+    """
+    from_step: NonNegativeInt = 0
+    """Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes its
+    weight.
+    """
+    eval_split: str = ""
+    """Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the
+    folder's name.
+    """
 
     @property
     def evaluated(self) -> dict[str, str]:
@@ -217,85 +199,50 @@ class MixedSet(Settings):
 
 
 class DataConfig(Settings):
-    path: PathText = setting(
-        REQUIRED,
-        "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py",
-        on_change="comparison",
-    )
-    cache: PathText = setting(
-        "",
-        "Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache.",
-        output="folder",
-        on_change="nothing",
-    )
-    cache_gb: PositiveFloat = setting(
-        200.0,
-        "Maximum size of data.cache in GB; least recently read shards are removed.",
-        on_change="nothing",
-        needs="cache",
-    )
-    retry_minutes: float = minutes(
-        10.0,
-        "Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait.",
-    )
-    train_split: str = setting("train", "Split to train on.", on_change="run")
-    eval_split: str = setting(
-        "val", "Split to evaluate on; empty: none. Without labels, val is none if there is no such split."
-    )
-    eval_also: str = setting(
-        "",
-        "Further splits of data.path to evaluate on, with commas between; their metrics begin with the split's name.",
-        on_change="comparison",
-    )
-    exclude: str = setting("all", "Lists of excluded samples (exclude/*.parquet): all, none, or names with commas.")
-    limit: Limit = setting(
-        Limit.parse("100%"),
-        "Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones.",
-        on_change="run",
-    )
-    dev_share: ShareBelow1 = setting(
-        0.0,
-        "Share of the training samples held out at random as split 'dev', which is then evaluated instead of "
-        "data.eval_split, to choose settings by; of samples with groups, whole groups. 0: none.",
-    )
-    weight: PositiveFloat = setting(
-        1.0,
-        "In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix.",
-        on_change="comparison",
-        needs="mix",
-    )
-    mix: list[MixedSet] = setting(
-        list,
-        "Data sets that are trained on beside data.path, as [{path: datasets/b, weight: 0.5}] (docs/mixtures.md).",
-        on_change="comparison",
-    )
-    streams: PositiveInt = setting(
-        16,
-        "Number of equal streams that an epoch is divided into; must divide train.global_batch. More mix better.",
-        on_change="run",
-    )
-    window: PositiveInt = setting(
-        4096, "Number of consecutive samples of a stream that are shuffled together.", on_change="run"
-    )
-    balance: Share = setting(
-        1.0,
-        "Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once"
-        " an epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.",
-        on_change="run",
-    )
-    threads: Threads = setting(2, "Decoding threads of each rank.", on_change="nothing")
-    processes: NonNegativeInt = setting(
-        0,
-        "Decode training images in so many processes of each rank instead of data.threads threads; of local files only."
-        " For small images, whose decoding mostly holds Python's lock (docs/performance.md); the batches are the same.",
-        on_change="nothing",
-    )
-    prefetch: PositiveInt = setting(4, "Number of micro-batches decoded ahead.", on_change="nothing")
-    max_bad_share: Share = setting(
-        0.001,
-        "Share of unreadable images, of those trained on or of those scored, above which the run stops.",
-        on_change="comparison",
-    )
+    path: PathText = setting(REQUIRED, on_change="comparison")
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
+    cache: PathText = setting("", output="folder", on_change="nothing")
+    """Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache."""
+    cache_gb: PositiveFloat = setting(200.0, on_change="nothing", needs="cache")
+    """Maximum size of data.cache in GB; least recently read shards are removed."""
+    retry_minutes: float = minutes(10.0)
+    """Minutes for which a failed bucket request is retried before the run stops; the watchdog allows such a wait."""
+    train_split: str = setting("train", on_change="run")
+    """Split to train on."""
+    eval_split: str = "val"
+    """Split to evaluate on; empty: none. Without labels, val is none if there is no such split."""
+    eval_also: str = setting("", on_change="comparison")
+    """Further splits of data.path to evaluate on, with commas between; their metrics begin with the split's name."""
+    exclude: str = "all"
+    """Lists of excluded samples (exclude/*.parquet): all, none, or names with commas."""
+    limit: Limit = setting(Limit.parse("100%"), on_change="run")
+    """Train on a random subset: a number of samples or a share. Larger subsets contain the smaller ones."""
+    dev_share: ShareBelow1 = 0.0
+    """Share of the training samples held out at random as split 'dev', which is then evaluated instead of
+    data.eval_split, to choose settings by; of samples with groups, whole groups. 0: none.
+    """
+    weight: PositiveFloat = setting(1.0, on_change="comparison", needs="mix")
+    """In a mixture: the samples of data.path in a batch are in this proportion to those of each set of data.mix."""
+    mix: list[MixedSet] = setting(list, on_change="comparison")
+    """Data sets that are trained on beside data.path, as [{path: datasets/b, weight: 0.5}] (docs/mixtures.md)."""
+    streams: PositiveInt = setting(16, on_change="run")
+    """Number of equal streams that an epoch is divided into; must divide train.global_batch. More mix better."""
+    window: PositiveInt = setting(4096, on_change="run")
+    """Number of consecutive samples of a stream that are shuffled together."""
+    balance: Share = setting(1.0, on_change="run")
+    """Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an
+    epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
+    """
+    threads: Threads = setting(2, on_change="nothing")
+    """Decoding threads of each rank."""
+    processes: NonNegativeInt = setting(0, on_change="nothing")
+    """Decode training images in so many processes of each rank instead of data.threads threads; of local files only.
+    For small images, whose decoding mostly holds Python's lock (docs/performance.md); the batches are the same.
+    """
+    prefetch: PositiveInt = setting(4, on_change="nothing")
+    """Number of micro-batches decoded ahead."""
+    max_bad_share: Share = setting(0.001, on_change="comparison")
+    """Share of unreadable images, of those trained on or of those scored, above which the run stops."""
 
     @property
     def evaluated(self) -> list[str]:
@@ -321,99 +268,88 @@ class DataConfig(Settings):
 class AugmentConfig(Settings):
     """Augmentation and preprocessing. The default of a new field must leave images as they are without it."""
 
-    crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = setting(
-        "inception",
-        "Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop,"
-        " with a log-uniform aspect (random_resized); random crop after resizing the whole image (resize_crop) or its"
-        " short side (resize_small_crop) to augment.resize_to; or only a resize (none).",
-    )
-    area_min: PositiveShare = setting(0.05, "inception, random_resized: smallest part of the area.", needs=_BOX)
-    area_max: PositiveShare = setting(1.0, "inception, random_resized: largest part of the area.", needs=_BOX)
-    aspect_min: PositiveFloat = setting(3 / 4, "inception, random_resized: smallest width / height.", needs=_BOX)
-    aspect_max: PositiveFloat = setting(4 / 3, "inception, random_resized: largest width / height.", needs=_BOX)
-    resize_to: Side = setting(
-        0, "resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384).", needs=_RESIZE
-    )
-    padding: Side = setting(
-        0,
-        "resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4"
-        " in DeiT III's simple crop and for CIFAR-10, with resize_to=model.image_size.",
-        needs=_RESIZE,
-    )
-    flip: bool = setting(True, "Flip horizontally with probability 0.5.")
-    flip_vertical: bool = setting(False, "Flip vertically with probability 0.5, for images without an up and down.")
-    turns: bool = setting(False, "Turn by 0, 90, 180 or 270 degrees, each with probability 0.25; square views only.")
-    resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting(
-        "linear",
-        "linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in"
-        " evaluation; antialias: Pillow's bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's"
-        " bicubic, with antialias.",
-        ignores_section=True,
-    )
-    color_jitter: Share = setting(
-        0.0, "Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."
-    )
-    saturation: Share = setting(0.0, "Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter.")
-    hue: float = setting(
-        0.0, "Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO).", min=0, max=0.5
-    )
-    color_jitter_probability: Share = setting(
-        1.0, "Probability of colour jitter (0.8 in DINO).", needs="color_jitter|saturation|hue"
-    )
-    channel_brightness: Share = setting(
-        0.0,
-        "Multiply the values of each channel, above its low end, by a random factor of its own, from 1 -"
-        " channel_brightness to 1 + channel_brightness.",
-    )
-    channel_contrast: Share = setting(
-        0.0, "The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."
-    )
-    three_augment: Share = setting(
-        0.0,
-        "Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third"
-        " of it, before the colour jitter.",
-    )
-    grey: Share = setting(0.0, "Probability of making a view grey.")
-    blur: Share = setting(0.0, "Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels.")
-    solarise: Share = setting(0.0, "Probability of inverting values of 128 and above.")
-    randaugment_layers: NonNegativeInt = setting(0, "RandAugment's N: random operations per image (2 in the recipes).")
-    randaugment_magnitude: float = setting(
-        10.0, "RandAugment's M: strength of the operations.", min=0, max=20, needs="randaugment_layers"
-    )
-    randaugment_contrast: Literal["mean", "pixel_count"] = setting(
-        "mean",
-        "Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px),"
-        " as in the published AugReg and big_vision runs.",
-        needs="randaugment_layers",
-    )
-    noise: Share = setting(
-        0.0,
-        "Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of"
-        " the channel's range.",
-    )
-    erase: Share = setting(0.0, "Random erasing: probability of replacing 2 to 33 % of the image by noise.")
-    drop_channels: Share = setting(
-        0.0, "Probability with which each channel is replaced by its low end, black; one is always left."
-    )
-    mixup: Share = setting(0.0, "Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step.")
-    cutmix: Share = setting(
-        0.0,
-        "CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one"
-        " of the two.",
-    )
-    eval_resize: Side = setting(
-        0,
-        "Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224).",
-        ignores_section=True,
-        needs="eval_crop=center,resize_center",
-    )
-    eval_crop: Literal["center", "resize", "resize_center"] = setting(
-        "center",
-        "Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image"
-        " (resize); or resize the whole image to eval_resize and crop the centre (resize_center, big_vision's"
-        " few-shot).",
-        ignores_section=True,
-    )
+    crop: Literal["inception", "random_resized", "resize_crop", "resize_small_crop", "none"] = "inception"
+    """Training crop: random area and aspect ratio, as TensorFlow (inception) or torchvision's RandomResizedCrop, with a
+    log-uniform aspect (random_resized); random crop after resizing the whole image (resize_crop) or its short side
+    (resize_small_crop) to augment.resize_to; or only a resize (none).
+    """
+    area_min: PositiveShare = setting(0.05, needs=_BOX)
+    """inception, random_resized: smallest part of the area."""
+    area_max: PositiveShare = setting(1.0, needs=_BOX)
+    """inception, random_resized: largest part of the area."""
+    aspect_min: PositiveFloat = setting(3 / 4, needs=_BOX)
+    """inception, random_resized: smallest width / height."""
+    aspect_max: PositiveFloat = setting(4 / 3, needs=_BOX)
+    """inception, random_resized: largest width / height."""
+    resize_to: Side = setting(0, needs=_RESIZE)
+    """resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384)."""
+    padding: Side = setting(0, needs=_RESIZE)
+    """resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in
+    DeiT III's simple crop and for CIFAR-10, with resize_to=model.image_size.
+    """
+    flip: bool = True
+    """Flip horizontally with probability 0.5."""
+    flip_vertical: bool = False
+    """Flip vertically with probability 0.5, for images without an up and down."""
+    turns: bool = False
+    """Turn by 0, 90, 180 or 270 degrees, each with probability 0.25; square views only."""
+    resize_filter: Literal["linear", "antialias", "bilinear", "bicubic"] = setting("linear", ignores_section=True)
+    """linear: bilinear without antialias in training, as the papers' code (in resize_small_crop area), and area in
+    evaluation; antialias: Pillow's bilinear; bilinear: bilinear without antialias in both; bicubic: Pillow's bicubic,
+    with antialias.
+    """
+    color_jitter: Share = 0.0
+    """Multiply brightness, contrast and saturation by random factors from 1 - color_jitter to 1 + color_jitter."""
+    saturation: Share = 0.0
+    """Colour jitter: another strength for saturation (0.2 in DINO); 0 is color_jitter."""
+    hue: float = setting(0.0, min=0, max=0.5)
+    """Colour jitter: turn hues by a random share of the circle, at most this (0.1 in DINO)."""
+    color_jitter_probability: Share = setting(1.0, needs="color_jitter|saturation|hue")
+    """Probability of colour jitter (0.8 in DINO)."""
+    channel_brightness: Share = 0.0
+    """Multiply the values of each channel, above its low end, by a random factor of its own, from 1 -
+    channel_brightness to 1 + channel_brightness.
+    """
+    channel_contrast: Share = 0.0
+    """The same for their distances from the channel's mean in the view, by factors from 1 - channel_contrast."""
+    three_augment: Share = 0.0
+    """Probability of 3-Augment (1 in DeiT III): makes an image grey, or solarises it, or blurs it, each with a third of
+    it, before the colour jitter.
+    """
+    grey: Share = 0.0
+    """Probability of making a view grey."""
+    blur: Share = 0.0
+    """Probability of a Gaussian blur with a standard deviation from 0.1 to 2 pixels."""
+    solarise: Share = 0.0
+    """Probability of inverting values of 128 and above."""
+    randaugment_layers: NonNegativeInt = 0
+    """RandAugment's N: random operations per image (2 in the recipes)."""
+    randaugment_magnitude: float = setting(10.0, min=0, max=20, needs="randaugment_layers")
+    """RandAugment's M: strength of the operations."""
+    randaugment_contrast: Literal["mean", "pixel_count"] = setting("mean", needs="randaugment_layers")
+    """Grey value that RandAugment's Contrast blends with: the image's mean, or height x width / 256 (196 at 224 px), as
+    in the published AugReg and big_vision runs.
+    """
+    noise: Share = 0.0
+    """Add normal noise to each value, with a standard deviation that is drawn for each view, from 0 to this share of
+    the channel's range.
+    """
+    erase: Share = 0.0
+    """Random erasing: probability of replacing 2 to 33 % of the image by noise."""
+    drop_channels: Share = 0.0
+    """Probability with which each channel is replaced by its low end, black; one is always left."""
+    mixup: Share = 0.0
+    """Mixup of image pairs and labels, with a weight from Beta(mixup, mixup) per step."""
+    cutmix: Share = 0.0
+    """CutMix: swap a box between pairs, its area from Beta(cutmix, cutmix); if mixup is set too, each step uses one of
+    the two.
+    """
+    eval_resize: Side = setting(0, ignores_section=True, needs="eval_crop=center,resize_center")
+    """Evaluation: size before the central crop; 0 is 8/7 of model.image_size (256 for 224)."""
+    eval_crop: Literal["center", "resize", "resize_center"] = setting("center", ignores_section=True)
+    """Evaluation: resize the short side to eval_resize and crop the centre (center); resize the whole image (resize);
+    or resize the whole image to eval_resize and crop the centre (resize_center, big_vision's few-shot).
+    """
 
     def check_views(self, size: ImageSize, pixels: "Pixels") -> None:
         """Raise UserError for augmentations that views of this size and these pixels cannot have."""
@@ -437,115 +373,91 @@ class AugmentConfig(Settings):
 
 
 class TrainConfig(Settings):
-    length: Length = setting(REQUIRED, "Length of the run, for example '90 epochs'", above=0, on_change="comparison")
-    global_batch: Batch = setting(4096, "Samples per optimizer step, over all ranks.", on_change="run")
-    micro_batch: Batch = setting(
-        64, "Samples per forward pass of one rank; determines accumulation.", on_change="comparison"
-    )
-    loss: Annotated[str, one_of(OBJECTIVES)] = setting(
-        "sigmoid",
-        "Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation"
-        " (dino), prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of"
-        " the features (distill) or the classes (distill_classes) of published weights, or masked patch prediction of"
-        " the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few"
-        " labels and of what an average of the weights is sure of in images without one (pseudo_labels).",
-        choices=OBJECTIVES,
-        on_change="run",
-    )
-    freeze: str = setting(
-        "none",
-        "With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the"
-        " attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8"
-        " blocks).",
-        pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$",
-        on_change="run",
-    )
-    lora_rank: NonNegativeInt = setting(
-        0,
-        "With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the"
-        " weights that are scored and exported. 0 turns LoRA off.",
-        on_change="run",
-    )
+    length: Length = setting(REQUIRED, above=0, on_change="comparison")
+    """Length of the run, for example '90 epochs'"""
+    global_batch: Batch = setting(4096, on_change="run")
+    """Samples per optimizer step, over all ranks."""
+    micro_batch: Batch = setting(64, on_change="comparison")
+    """Samples per forward pass of one rank; determines accumulation."""
+    loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
+    """Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino),
+    prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features
+    (distill) or the classes (distill_classes) of published weights, or masked patch prediction of the mean colour of
+    half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average
+    of the weights is sure of in images without one (pseudo_labels).
+    """
+    freeze: str = setting("none", pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$", on_change="run")
+    """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the
+    attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks).
+    """
+    lora_rank: NonNegativeInt = setting(0, on_change="run")
+    """With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the
+    weights that are scored and exported. 0 turns LoRA off.
+    """
     lora_alpha: PositiveFloat = setting(
         16.0,
-        "LoRA: the changes are multiplied by lora_alpha / lora_rank.",
         needs="lora_rank",
         on_change="run",  # A checkpoint holds the factor.
     )
-    lora_layers: list[str] = setting(
-        ["qkv", "out"],
-        "LoRA: dense layers of each block: qkv, out, up, down.",
-        min_items=1,
-        needs="lora_rank",
-        on_change="run",
-    )
-    label_smoothing: Share = setting(
-        0.0, "Softmax: share of the target spread over all classes.", needs="loss=softmax,pseudo_labels"
-    )
-    log_every: PositiveInt = setting(50, "Steps between log lines.", on_change="nothing")
-    max_skipped_steps: NonNegativeInt = setting(
-        20,
-        "Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops.",
-        on_change="comparison",
-    )
-    stop_after_minutes: float = minutes(
-        0.0,
-        "Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0: none.",
-    )
+    """LoRA: the changes are multiplied by lora_alpha / lora_rank."""
+    lora_layers: list[str] = setting(["qkv", "out"], min_items=1, needs="lora_rank", on_change="run")
+    """LoRA: dense layers of each block: qkv, out, up, down."""
+    label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
+    """Softmax: share of the target spread over all classes."""
+    log_every: PositiveInt = setting(50, on_change="nothing")
+    """Steps between log lines."""
+    max_skipped_steps: NonNegativeInt = setting(20, on_change="comparison")
+    """Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops."""
+    stop_after_minutes: float = minutes(0.0)
+    """Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0: none."""
 
 
 class OptimizerConfig(Settings):
-    name: Literal["adam", "sgd", "muon"] = setting(
-        "adam",
-        "Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for"
-        " the rest.",
-        on_change="run",
-    )
-    lr: PositiveFloat = setting(1e-3, "Peak learning rate.")
-    lr_batch: NonNegativeInt = setting(
-        0,
-        "Batch size that lr is meant for: lr is multiplied by train.global_batch / lr_batch. 0 uses lr as it is.",
-    )
-    beta1: ShareBelow1 = setting(0.9, "Adam: decay of the first moment.", needs="name=adam,muon")
-    beta2: ShareBelow1 = setting(0.999, "Adam: decay of the second moment.", needs="name=adam,muon")
-    eps: PositiveFloat = setting(1e-8, "Adam: term added to the denominator.", needs="name=adam,muon")
-    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="name=sgd")
-    muon_momentum: ShareBelow1 = setting(0.95, "Muon: Nesterov momentum of the matrices.", needs="name=muon")
-    weight_decay: NonNegativeFloat = setting(
-        0.1,
-        "Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the"
-        " gradient.",
-    )
-    weight_decay_end: NonNegativeFloat | None = setting(
-        None,
-        "Weight decay at the end of the run, which it approaches along half a cosine. null keeps it constant.",
-    )
-    layer_decay: PositiveShare = setting(
-        1.0,
-        "Factor by which each block learns more slowly than the next one, such as 0.75 for fine-tuning; what comes"
-        " before the first block is the slowest.",
-    )
-    clip: NonNegativeFloat = setting(1.0, "Clip gradients to this global norm; 0 turns clipping off.")
-    ema_decay: ShareBelow1 = setting(
-        0.0,
-        "Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then "
-        "evaluated and exported. 0 turns it off.",
-    )
+    name: Literal["adam", "sgd", "muon"] = setting("adam", on_change="run")
+    """Adam with decoupled weight decay, SGD with momentum, or Muon for the kernels of hidden layers with Adam for the
+    rest.
+    """
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    lr_batch: NonNegativeInt = 0
+    """Batch size that lr is meant for: lr is multiplied by train.global_batch / lr_batch. 0 uses lr as it is."""
+    beta1: ShareBelow1 = setting(0.9, needs="name=adam,muon")
+    """Adam: decay of the first moment."""
+    beta2: ShareBelow1 = setting(0.999, needs="name=adam,muon")
+    """Adam: decay of the second moment."""
+    eps: PositiveFloat = setting(1e-8, needs="name=adam,muon")
+    """Adam: term added to the denominator."""
+    momentum: ShareBelow1 = setting(0.9, needs="name=sgd")
+    """SGD: momentum."""
+    muon_momentum: ShareBelow1 = setting(0.95, needs="name=muon")
+    """Muon: Nesterov momentum of the matrices."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the
+    gradient.
+    """
+    weight_decay_end: NonNegativeFloat | None = None
+    """Weight decay at the end of the run, which it approaches along half a cosine. null keeps it constant."""
+    layer_decay: PositiveShare = 1.0
+    """Factor by which each block learns more slowly than the next one, such as 0.75 for fine-tuning; what comes before
+    the first block is the slowest.
+    """
+    clip: NonNegativeFloat = 1.0
+    """Clip gradients to this global norm; 0 turns clipping off."""
+    ema_decay: ShareBelow1 = 0.0
+    """Decay of an exponential moving average of the weights (Polyak averaging), such as 0.9999; the average is then
+    evaluated and exported. 0 turns it off.
+    """
 
 
 class ScheduleConfig(Settings):
-    decay: Literal["linear", "cosine", "constant", "drops"] = setting(
-        "linear", "Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."
-    )
-    drops: list[Annotated[float, Field(gt=0, lt=1)]] = setting(
-        list, "With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."
-    )
-    warmup: Length = setting(Length.parse("10000 steps"), "Linear warm-up from 0.")
-    final: Share = setting(
-        0.0,
-        "Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown.",
-        needs="decay=linear,cosine,drops|cooldown",
-    )
+    decay: Literal["linear", "cosine", "constant", "drops"] = "linear"
+    """Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."""
+    drops: list[Annotated[float, Field(gt=0, lt=1)]] = setting(list)
+    """With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."""
+    warmup: Length = Length.parse("10000 steps")
+    """Linear warm-up from 0."""
+    final: Share = setting(0.0, needs="decay=linear,cosine,drops|cooldown")
+    """Learning rate at the end, as a share of the peak; none with decay=constant without a cooldown."""
 
     def check_decay(self, prefix: str) -> None:
         """Raise UserError unless drops are set if and only if decay=drops. prefix: of the settings' names."""
@@ -557,11 +469,10 @@ class ScheduleConfig(Settings):
 
 
 class RunScheduleConfig(ScheduleConfig):
-    cooldown: Length = setting(
-        Length.parse("0 steps"),
-        "With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0: none."
-        " Until it begins, runs of any length are the same, so launch/study.py trains them once.",
-    )
+    cooldown: Length = Length.parse("0 steps")
+    """With decay=constant: last part of the run, in which the rate falls linearly to schedule.final; 0: none. Until it
+    begins, runs of any length are the same, so launch/study.py trains them once.
+    """
 
     def check_decay(self, prefix: str) -> None:
         """Check as above, and refuse a cooldown of a rate that falls anyway. Raises UserError."""
@@ -571,75 +482,62 @@ class RunScheduleConfig(ScheduleConfig):
 
 
 class EngineConfig(Settings):
-    zero_stage: int = setting(
-        1,
-        "DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters.",
-        min=0,
-        max=3,
-    )
-    precision: TrainPrecision = setting(
-        "bf16",
-        "Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the"
-        " loss.",
-        on_change="result",
-    )
-    offload: bool = setting(False, "Keep the optimizer's state and update in host memory: less GPU memory, but slower.")
-    compile: bool = setting(
-        False,
-        "torch.compile the model: about 40 s at the start, then 6 % faster for ViT-L/16 in bf16 on an H100, 31 % for a"
-        " small hybrid. Losses change by rounding only. Stage 3 gains nothing: its hooks cut the graph at each layer.",
-    )
-    fused: bool | None = setting(
-        None,
-        "Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless"
-        " offload is set.",
-    )
-    activation_checkpointing: bool = setting(False, "Recompute blocks in the backward pass: less memory, 1/3 slower.")
-    deterministic: bool = setting(
-        True,
-        "On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit"
-        " for bit. A CPU always does.",
-    )
-    peak_tflops: NonNegativeFloat = setting(
-        0.0, "Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it.", on_change="nothing"
-    )
-    timeout_minutes: float = minutes(
-        10.0, "Timeout of a collective call, after which the run fails.", min=None, above=0
-    )
+    zero_stage: int = setting(1, min=0, max=3)
+    """DeepSpeed ZeRO stage: 1 shards the optimizer's state over ranks, 2 also gradients, 3 also parameters."""
+    precision: TrainPrecision = setting("bf16", on_change="result")
+    """Precision of weights and activations; master weights and moments are fp32. fp16, for older GPUs, scales the loss.
+    """
+    offload: bool = False
+    """Keep the optimizer's state and update in host memory: less GPU memory, but slower."""
+    compile: bool = False
+    """torch.compile the model: about 40 s at the start, then 6 % faster for ViT-L/16 in bf16 on an H100, 31 % for a
+    small hybrid. Losses change by rounding only. Stage 3 gains nothing: its hooks cut the graph at each layer.
+    """
+    fused: bool | None = None
+    """Update all weights in one kernel, which rounds some of them otherwise than several do. null: on a GPU, unless
+    offload is set.
+    """
+    activation_checkpointing: bool = False
+    """Recompute blocks in the backward pass: less memory, 1/3 slower."""
+    deterministic: bool = True
+    """On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for
+    bit. A CPU always does.
+    """
+    peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
+    """Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it."""
+    timeout_minutes: float = minutes(10.0, min=None, above=0)
+    """Timeout of a collective call, after which the run fails."""
 
 
 class EvaluateConfig(Settings):
-    every: Length = setting(Length.parse("5%"), "Interval between evaluations; the last step always has one.", above=0)
-    batch: Batch = setting(64, "Images per forward pass of one rank.")
+    every: Length = setting(Length.parse("5%"), above=0)
+    """Interval between evaluations; the last step always has one."""
+    batch: Batch = 64
+    """Images per forward pass of one rank."""
 
 
 class ProbeConfig(Settings):
     """Scores of features without training: few-shot linear and k-nearest-neighbour accuracy; without labels, RankMe."""
 
-    train_split: str = setting(
-        "train", "Split that few-shot images and neighbours are chosen from.", needs="shots|neighbours"
-    )
-    shots: list[NonNegativeInt] = setting([5], "Few-shot linear accuracy: images per class, as [1,5,10,25]; 0: off.")
-    shots_seeds: PositiveInt = setting(3, "Random choices of few-shot images; the score is their mean.", needs="shots")
-    l2: list[PositiveFloat] = setting(
-        [1024.0],
-        "Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported.",
-        min_items=1,
-        needs="shots",
-    )
-    neighbours: NonNegativeInt = setting(0, "kNN accuracy: number of neighbours that vote (20 in DINO); 0: off.")
-    temperature: PositiveFloat = setting(
-        0.07, "kNN: the weight of a vote is exp(cosine similarity / temperature).", needs="neighbours"
-    )
-    neighbour_images: NonNegativeInt = setting(
-        50_000, "kNN: number of random training images to search; 0 is all.", needs="neighbours"
-    )
+    train_split: str = setting("train", needs="shots|neighbours")
+    """Split that few-shot images and neighbours are chosen from."""
+    shots: list[NonNegativeInt] = setting([5])
+    """Few-shot linear accuracy: images per class, as [1,5,10,25]; 0: off."""
+    shots_seeds: PositiveInt = setting(3, needs="shots")
+    """Random choices of few-shot images; the score is their mean."""
+    l2: list[PositiveFloat] = setting([1024.0], min_items=1, needs="shots")
+    """Strengths of the few-shot ridge regression (2^10 in big_vision); each is reported."""
+    neighbours: NonNegativeInt = 0
+    """kNN accuracy: number of neighbours that vote (20 in DINO); 0: off."""
+    temperature: PositiveFloat = setting(0.07, needs="neighbours")
+    """kNN: the weight of a vote is exp(cosine similarity / temperature)."""
+    neighbour_images: NonNegativeInt = setting(50_000, needs="neighbours")
+    """kNN: number of random training images to search; 0 is all."""
 
-    rankme_images: NonNegativeInt = setting(
-        0,
-        "RankMe and standard deviation of features, for which no labels are needed: number of random images, of the"
-        " run's training split or of the split scored (2048, say; 25,600 in the paper); 0: off.",
-    )
+    rankme_images: NonNegativeInt = 0
+    """RankMe and standard deviation of features, for which no labels are needed: number of random images, of the run's
+    training split or of the split scored (2048, say; 25,600 in the paper); 0: off.
+    """
 
     @property
     def reads_labels(self) -> bool:
@@ -671,11 +569,12 @@ class ProbeConfig(Settings):
 
 
 class RunProbeConfig(ProbeConfig):
-    every: Length = setting(Length.parse("0 steps"), "Interval between probes, with one at the end; 0: off.")
-    data: PathText = setting(
-        "", "Folder or URL of the data set for probes; empty is the run's own.", needs="shots|neighbours"
-    )
-    split: str = setting("val", "Split that probes are tested on.")
+    every: Length = Length.parse("0 steps")
+    """Interval between probes, with one at the end; 0: off."""
+    data: PathText = setting("", needs="shots|neighbours")
+    """Folder or URL of the data set for probes; empty is the run's own."""
+    split: str = "val"
+    """Split that probes are tested on."""
 
     @property
     def prefix(self) -> str:
@@ -689,116 +588,93 @@ class RunProbeConfig(ProbeConfig):
 
 
 class CheckpointConfig(Settings):
-    every: Length = setting(Length.parse("2%"), "Interval between checkpoints; the last step always has one.", above=0)
-    keep: PositiveInt = setting(2, "Number of newest checkpoints that are kept.")
-    keep_every: Length = setting(Length.parse("0 steps"), "Interval between permanently kept checkpoints; 0: none.")
-    best: str = setting(
-        "",
-        "Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently;"
-        " empty: none.",
-    )
-    folder: PathText = setting(
-        "",
-        "Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints.",
-        output="folder or URL",
-    )
-    wait_minutes: float = minutes(
-        30.0,
-        "Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the"
-        " end, or to be read when the run goes back to it; data.retry_minutes more if it is in a bucket.",
-    )
+    every: Length = setting(Length.parse("2%"), above=0)
+    """Interval between checkpoints; the last step always has one."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints that are kept."""
+    keep_every: Length = Length.parse("0 steps")
+    """Interval between permanently kept checkpoints; 0: none."""
+    best: str = ""
+    """Metric of an evaluation or a probe (val_top1, val_loss, val_20nn) whose best checkpoint is kept permanently;
+    empty: none.
+    """
+    folder: PathText = setting("", output="folder or URL")
+    """Folder or URL (s3://, gs://) for checkpoints, in <folder>/<name>; empty is <out>/<name>/checkpoints."""
+    wait_minutes: float = minutes(30.0)
+    """Minutes for which the watchdog lets training wait for a checkpoint to be committed, at the next one or at the
+    end, or to be read when the run goes back to it; data.retry_minutes more if it is in a bucket.
+    """
 
 
 class HealthConfig(Settings):
-    on_spike: Literal["warn", "skip", "rollback"] = setting(
-        "warn",
-        "When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's"
-        " loss before its backward pass (skip); or return to the last checkpoint before it and skip the data since then"
-        " (rollback).",
-    )
-    spike_sigma: PositiveFloat = setting(6.0, "A spike is this many standard deviations above the recent mean.")
-    spike_window: int = setting(128, "Number of recent losses that a loss is compared with.", min=8)
-    max_rollbacks: NonNegativeInt = setting(
-        3,
-        "With on_spike=rollback: number of rollbacks above which the run stops.",
-        on_change="comparison",
-        needs="on_spike=rollback",
-    )
-    hang_minutes: float = minutes(
-        5.0,
-        "Minutes without progress after which the run reports the rank, host and line of code that it waits for, and"
-        " ends; 0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a"
-        " checkpoint (checkpoint.wait_minutes). Must be below engine.timeout_minutes.",
-    )
-    straggler_ratio: NonNegativeFloat = setting(
-        1.5,
-        "Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is"
-        " never.",
-        on_change="nothing",
-    )
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    """When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss
+    before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).
+    """
+    spike_sigma: PositiveFloat = 6.0
+    """A spike is this many standard deviations above the recent mean."""
+    spike_window: int = setting(128, min=8)
+    """Number of recent losses that a loss is compared with."""
+    max_rollbacks: NonNegativeInt = setting(3, on_change="comparison", needs="on_spike=rollback")
+    """With on_spike=rollback: number of rollbacks above which the run stops."""
+    hang_minutes: float = minutes(5.0)
+    """Minutes without progress after which the run reports the rank, host and line of code that it waits for, and ends;
+    0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint
+    (checkpoint.wait_minutes). Must be below engine.timeout_minutes.
+    """
+    straggler_ratio: NonNegativeFloat = setting(1.5, on_change="nothing")
+    """Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is
+    never.
+    """
 
 
 class InitConfig(Settings):
-    weights: PathText | None = setting(
-        None,
-        "Start from these weights: a run, a checkpoint, or those of other projects (docs/weights.md).",
-    )
-    new_head: bool = setting(
-        True, "With init.weights: replace the head by a zero-initialised linear layer.", needs="weights"
-    )
-    mean_pool: bool = setting(
-        False,
-        "With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes"
-        " (model.pool_norm).",
-        needs="weights",
-    )
-    attentive_pool: bool = setting(
-        False,
-        "With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe.",
-        needs="weights",
-    )
-    channels: ChannelRule = setting(
-        "auto",
-        "How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs,"
-        " others get the mean, times 3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat);"
-        " named ones keep theirs and others begin at 0 (zero) or new (random).",
-        needs="weights",
-    )
+    weights: PathText | None = None
+    """Start from these weights: a run, a checkpoint, or those of other projects (docs/weights.md)."""
+    new_head: bool = setting(True, needs="weights")
+    """With init.weights: replace the head by a zero-initialised linear layer."""
+    mean_pool: bool = setting(False, needs="weights")
+    """With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes
+    (model.pool_norm).
+    """
+    attentive_pool: bool = setting(False, needs="weights")
+    """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
+    channels: ChannelRule = setting("auto", needs="weights")
+    """How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others
+    get the mean, times 3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones
+    keep theirs and others begin at 0 (zero) or new (random).
+    """
 
 
 class TrackConfig(Settings):
-    enabled: bool = setting(True, "Send parameters and metrics to MLflow (metrics.jsonl is always written).")
-    uri: str = setting("", "MLflow tracking URI; empty is sqlite:///<out>/mlflow.db.")
-    experiment: str = setting("vit", "MLflow experiment.")
-    figures: bool = setting(
-        True,
-        "Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and"
-        " attention at the end (docs/reviewing.md).",
-    )
-    tensorboard: bool = setting(
-        False, "Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."
-    )
-    parent_run: str = setting(
-        "", "ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."
-    )
-    register: str = setting(
-        "",
-        "Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and"
-        " last; empty: none.",
-    )
-    upload_weights: bool = setting(
-        False,
-        "Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is"
-        " recorded.",
-    )
+    enabled: bool = True
+    """Send parameters and metrics to MLflow (metrics.jsonl is always written)."""
+    uri: str = ""
+    """MLflow tracking URI; empty is sqlite:///<out>/mlflow.db."""
+    experiment: str = "vit"
+    """MLflow experiment."""
+    figures: bool = True
+    """Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and
+    attention at the end (docs/reviewing.md).
+    """
+    tensorboard: bool = False
+    """Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."""
+    parent_run: str = ""
+    """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
+    register: str = ""
+    """Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and
+    last; empty: none.
+    """
+    upload_weights: bool = False
+    """Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.
+    """
 
 
 class LaunchConfig(Settings):
-    env: ShellWords = setting(
-        "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR",
-        "Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or "
-        "NAME=value. Put secrets into the environment, because settings are displayed.",
-    )
+    env: ShellWords = "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR"
+    """Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or
+    NAME=value. Put secrets into the environment, because settings are displayed.
+    """
 
 
 class RunConfig(Settings):
@@ -808,26 +684,28 @@ class RunConfig(Settings):
     # and of the plan, not refused.
     notes_without_effect = True
 
-    name: str = result_name("Name of the run; its folder is <out>/<name>", "run", on_change="nothing")
-    out: PathText = setting("runs", "Folder that holds all runs.", output="folder", on_change="nothing")
-    seed: Seed = setting(0, "Seed of all random numbers.", on_change="run")
-    model: ModelConfig = setting(ModelConfig, "", on_change="run")
-    data: DataConfig = setting(DataConfig, "")
-    augment: AugmentConfig = setting(AugmentConfig, "")
-    train: TrainConfig = setting(TrainConfig, "")
-    objective: dict[str, Any] = setting(
-        dict, "Settings of train.loss, if it has any of its own; --help train.loss=NAME lists them.", on_change="run"
-    )
-    optimizer: OptimizerConfig = setting(OptimizerConfig, "")
-    schedule: RunScheduleConfig = setting(RunScheduleConfig, "")
-    engine: EngineConfig = setting(EngineConfig, "", on_change="comparison")
-    evaluate: EvaluateConfig = setting(EvaluateConfig, "", on_change="comparison")
-    probe: RunProbeConfig = setting(RunProbeConfig, "", on_change="comparison", needs="every")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "", on_change="comparison")
-    health: HealthConfig = setting(HealthConfig, "")
-    init: InitConfig = setting(InitConfig, "", on_change="run")
-    track: TrackConfig = setting(TrackConfig, "", on_change="nothing")
-    launch: LaunchConfig = setting(LaunchConfig, "", on_change="nothing")
+    name: str = result_name("run", on_change="nothing")
+    """Name of the run; its folder is <out>/<name>"""
+    out: PathText = setting("runs", output="folder", on_change="nothing")
+    """Folder that holds all runs."""
+    seed: Seed = setting(0, on_change="run")
+    """Seed of all random numbers."""
+    model: ModelConfig = setting(ModelConfig, on_change="run")
+    data: DataConfig = setting(DataConfig)
+    augment: AugmentConfig = setting(AugmentConfig)
+    train: TrainConfig = setting(TrainConfig)
+    objective: dict[str, Any] = setting(dict, on_change="run")
+    """Settings of train.loss, if it has any of its own; --help train.loss=NAME lists them."""
+    optimizer: OptimizerConfig = setting(OptimizerConfig)
+    schedule: RunScheduleConfig = setting(RunScheduleConfig)
+    engine: EngineConfig = setting(EngineConfig, on_change="comparison")
+    evaluate: EvaluateConfig = setting(EvaluateConfig, on_change="comparison")
+    probe: RunProbeConfig = setting(RunProbeConfig, on_change="comparison", needs="every")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, on_change="comparison")
+    health: HealthConfig = setting(HealthConfig)
+    init: InitConfig = setting(InitConfig, on_change="run")
+    track: TrackConfig = setting(TrackConfig, on_change="nothing")
+    launch: LaunchConfig = setting(LaunchConfig, on_change="nothing")
 
     @property
     def evaluators(self) -> dict[str, RunProbeConfig]:

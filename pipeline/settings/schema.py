@@ -1,21 +1,24 @@
 """Typed trees of settings: classes filled from YAML and from `key=value` overrides by pydantic, checked before anything
 runs.
 
-A class of settings derives from `Settings`; its fields are made by `setting(default, "what it means", min=0)`. Every
-field has documentation, a type and a range, and a dotted name by which the command line sets it. pydantic checks types
-and ranges and writes the JSON schemas for editors; here is what it does not do: files with overrides, errors of one
-line with a way out, paths, `--help`, and what a changed setting means. A class may have a method `check()` for what
-depends on several fields. The classes are in `run.py` and the files beside it.
+A class of settings derives from `Settings`. Every field has a type and a range (`setting(2, min=1)`), a documentation,
+which is the text below it, and a dotted name by which the command line sets it. pydantic checks types and ranges and
+writes the JSON schemas for editors; here is what it does not do: files with overrides, errors of one line with a way
+out, paths, `--help`, and what a changed setting means. A class may have a method `check()` for what depends on several
+fields. The classes are in `run.py` and the files beside it.
 """
 
+import ast
 import dataclasses
 import difflib
 import functools
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -48,7 +51,7 @@ _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def setting(
     default: Any,
-    doc: str,
+    doc: str = "",
     *,
     choices: typing.Iterable[str] = (),
     output: Output | None = None,
@@ -59,7 +62,7 @@ def setting(
     ignores_section: bool = False,
     **limits: Any,
 ) -> Any:
-    """A documented field.
+    """A field with more than a default. doc: its documentation, if that is not a constant text below it.
 
     default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a
     number or of the amount of a length, pattern of a text, min_items of a list. Common ranges are types
@@ -101,10 +104,32 @@ class Settings:
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     def __init_subclass__(cls) -> None:
+        for name, doc in _docs(cls).items():
+            value = vars(cls).get(name, REQUIRED)
+            field = value if isinstance(value, dataclasses.Field) else setting(value)
+            field.metadata = types.MappingProxyType({**field.metadata, "description": doc})
+            setattr(cls, name, field)
         dataclass(frozen=True, kw_only=True)(cls)
 
     def check(self) -> None:
         """Raise UserError for settings that do not fit together."""
+
+
+def _docs(cls: type) -> dict[str, str]:
+    """The text below each field of a class, in the file of its module; none for a class without a file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    body = next((found.body for found in _classes_in(file) if found.name == cls.__name__), []) if file else []
+    return {
+        field.target.id: " ".join(ast.literal_eval(text.value).split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+@functools.cache
+def _classes_in(file: str) -> list[ast.ClassDef]:
+    return [found for found in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(found, ast.ClassDef)]
 
 
 def _distinct(values: list[T]) -> list[T]:

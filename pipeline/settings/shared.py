@@ -8,8 +8,10 @@ from pipeline.settings.schema import Settings, setting
 class MlflowConfig(Settings):
     """Where a command sends its numbers and figures."""
 
-    mlflow: str = setting("", "MLflow tracking URI for the numbers and figures; empty sends nothing.")
-    experiment: str = setting("vit", "MLflow experiment, with mlflow.", needs="mlflow")
+    mlflow: str = ""
+    """MLflow tracking URI for the numbers and figures; empty sends nothing."""
+    experiment: str = setting("vit", needs="mlflow")
+    """MLflow experiment, with mlflow."""
 
 
 def group_pattern() -> Any:

@@ -135,10 +135,11 @@ def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> Iterato
 
     split = data.split
     if isinstance(split, MixedSplit):
-        for one, part, share, entry in zip(split.datasets, split.parts, split.shares, split.mixture.sets, strict=True):
-            found = facts(one, part, "training", test_copies=_test_copies(one, part.name), share=share)
+        for one, share in zip(split.sets, split.shares, strict=True):
+            copies = _test_copies(one.dataset, one.split.name)
+            found = facts(one.dataset, one.split, "training", test_copies=copies, share=share)
             # Another name, because MLflow shows a data set of the same name and content once.
-            yield found if entry.labels else replace(found, name=f"{found.name} without labels", num_classes=0)
+            yield found if one.entry.labels else replace(found, name=f"{found.name} without labels", num_classes=0)
     else:
         yield facts(data.dataset, split, "training", test_copies=_test_copies(data.dataset, split.name))
     trained = data.not_held_out(trained_on)

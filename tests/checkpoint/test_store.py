@@ -362,7 +362,7 @@ def test_a_stale_handle_of_a_writers_status_is_no_news(tmp_path: Path, monkeypat
     def fail(file: Path) -> bytes:
         raise OSError(number, "failed", str(file))
 
-    monkeypatch.setattr(store, "read_bytes", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
     number = errno.ESTALE
     assert read_status(tmp_path, 1, "token") == WriterStatus()
     number = errno.EACCES

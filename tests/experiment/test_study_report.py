@@ -15,11 +15,20 @@ import synthetic_study as made_up
 
 from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions
 from pipeline.evaluate.intervals import of_samples
-from pipeline.experiment import study_figures
-from pipeline.experiment.curves import frontier, leads, lines, next_larger
+from pipeline.experiment import points
 from pipeline.experiment.engine import write_answer
 from pipeline.experiment.law import Estimate, Holdout
-from pipeline.experiment.points import Line, Point, difference, differences, points_of
+from pipeline.experiment.points import (
+    Line,
+    Point,
+    difference,
+    differences,
+    frontier,
+    leads,
+    lines,
+    next_larger,
+    points_of,
+)
 from pipeline.experiment.study import report_of
 from pipeline.experiment.table import TABLE, Row, StudyResults, parquet, read_table
 
@@ -206,7 +215,7 @@ def written(question: str, results: StudyResults, folder: Path) -> str:
 @pytest.fixture
 def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, but no pixels of them: other tests draw each."""
-    monkeypatch.setattr(study_figures, "png", lambda figure: b"\x89PNG")
+    monkeypatch.setattr(points, "png", lambda figure: b"\x89PNG")
 
 
 def _lose(results: StudyResults, is_lost: Callable[[int, str], bool], state: str = "diverged") -> StudyResults:

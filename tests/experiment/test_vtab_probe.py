@@ -7,8 +7,8 @@ from tiny import make_dataset
 from tiny_vtab import prepare, run_here
 
 from pipeline.experiment import vtab
-from pipeline.experiment.score_table import columns
 from pipeline.experiment.vtab import Sweep
+from pipeline.experiment.vtab_report import columns
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 

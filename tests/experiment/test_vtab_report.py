@@ -12,7 +12,7 @@ import pytest
 from pipeline.evaluate import intervals
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.published import PAPER
-from pipeline.experiment.score_table import MEMBERS, OVERALL, column_as_published, columns
+from pipeline.experiment.vtab_report import MEMBERS, OVERALL, column_as_published, columns
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.review.reader import from_folder
 from pipeline.settings import schema

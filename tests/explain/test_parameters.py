@@ -38,8 +38,6 @@ def test_similarity_of_other_positions() -> None:
     angles = math.pi * 100 ** -(np.arange(4) / 4)  # of a step of one of 4 columns on [-1, 1], by period
     assert turned[0, 0, 0, 1] == pytest.approx((4 + np.cos(angles).sum()) / 8, abs=1e-5)
     assert torch.allclose(turned, turned.permute(1, 0, 3, 2), atol=1e-5)
-    for positions in ("none", "relative"):
-        assert position_similarity(models.create("ViT-mu/4", 16, 3, positions=positions)) is None
 
 
 def test_filters_are_scikit_learns_components() -> None:

@@ -361,7 +361,7 @@ def test_a_shard_of_a_file_server_that_fails_for_a_moment_is_read_again(
 
     # What is found then is as before: a truncated shard is read once, and costs its images.
     failures.append(errno.EIO)
-    os.truncate(split.shard_paths[split.shard_of_row(0)], 10)
+    os.truncate(split.shard_paths[split.shard_of(0)], 10)
     with pytest.raises(OSError, match="ends before byte") as error:
         reader.read(0)
     assert error.value.errno is None

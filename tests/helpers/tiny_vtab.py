@@ -9,7 +9,7 @@ from typing import Any
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline.data.dataset.manifest import file_sha256
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.model.files import find_file
 from pipeline.settings.commands.transfer import VtabConfig
@@ -53,7 +53,7 @@ def prepare(folder: Path) -> list[str]:
 def job_of(cell: VtabCell, config: VtabConfig) -> SweepJob:
     """The job of a cell as a sweep makes it."""
     weights = find_file(Path(config.weights))
-    return SweepJob(cell, replace(config, weights=str(weights)), file_sha256(weights))
+    return SweepJob(cell, replace(config, weights=str(weights)), digest_of(weights))
 
 
 def run_here(

@@ -90,7 +90,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
-    found = read_predictions(trained, "probability")
+    found = read_predictions(trained)
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
     scores = score_report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]

@@ -147,7 +147,8 @@ def test_equal_models_on_groups_differ_rarely_and_intervals_hold(largest: int) -
 def predictions(folder: Path, right: np.ndarray, **more: np.ndarray) -> None:
     buffer = io.BytesIO()
     true = np.arange(len(right)) % 10
-    np.savez(buffer, rows=np.arange(len(right)), true=true, predicted=np.where(right, true, (true + 1) % 10), **more)
+    more |= {"true": true, "predicted": np.where(right, true, (true + 1) % 10), "probability": np.ones(len(right))}
+    np.savez(buffer, rows=np.arange(len(right)), **more)
     (folder / "page" / "predictions.npz").write_bytes(buffer.getvalue())
 
 

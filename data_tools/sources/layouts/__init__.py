@@ -18,7 +18,6 @@ sharding/, check/ and vtab/.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from data_tools.sources.layouts import (
     cifar,
@@ -42,30 +41,27 @@ class SourceLayout:
     walk: reports the images of a source to the collector; it gets (source, settings, staging folder, collector).
     by_folders: classes come from class folders (`Collector.folder`, `Collector.file`), not with each sample.
     splits: default of the setting `splits`; empty is one split 'train'. find_splits: returns them for a source instead.
-    form: required form of the source; "" is either.
-    may_be_compressed: a compressed tar is unpacked before `walk`.
+    is_table: a source that is a file is a table. For others it is an archive, which is unpacked before `walk` if it is
+    compressed.
     """
 
     walk: Callable[[AnyPath, ShardConfig, AnyPath, Collector], None]
     by_folders: bool = False
     splits: dict[str, str] = field(default_factory=dict)
     find_splits: Callable[[AnyPath, ShardConfig], dict[str, str]] | None = None
-    form: Literal["", "a file", "a folder"] = ""
-    may_be_compressed: bool = False
+    is_table: bool = False
 
 
 LAYOUTS: dict[str, SourceLayout] = {
-    "folder": SourceLayout(folder.walk, by_folders=True, form="a folder"),
-    "archive": SourceLayout(folder.walk, by_folders=True, form="a file", may_be_compressed=True),
-    "flat": SourceLayout(folder.walk_flat, by_folders=True, may_be_compressed=True),
-    "images": SourceLayout(folder.walk_images, may_be_compressed=True),
-    "tiny_imagenet": SourceLayout(
-        tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS, may_be_compressed=True
-    ),
-    "imagenet21k": SourceLayout(imagenet21k.walk, by_folders=True, may_be_compressed=True),
-    "imagenet1k": SourceLayout(imagenet1k.walk, splits=imagenet1k.SPLITS, form="a folder"),
-    "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS, may_be_compressed=True),
-    "parquet": SourceLayout(parquet.walk),
-    "list": SourceLayout(path_list.walk, find_splits=path_list.find_splits),
-    "webdataset": SourceLayout(webdataset.walk, may_be_compressed=True),
+    "folder": SourceLayout(folder.walk, by_folders=True),
+    "archive": SourceLayout(folder.walk, by_folders=True),
+    "flat": SourceLayout(folder.walk_flat, by_folders=True),
+    "images": SourceLayout(folder.walk_images),
+    "tiny_imagenet": SourceLayout(tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS),
+    "imagenet21k": SourceLayout(imagenet21k.walk, by_folders=True),
+    "imagenet1k": SourceLayout(imagenet1k.walk, splits=imagenet1k.SPLITS),
+    "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS),
+    "parquet": SourceLayout(parquet.walk, is_table=True),
+    "list": SourceLayout(path_list.walk, find_splits=path_list.find_splits, is_table=True),
+    "webdataset": SourceLayout(webdataset.walk),
 }

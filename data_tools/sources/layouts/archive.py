@@ -94,7 +94,7 @@ def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
 
 
 @contextlib.contextmanager
-def damage_named(source: AnyPath, *kinds: type[Exception]) -> Iterator[None]:
+def damage_named(source: object, *kinds: type[Exception]) -> Iterator[None]:
     """Turn the errors that readers of a damaged file raise into a UserError; those of a disk or a store are raised
     unchanged.
     """

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import resolved_members
+from data_tools.sources.layouts.archive import damage_named, resolved_members
 from data_tools.sources.listing import Collector
-from data_tools.sources.reader import PIXELS
+from data_tools.sources.reader import PIXELS, read_at
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, on_one_line, printable
+from pipeline.base.words import printable
 from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
@@ -47,8 +47,7 @@ class _BatchFile:
 
     def read(self) -> bytes:
         with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
+            return read_at(file, self.offset, self.size)
 
 
 def is_cifar(names: set[str]) -> bool:
@@ -74,7 +73,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if file.path not in containers:
                 containers[file.path] = collector.add_container(file.path)
             stem = file.name.removesuffix(".bin")
-            images = (_of_binary if file.name.endswith(".bin") else _of_pickle)(file, kind)
+            with damage_named(file, Exception):  # A damaged pickle may raise any exception.
+                images = list((_of_pickle if stem == file.name else _of_binary)(file, kind))
             for number, (label, offset) in enumerate(images):
                 name = numbers.name(label, f"{file}, image {number}")
                 place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
@@ -100,16 +100,12 @@ def _class_names(files: dict[str, _BatchFile], kind: str, label_names: str) -> l
         return read_names(label_names, "label_names")
     for name, key in (("batches.meta", "label_names"), ("meta", f"{kind}_label_names")):
         if name in files:
-            names = _unpickle(files[name]).get(key)
-            if not isinstance(names, list):
-                raise UserError(f"{files[name]} has no {key}: it is not a table of CIFAR. Fetch it again.")
-            return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+            with damage_named(files[name], Exception):
+                return [_text(name) for name in _unpickle(files[name])[key]]
     for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
         if name in files:
-            try:
+            with damage_named(files[name], UnicodeDecodeError):
                 return files[name].read().decode().split()
-            except UnicodeDecodeError:
-                raise UserError(f"{files[name]} is not UTF-8 text. Fetch it again.") from None
     return []
 
 
@@ -120,9 +116,7 @@ def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     num_labels = 2 if file.name in _OF_CIFAR100 else 1
     record = num_labels + _BYTES
     if file.size % record or not file.size:
-        raise UserError(
-            f"{file} has {counted(file.size, 'byte')}, not a multiple of the record's {record:,}. Fetch it again."
-        )
+        raise ValueError(f"{file.size:,} bytes, not a multiple of the record's {record:,}")
     labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
     for number, label in enumerate(labels.tolist()):
         yield label, number * record + num_labels
@@ -131,12 +125,10 @@ def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
 def _of_pickle(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
-    labels, data = batch.get(f"{kind}_labels", batch.get("labels")), batch.get("data")
-    if not isinstance(labels, list) or not isinstance(data, np.ndarray) or data.nbytes != len(labels) * _BYTES:
-        raise UserError(f"{file} is not a batch of CIFAR: it has no `data` of 3,072 bytes for each of its `labels`.")
-    start = file.read().find(data.tobytes())
-    if start < 0:
-        raise UserError(f"{file} does not contain its pixels as contiguous bytes. Fetch the original.")
+    labels, data = batch.get(f"{kind}_labels") or batch["labels"], batch["data"]
+    if data.nbytes != len(labels) * _BYTES:
+        raise ValueError("its `data` is not 3,072 bytes for each of its `labels`")
+    start = file.read().index(data.tobytes())
     for number, label in enumerate(labels):
         yield int(label), start + number * _BYTES
 
@@ -159,9 +151,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(file: _BatchFile) -> dict[str, Any]:
-    try:
-        # The original files were written by Python 2: text loads as bytes.
-        content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
-        return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in content.items()}
-    except Exception as error:  # A damaged pickle may raise any exception.
-        raise UserError(f"{file} is not a pickle of CIFAR ({on_one_line(error)}). Fetch it again.") from None
+    # The original files were written by Python 2: text loads as bytes.
+    content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
+    return {_text(key): value for key, value in content.items()}
+
+
+def _text(text: bytes | str) -> str:
+    return text.decode() if isinstance(text, bytes) else str(text)

@@ -67,53 +67,46 @@ def _classes(stems: list[str], config: ShardConfig, collector: Collector) -> lis
     where = f"val_labels = {config.val_labels}"
     lines = read_lines(config.val_labels, "val_labels")
     if config.val_labels.endswith(".json"):
-        of_images = json_record.parse("\n".join(lines), list[list[int]], where)
-        if len(of_images) != len(stems):
-            raise UserError(f"{where} must be a list of {len(stems):,} lists, one for each image.")
+        of_images: list[list[Any]] = json_record.parse("\n".join(lines), list[list[int]], where)
         collector.notes.append(
             f"left out {of_images.count([]):,} of {counted(len(stems), 'image')}, which {config.val_labels} gives no"
             " class"
         )
-        return _named(of_images, stems, config, collector)
-    rows = [re.split(r"[\s,]+", line) for line in lines]
-    if len(rows[0]) > 1:
-        # Kaggle's LOC_val_solution.csv has boxes in further columns, and a header, whose key matches no image.
-        found = {row[0].partition(".")[0]: row[1] for row in rows if len(row) > 1}
-        if missing := [stem for stem in stems if stem not in found]:
-            raise UserError(
-                f"{where} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as {missing[0]}."
-            )
-        column = [found[stem] for stem in stems]
-    elif len(rows) != len(stems):
-        raise UserError(f"{where} has {counted(len(rows), 'line')} for {counted(len(stems), 'image')}.")
     else:
-        column = [row[0] for row in rows]
-        if whole_number(column[0]) is not None:
-            column = _by_number(column, config.val_labels)
-    numbers = [whole_number(wnid) for wnid in column]
-    if None not in numbers:
-        return _named([[number] for number in numbers if number is not None], stems, config, collector)
-    if config.label_names:
-        raise UserError(f"label_names = {config.label_names} names numbers, but {where} has names. Leave it out.")
-    return [[wnid] for wnid in column]
-
-
-def _named(numbers: list[list[int]], stems: list[str], config: ShardConfig, collector: Collector) -> list[list[str]]:
-    """The classes of each image, where labels are numbers, as in real.json and Caffe's val.txt."""
-    if not config.label_names:
+        rows = [re.split(r"[\s,]+", line) for line in lines]
+        of_images = [row[:1] for row in rows]
+        if len(rows[0]) > 1:
+            # Kaggle's LOC_val_solution.csv has boxes in further columns, and a header, whose key matches no image.
+            found = {row[0].partition(".")[0]: row[1:2] for row in rows}
+            if missing := [stem for stem in stems if not found.get(stem)]:
+                raise UserError(
+                    f"{where} names no class for {len(missing):,} of {counted(len(stems), 'image')}, such as"
+                    f" {missing[0]}."
+                )
+            of_images = [found[stem] for stem in stems]
+        elif whole_number(lines[0]) is not None:
+            of_images = _by_number(lines, config.val_labels)
+    if len(of_images) != len(stems):
+        raise UserError(f"{where} is of {counted(len(of_images), 'image')}, but there are {len(stems):,}.")
+    # As in real.json and Caffe's val.txt.
+    are_numbers = all(whole_number(str(label)) is not None for labels in of_images for label in labels)
+    if are_numbers != bool(config.label_names):
         raise UserError(
-            f"val_labels = {config.val_labels} has class numbers: label_names=FILE names the wnids, one a line, from"
-            " number 0 on."
+            f"{where} has class numbers: label_names=FILE names the wnids, one a line, from number 0 on."
+            if are_numbers
+            else f"label_names = {config.label_names} names numbers, but {where} has names. Leave it out."
         )
+    if not are_numbers:
+        return of_images
     names = ClassNumbers(read_names(config.label_names, "label_names"))
     collector.classes = names.classes()
     return [
-        [names.name(number, f"{config.val_labels}, {stem}") for number in of_image]
-        for stem, of_image in zip(stems, numbers, strict=True)
+        [names.name(int(number), f"{where}, {stem}") for number in labels]
+        for stem, labels in zip(stems, of_images, strict=True)
     ]
 
 
-def _by_number(numbers: list[str], val_labels: str) -> list[str]:
+def _by_number(numbers: list[str], val_labels: str) -> list[list[str]]:
     """Wnids of ILSVRC2012_IDs, from meta.mat of the development kit (the IDs are not in the order of wnids)."""
     from scipy.io import loadmat
 
@@ -133,4 +126,4 @@ def _by_number(numbers: list[str], val_labels: str) -> list[str]:
         raise UserError(
             f"val_labels = {val_labels}: {unknown[0]!r} is not one of the {counted(len(wnids), 'number')} in {meta}."
         )
-    return [wnids[number] for number in numbers]
+    return [[wnids[number]] for number in numbers]

@@ -36,10 +36,6 @@ class _ClassTar(NamedTuple):
     container: int
 
 
-# (name, offset of its bytes, size, fault) of each file of a tar, see `archive.Member`.
-_Members = list[tuple[str, int, int, str]]
-
-
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar, hidden ones apart, is itself a tar."""
     with source.open("rb") as file:
@@ -108,7 +104,7 @@ def _walk_classes(source: AnyPath, tars: Iterator[_ClassTar], staging: AnyPath, 
                 if isinstance(found, str):
                     damaged.append(f"{tar.name} ({found})")
                     continue
-                for name, offset, size, fault in found:
+                for name, _, offset, size, fault, *_ in found:
                     collector.file(f"{folder}/{name}", tar.container, offset, size, fault=fault)
     if damaged:
         raise UserError(
@@ -117,7 +113,7 @@ def _walk_classes(source: AnyPath, tars: Iterator[_ClassTar], staging: AnyPath, 
         )
 
 
-def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members | str:
+def _list_members(tar: _ClassTar, staging: AnyPath) -> list[archive.Member] | str:
     """The files of a tar; for an object store the cached list in staging, if the tar has not changed. Runs in a thread.
 
     Returns what is wrong with a damaged tar.
@@ -132,11 +128,8 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> _Members | str:
             return json.loads(gzip.decompress(cached.read_bytes()))
     try:
         with tar.path.open("rb") as file:
-            members = [
-                (member.name, member.offset, member.size, member.fault)
-                for member in archive.resolved_members(file, tar.start, tar.end)
-                if not member.is_folder
-            ]
+            found = archive.resolved_members(file, tar.start, tar.end)
+            members = [member for member in found if not member.is_folder]
     except tarfile.TarError as error:
         return str(error)
     if cached is not None:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
-from data_tools.sources.labels import TableColumns
+from data_tools.sources.labels import TableColumns, is_list
 from data_tools.sources.layouts.archive import damage_named, staged_path
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import split_files
@@ -76,7 +76,7 @@ def holds_images(field: pa.Field) -> bool:
     kind = field.type
     if types.is_struct(kind):
         kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind) or _holds_arrays(field)
+    return str(kind) in ("binary", "large_binary", "binary_view") or _holds_arrays(field)
 
 
 def _holds_arrays(field: pa.Field) -> bool:
@@ -90,7 +90,7 @@ def _holds_arrays(field: pa.Field) -> bool:
         kind, depth = kind.field("data").type, 1
     elif _shape_of_ray(field):
         depth = 1
-    while _is_list(kind):
+    while is_list(kind):
         kind, depth = kind.value_type, depth + 1
     return depth > 1 and (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
@@ -98,10 +98,6 @@ def _holds_arrays(field: pa.Field) -> bool:
 def _shape_of_ray(field: pa.Field) -> list[int]:
     about = field.metadata or {}
     return json.loads(about[_OF_TYPE]) if about.get(_WRITERS_TYPE, b"").startswith(_RAY_TENSOR) else []
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _npy(value: pa.Scalar, shape: list[int]) -> bytes:
@@ -115,7 +111,7 @@ def _npy(value: pa.Scalar, shape: list[int]) -> bytes:
     elif isinstance(value, pa.StructScalar):
         value, shape = value["data"], value["shape"].as_py()
     values, of_lists = value.values, [len(value.values)]
-    while _is_list(values.type):
+    while is_list(values.type):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()
         of_lists = [*of_lists, *lengths] if len(lengths) == 1 and of_lists != [-1] else [-1]
         values = values.flatten()

@@ -32,59 +32,57 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     columns, of_paths = TableColumns(config, collector), path_columns(config)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
+    of_value = {split: split for split in lists}
     by_column = _split_column(source, config)
     if by_column:
         lists = {", ".join(collector.splits): source}
-    of_value = {value: split for split, value in collector.splits.items()}
+        of_value = {value: split for split, value in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
             raise UserError(f"{path} is not a file (split {split!r}). Name the list: splits.{split}=FILE.csv")
         setting = "channel_columns" if config.channel_columns else "path_column"
-        others = [(setting, name) for name in of_paths] + [("split_column", by_column)] * bool(by_column)
+        others = [*((setting, name) for name in of_paths), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)
         is_csv = path.suffix != ".parquet"
         table = _read(path, [name for _, name in wanted if name])
-        for name in () if is_csv else of_paths:
+        for name in of_paths:
             if not is_text(kind := table.schema.field(name).type):
                 raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
         are_numbers = _are_numbers(table[columns.label], config.label_separator) if is_csv and columns.label else None
         columns.check(table.schema, str(path), [], are_numbers)
+        parts = pa.repeat(split, len(table))
         if by_column:
-            splits = _splits(table, by_column, path)
-            _report_splits(path, config, splits, collector)
+            parts = _splits(table, by_column, path)
+            _report_splits(path, config, parts, collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
-        row = 0
         chosen = [*of_paths, columns.label, config.group_column]
-        values = [table[name] if name else pa.nulls(len(table)) for name in chosen]
-        values.append(splits if by_column else pa.nulls(len(table)))
-        for batch in pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE):
-            for *paths, label, group, part in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                row += 1
-                where = f"{path}, row {row}"
-                if by_column and part not in of_value:
-                    continue
-                if not any(paths):
-                    raise UserError(f"{where}: {', '.join(of_paths)} is empty.")
-                for text in (*paths, label, group) if is_csv else ():
-                    if text and ("\n" in text or "\r" in text):
-                        # It goes on in the next line: the rows until its end would be lost.
-                        raise UserError(
-                            f"{where}: {quoted(text)} has a line break. Is a quotation mark missing, or one too many?"
-                        )
-                if isinstance(label, str):
-                    label = label.split(config.label_separator)
-                names, of_group = columns.of_row(label, group, where)
-                key = _key(next(filter(None, paths)))
-                for number, name in enumerate(paths):
-                    if not name:
-                        continue
+        values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
+        batches = pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE)
+        rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
+        for number, (part, *paths, label, group) in enumerate(rows, 1):
+            where = f"{path}, row {number}"
+            if part not in of_value:
+                continue
+            if not any(paths):
+                raise UserError(f"{where}: {', '.join(of_paths)} is empty.")
+            for text in filter(None, (*paths, label, group) if is_csv else ()):
+                if re.search(r"[\r\n]", text):
+                    # It goes on in the next line: the rows until its end would be lost.
+                    raise UserError(
+                        f"{where}: {quoted(text)} has a line break. Is a quotation mark missing, or one too many?"
+                    )
+            if isinstance(label, str):
+                label = label.split(config.label_separator)
+            names, of_group = columns.of_row(label, group, where)
+            key = _key(next(filter(None, paths)))
+            for channel, name in enumerate(paths):
+                if name:
                     place = name if name.startswith("/") or "://" in name else inside + name
                     size, mtime = _look_at(locate(folder, name), listed)
-                    of_file = f"{key}@{number}" if config.channel_columns else key
-                    of_split = of_value[part] if by_column else split
-                    collector.sample(of_split, of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
+                    of_file = f"{key}@{channel}" if config.channel_columns else key
+                    collector.sample(of_value[part], of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
     columns.finish()
 
 

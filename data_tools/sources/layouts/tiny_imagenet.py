@@ -45,14 +45,9 @@ def _renaming(source: AnyPath, splits: dict[str, str], before: str, lines: list[
                 f"splits.{split} = {splits[split]!r}: Tiny-ImageNet has labels of its folders train and val only."
             )
     # Archives have one top folder, which the setting `splits` may include or omit.
-    removed = "" if any(folder.strip("/").startswith(before) for folder in splits.values()) else before
-    rows = [line.split() for line in lines if line.strip()]
-    if any(len(row) < 2 or "/" in row[1] for row in rows):
-        raise UserError(
-            f"{source}: {before}{ANNOTATIONS} has a line that is not of the form 'val_0.JPEG n03444034 ...'. Fetch it"
-            " again."
-        )
-    class_of = {row[0]: row[1] for row in rows}
+    top = before if any(folder.strip("/").startswith(before) for folder in splits.values()) else ""
+    with archive.damage_named(source / ANNOTATIONS, ValueError):
+        class_of = {name: wnid for name, wnid, *_ in (line.split() for line in lines if line.strip())}
 
     def rename(name: str) -> str:
         inner = name.removeprefix(before)
@@ -62,7 +57,7 @@ def _renaming(source: AnyPath, splits: dict[str, str], before: str, lines: list[
             if match[1] not in class_of:
                 raise ValueError("no class: val_annotations.txt has no line for it")
             inner = f"val/{class_of[match[1]]}/{match[1]}"
-        return inner if removed else f"{before}{inner}"
+        return top + inner
 
     return rename
 

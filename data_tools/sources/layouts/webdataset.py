@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from data_tools.sources.labels import ClassNumbers, read_names, refuse_other_names
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector, Few
+from data_tools.sources.reader import read_at
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -172,7 +173,7 @@ def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Yields what `samples_of` does, in tar order. Raises UserError when the tar is damaged."""
     with damage_named(path, tarfile.TarError):
         members = tar_members(file, 0, file_size(path))
-        yield from samples_of((member for member in members if not member.is_folder), partial(_read, file))
+        yield from samples_of((member for member in members if not member.is_folder), partial(read_at, file))
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
@@ -219,11 +220,6 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
             fault = next(reason for reason in (_OTHER_NAME, _NO_IMAGE) if reason in instead)
             member = instead[fault]
             yield TarSample(key, member.name, member.offset, member.size, [], fault, has_label_file)
-
-
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    return file.read(size)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from data_tools.sources.listing import is_hidden
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
+from pipeline.cluster.ray_tasks import LostError
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, walk_files
 
@@ -135,7 +136,7 @@ class DatasetFiles:
             for place in places:
                 try:
                     found.append(reader.read(place.archive or str(self.folder / place.name), *place[2:]))
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, LostError) as error:
                     raise UserError(f"{self.folder}: {place.name} cannot be read ({error}). Fetch it again.") from None
         return found
 

@@ -11,7 +11,6 @@ from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.split import NUM_TRAIN, NUM_VAL, SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.quantities import whole_number
@@ -63,7 +62,7 @@ def _read(path: AnyPath, files: Container[str | None], num_classes: int) -> list
     if not path.is_file():
         raise UserError(f"{path} is missing.")
     rows = []
-    for line in read_bytes(path).decode(errors="replace").splitlines():
+    for line in path.read_bytes().decode(errors="replace").splitlines():
         name, _, text = line.strip().rpartition(" ")
         label = whole_number(text)
         if name not in files or label is None or not 0 <= label < num_classes:

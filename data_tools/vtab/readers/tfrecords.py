@@ -26,7 +26,6 @@ from data_tools.vtab.split import hashed_order
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.experiment.vtab_tasks import Task
 
@@ -67,7 +66,7 @@ def read(task: Task, versions: AnyPath) -> Original:
     dataset = DATASETS[task.dataset]
     folder, notes = _version(task, versions)
     names = folder / "label.labels.txt"
-    classes = read_bytes(names).decode(errors="replace").split("\n")[:-1] if names.is_file() else []
+    classes = names.read_bytes().decode(errors="replace").split("\n")[:-1] if names.is_file() else []
     pools = {}
     for pool in dataset.counts:
         samples = []
@@ -100,7 +99,7 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     """Returns (file, number of its records) of a pool, in order."""
     path = folder / "dataset_info.json"
     # Numbers are strings, as in JSON of protocol buffers.
-    splits = json_record.parse(read_bytes(path), dict[str, Any], str(path))["splits"]
+    splits = json_record.parse(path.read_bytes(), dict[str, Any], str(path))["splits"]
     counts = [int(length) for split in splits if split["name"] == pool for length in split["shardLengths"]]
     if not counts:
         raise UserError(f"{folder} has no split {pool!r}.")

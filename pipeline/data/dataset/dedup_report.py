@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from pipeline.base import json_record
-from pipeline.data.storage.atomic import read_bytes
 from pipeline.data.storage.bucket import AnyPath, locate
 
 DEDUP_REPORT = "dedup/report.json"
@@ -48,4 +47,4 @@ class DedupReport:
 def read_dedup_report(dataset: AnyPath) -> DedupReport:
     """Raises FileNotFoundError if the data set was not searched, and UserError for a damaged report."""
     path = locate(dataset, DEDUP_REPORT)
-    return json_record.parse(read_bytes(path), DedupReport, str(path))
+    return json_record.parse(path.read_bytes(), DedupReport, str(path))

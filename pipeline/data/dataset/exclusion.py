@@ -8,7 +8,6 @@ indexed again may have other rows, if more of its images are skipped.
 
 import io
 import json
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +34,7 @@ FOLDER = "exclude"
 # The list of copies within a split.
 NEAR_COPIES = "near_copies"
 # row: the sample's row in its split in the manifest (`dataset.table(split)`). reason: one readable line.
-EXCLUDED = pa.schema([("split", pa.string()), ("row", pa.int64()), ("key", pa.string()), ("reason", pa.string())])
+EXCLUDED = pa.schema([("split", "string"), ("row", "int64"), ("key", "string"), ("reason", "string")])
 # Metadata of a list's file. samples: SHA-256 of the samples.parquet it was made for.
 _CHECKSUM, _SAMPLES = b"checksum", b"samples"
 
@@ -44,9 +43,9 @@ def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
     """Write or replace the list `name` of a data set; samples: EXCLUDED. An empty list says that none were found."""
     table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
-        in_split = table.filter(pc.equal(table["split"], split))
-        keys = dataset.table(split, verify=False).keys(in_split["row"].to_numpy())
-        assert keys == in_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
+        of_split = table.filter(pc.equal(table["split"], split))
+        found = dataset.table(split).keys(of_split["row"].to_numpy())
+        assert found == of_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
     metadata = {_CHECKSUM: _checksum(table), _SAMPLES: dataset.info["files"][SAMPLES_FILE]}
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content)
@@ -55,18 +54,15 @@ def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
     return folder / file
 
 
-def read_lists(dataset: "Dataset", choice: str | Collection[str] = "all") -> dict[str, pa.Table]:
+def read_lists(dataset: "Dataset", choice: str = "all") -> dict[str, pa.Table]:
     """The chosen lists of a data set, by name, in the order of names.
 
-    choice: "all", "none", or names with commas between, as settings have it; or the names themselves. Raises UserError
-    for a list that is missing, damaged or made for other data.
+    choice: "all", "none", or names with commas between, as settings have it. Raises UserError for a list that is
+    missing, damaged or made for other data.
     """
     paths = paths_of_lists(dataset)
-    if isinstance(choice, str):
-        by_word = {"all": list(paths), "none": []}
-        chosen = by_word.get(choice, sorted({name.strip() for name in choice.split(",")}))
-    else:
-        chosen = sorted(choice)
+    by_word = {"all": list(paths), "none": []}
+    chosen = by_word.get(choice, sorted({name.strip() for name in choice.split(",")}))
     for name in chosen:
         if name not in paths:
             known = ", ".join(paths) or "none"
@@ -86,7 +82,7 @@ def earlier_list(dataset: "Dataset", name: str) -> pa.Table:
         return EXCLUDED.empty_table()
 
 
-def excluded_rows(dataset: "Dataset", split: str, choice: str | Collection[str]) -> tuple[np.ndarray, dict[str, int]]:
+def excluded_rows(dataset: "Dataset", split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
     The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as

@@ -35,10 +35,10 @@ from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
 from pipeline.data.dataset.split import SAMPLES_FILE, SampleTable, Split
-from pipeline.data.storage.atomic import read_bytes, replacing, write_files
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
 from pipeline.data.storage.cache import Storage
-from pipeline.data.storage.checksum_cache import cache_home, checksum_of
+from pipeline.data.storage.checksum_cache import cache_home, checksum_of, digest_of
 from pipeline.data.storage.parquet import REMEDY, open_parquet, reading
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.quantities import Limit
@@ -55,21 +55,19 @@ _NAME = pa.dictionary(pa.int32(), pa.string())
 # (`data/storage/content.py`).
 ROWS = pa.schema(
     {
-        "key": pa.string(),
-        "offset": pa.int64(),
-        "size": pa.int64(),
+        "key": "string",
+        "offset": "int64",
+        "size": "int64",
         "ext": _NAME,
         "labels": pa.list_(pa.int32()),
-        "width": pa.int32(),
-        "height": pa.int32(),
+        "width": "int32",
+        "height": "int32",
         "xxh128": pa.binary(16),
     }
 )
 # shard: row number in shards.parquet. Data sets whose samples have groups have the column GROUP, too.
-SAMPLES = ROWS.append(pa.field("split", _NAME)).append(pa.field("shard", pa.int32()))
-SHARDS = pa.schema(
-    {"name": pa.string(), "split": pa.string(), "samples": pa.int64(), "bytes": pa.int64(), "sha256": pa.string()}
-)
+SAMPLES = ROWS.append(pa.field("split", _NAME)).append(pa.field("shard", "int32"))
+SHARDS = pa.schema({"name": "string", "split": "string", "samples": "int64", "bytes": "int64", "sha256": "string"})
 
 WHOLE = Limit.parse("100%")
 # Large enough to be read fast, small enough that reading the keys of a few samples takes few megabytes.
@@ -145,26 +143,23 @@ class Dataset:
         """The path of a tar, by its name in shards.parquet."""
         return locate(self.path, name)
 
-    def is_intact(self) -> bool:
-        """Whether both tables exist with the right checksums. (The tars are not read.)"""
-        try:
-            return all(file_sha256(self.path / name) == sha256 for name, sha256 in self.info["files"].items())
-        except FileNotFoundError:
-            return False
+    def damaged_tables(self) -> list[str]:
+        """Names of the tables that are missing, or not the files that dataset.json was written with. Reads both."""
+        paths = {self.path / name: sha256 for name, sha256 in self.info["files"].items()}
+        return [path.name for path, sha256 in paths.items() if not path.exists() or digest_of(path) != sha256]
 
-    def table(self, split: str, verify: bool = True) -> SampleTable:
-        """All rows of one split. verify: compare the checksum of samples.parquet with dataset.json.
-
-        Raises UserError for an unknown split and a damaged manifest.
-        """
+    def table(self, split: str) -> SampleTable:
+        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
         if split not in self.splits:
             raise UserError(f"{self.path} has no split {split!r}. It has: {', '.join(self.splits)}.")
-        if verify:
-            self._verify(SAMPLES_FILE)
-        path = self.path / SAMPLES_FILE
+        self._verify(SAMPLES_FILE)
+        path, counts = self.path / SAMPLES_FILE, self.info["samples"]
         with reading(path):
             file = open_parquet(path)
-        return SampleTable(file, self._row_groups(file, split))
+        # Splits follow one another, and each begins a row group (see `write_dataset`).
+        before = sum(list(counts.values())[: self.splits.index(split)])
+        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+        return SampleTable(file, np.flatnonzero((ends > before) & (ends <= before + counts[split])).tolist())
 
     def _read_shards(self, verify: bool = True) -> pa.Table:
         if verify:
@@ -178,12 +173,6 @@ class Dataset:
         with reading(path):
             if checksum_of(path, expected) != expected:
                 raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
-
-    def _row_groups(self, file: pq.ParquetFile, split: str) -> list[int]:
-        """The row groups of a split: splits follow one another, and each begins a row group (see `write_dataset`)."""
-        before = sum(list(self.info["samples"].values())[: self.splits.index(split)])
-        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-        return np.flatnonzero((ends > before) & (ends <= before + self.info["samples"][split])).tolist()
 
     def split(self, name: str, exclude: str = "all", limit: Limit = WHOLE, seed: int = 0) -> Split:
         """Open one split: map what training needs of it (offsets, sizes, labels), and check that its tars exist.
@@ -209,7 +198,7 @@ class Dataset:
         kept = samples - np.bincount(np.searchsorted(starts, excluded, side="right") - 1, minlength=len(samples))
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
-        paths = _shard_paths(self.path, shards["name"].to_pylist())
+        paths = [str(self.shard_path(shard)) for shard in shards["name"].to_pylist()]
         _check_shards(paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry)
         return Split(
             name=name,
@@ -244,15 +233,12 @@ class Dataset:
     def index(self, split: str) -> ManifestIndex:
         """The memory-mapped columns of a split, made on the first call."""
         with reading(self.path / SAMPLES_FILE):
-            return open_index(self.index_name(split), self.index_places(), self.table(split).read)
+            return open_index(self.index_folders(split), self.table(split).read)
 
-    def index_name(self, split: str) -> str:
-        """The name of the folder with the index of a split."""
-        return f"{split}-{self.info['files'][SAMPLES_FILE][:16]}"
-
-    def index_places(self) -> list[Path]:
-        """Folders where an index may be, in the order of preference."""
-        return [home / INDEX_FOLDER for home in (self.path, cache_home()) if isinstance(home, Path)]
+    def index_folders(self, split: str) -> list[Path]:
+        """Where the index of a split may be, in the order of preference."""
+        name = f"{split}-{self.info['files'][SAMPLES_FILE][:16]}"
+        return [home / INDEX_FOLDER / name for home in (self.path, cache_home()) if isinstance(home, Path)]
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
@@ -266,7 +252,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         " interrupted, run its command again."
     )
     with reading(path / INFO, remedy):
-        text = read_bytes(path / INFO)
+        text = (path / INFO).read_bytes()
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
 
 
@@ -312,7 +298,7 @@ def write_dataset(
         "fingerprint": fingerprint(shards, classes, pixels),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
-        "files": {name: file_sha256(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": {name: digest_of(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
         "num_classes": len(classes),
         "source": source,
         "settings": settings,
@@ -356,24 +342,17 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
     dictionaries = ["split", "ext", "shard", GROUP.name]
     with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionaries) as writer:
         waiting: list[pa.Table] = []
-        num_waiting = 0
         for number, (shard, rows) in enumerate(zip(shards, itertools.chain(first, tables), strict=True)):
             assert len(rows) == shard.samples, shard
             split, numbers = pa.repeat(shard.split, len(rows)), pa.repeat(number, len(rows))
             waiting.append(
                 rows.append_column("split", split).append_column("shard", numbers).select(schema.names).cast(schema)
             )
-            num_waiting += len(rows)
             ends_split = number + 1 == len(shards) or shards[number + 1].split != shard.split
-            if ends_split or num_waiting >= _ROWS_PER_GROUP:
-                writer.write_table(pa.concat_tables(waiting), row_group_size=max(num_waiting, 1))
-                waiting, num_waiting = [], 0
-
-
-def _shard_paths(folder: AnyPath, names: list[str]) -> list[str]:
-    if isinstance(folder, BucketPath):
-        return [str(locate(folder, name)) for name in names]
-    return [name if "://" in name else f"{folder}/{name}" for name in names]  # Path would take seconds for a million.
+            if ends_split or sum(map(len, waiting)) >= _ROWS_PER_GROUP:
+                group = pa.concat_tables(waiting)
+                writer.write_table(group, row_group_size=max(len(group), 1))
+                waiting = []
 
 
 def _check_shards(
@@ -392,13 +371,11 @@ def _check_shards(
         sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
     for number in used.tolist():
         path, expected = paths[number], num_bytes[number]
-        try:
-            size = sizes.get(path) if "://" in path else os.stat(path).st_size
-        except FileNotFoundError:
-            size = None
-        if size is None:
+        is_remote = "://" in path
+        if path not in sizes if is_remote else not os.path.exists(path):
             raise UserError(f"{path} is missing. {REMEDY}")
-        if size != expected and (is_complete[number] or "://" in path):
+        size = sizes[path] if is_remote else os.path.getsize(path)
+        if size != expected and (is_complete[number] or is_remote):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 
@@ -433,8 +410,3 @@ def fingerprint(shards: Sequence[Shard], classes: Sequence[str], pixels: Pixels 
     if pixels != RGB8:
         content.append(pixels.to_dict())
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def file_sha256(path: AnyPath) -> str:
-    """Hex SHA-256 of a file."""
-    return checksum_of(path, "", remember=False)

@@ -26,7 +26,7 @@ import xxhash
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.locks import locked
-from pipeline.data.storage.checksum_cache import checksum_of
+from pipeline.data.storage.checksum_cache import checksum_of, digest_of
 from pipeline.data.storage.content import HASH_BYTES
 
 INDEX_FOLDER = "index"
@@ -66,60 +66,39 @@ class ManifestIndex:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def hash_of(self, row: int) -> bytes | None:
-        """XXH3-128 of the bytes of an image; None if there are no hashes."""
-        return self.hashes[row].tobytes() if len(self.hashes) else None
 
-
-def open_index(name: str, places: Sequence[Path], read: Read) -> ManifestIndex:
-    """Map the index `name` from the first of these folders that has it or can store it. Raises UserError if none
-    can.
-    """
+def open_index(folders: Sequence[Path], read: Read) -> ManifestIndex:
+    """Map the index from the first of these folders that has it or can store it. Raises UserError if none can."""
     reasons = []
-    for place in places:
+    for folder in folders:
         try:
-            index = _map_valid(place / name)
-            return _build_once(place / name, read) if index is None else index
+            index = map_index(folder)
+            return _build_once(folder, read) if index is None else index
         except OSError as error:  # Read-only, full, or without locks: try the next folder.
-            reasons.append(f"{place}: {error.strerror or error}")
+            reasons.append(f"{folder}: {error.strerror or error}")
     raise UserError(
-        f"the index of {name} cannot be stored ({'; '.join(reasons)}). Set XDG_CACHE_HOME to a folder that can be"
+        f"the index of a split cannot be stored ({'; '.join(reasons)}). Set XDG_CACHE_HOME to a folder that can be"
         " written."
     )
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with the index in this folder; None when it is correct or missing. Reads everything."""
-    try:
-        _map(folder, remember=False)
-    except FileNotFoundError:
-        return None
-    except (UserError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _map_valid(folder: Path) -> ManifestIndex | None:
-    """The index in this folder; None when it is missing or damaged, so that it has to be made again."""
-    try:
-        return _map(folder)
-    except (FileNotFoundError, UserError):
-        return None
-
-
-def _map(folder: Path, remember: bool = True) -> ManifestIndex:
-    """The index in this folder. Raises FileNotFoundError, and UserError when it is damaged.
+def map_index(folder: Path, remember: bool = True) -> ManifestIndex | None:
+    """The index in this folder; None when it is missing or damaged, so that it has to be made again.
 
     remember: skip files that were verified before and have not been written since.
     """
-    info = json_record.read(folder / _INFO, dict[str, str])
     columns: dict[str, Any] = {}
-    for column, dtype in COLUMNS.items():
-        file, expected = folder / column, info.get(column, "")
-        if info.get("format") != _FORMAT or checksum_of(file, expected, xxhash.xxh3_128, remember) != expected:
-            raise UserError(f"{file} does not match its checksum")
-        # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
-        columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
+    try:
+        info = json_record.read(folder / _INFO, dict[str, str])
+        for column, dtype in COLUMNS.items():
+            file, expected = folder / column, info.get(column, "")
+            digest = checksum_of(file, expected, xxhash.xxh3_128) if remember else digest_of(file, xxhash.xxh3_128)
+            if info.get("format") != _FORMAT or digest != expected:
+                return None
+            # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
+            columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
+    except (OSError, UserError):
+        return None
     return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), **columns)
 
 
@@ -128,7 +107,7 @@ def _build_once(folder: Path, read: Read) -> ManifestIndex:
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp")
     with locked(folder.with_name(f".{folder.name}.lock")):
-        if (index := _map_valid(folder)) is not None:
+        if (index := map_index(folder)) is not None:
             return index
         # This process has the lock, so these are damaged, or a killed process left them.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -139,23 +118,19 @@ def _build_once(folder: Path, read: Read) -> ManifestIndex:
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    index = _map_valid(folder)
-    if index is None:
-        raise OSError(f"{folder} does not hold what was just written to it")
-    return index
+    if (index := map_index(folder)) is not None:
+        return index
+    raise OSError(f"{folder} does not hold what was just written to it")
 
 
 def _write(folder: Path, read: Read) -> None:
-    digests = {column: xxhash.xxh3_128() for column in COLUMNS}
     num_labels = max_labels = 0
     with contextlib.ExitStack() as stack:
         files = {column: stack.enter_context(open(folder / column, "wb")) for column in COLUMNS}
 
         def append(**columns: np.ndarray | list[int]) -> None:
             for column, values in columns.items():
-                data = np.ascontiguousarray(values, COLUMNS[column])
-                data.tofile(files[column])
-                digests[column].update(data.view(np.uint8).data)
+                np.asarray(values, COLUMNS[column]).tofile(files[column])
 
         append(label_starts=[0])
         for table in read(_PARQUET_COLUMNS):
@@ -173,7 +148,7 @@ def _write(folder: Path, read: Read) -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    info = {"format": _FORMAT} | {column: digest.hexdigest() for column, digest in digests.items()}
+    info = {"format": _FORMAT} | {column: digest_of(folder / column, xxhash.xxh3_128) for column in COLUMNS}
     (folder / _INFO).write_text(json.dumps(info))
 
 

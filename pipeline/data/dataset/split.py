@@ -1,7 +1,6 @@
 """One split of an open data set: the place and the labels of each sample that is not excluded."""
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,11 +52,12 @@ class SampleTable:
         # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
         return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
 
-    def groups(self) -> pa.ChunkedArray | None:
-        """The group of each row, by one dictionary of names; None if samples have no groups."""
+    def groups(self) -> pa.DictionaryArray | None:
+        """The group of each row; None if samples have no groups."""
         if GROUP.name not in self.file.schema_arrow.names:
             return None
-        return pa.concat_tables(self.read([GROUP.name]))[GROUP.name].unify_dictionaries()
+        empty = self.file.schema_arrow.empty_table().select([GROUP.name])
+        return pa.concat_tables([empty, *self.read([GROUP.name])])[GROUP.name].unify_dictionaries().combine_chunks()
 
     def find(self, key: str) -> list[int]:
         """The rows with this key. Reads all keys, which takes seconds for ten million."""
@@ -141,21 +141,14 @@ class Split:
         """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if
         it has no groups.
         """
-        if self._group_column is None:
-            return None
-        numbers = [np.from_dlpack(chunk.indices) for chunk in self._group_column.chunks]
-        return np.delete(np.concatenate([np.empty(0, np.int64), *numbers]), self.excluded_rows)
+        column = self.table.groups()
+        return None if column is None else np.delete(np.from_dlpack(column.indices), self.excluded_rows).astype("i8")
 
     @property
     def group_names(self) -> np.ndarray | None:
         """object (n,), the name of each sample's group; None if the data set has no groups."""
-        if self._group_column is None:
-            return None
-        return np.delete(np.array(self._group_column.to_pylist(), object), self.excluded_rows)
-
-    @cached_property
-    def _group_column(self) -> pa.ChunkedArray | None:
-        return self.table.groups()
+        column = self.table.groups()
+        return None if column is None else np.delete(np.array(column.to_pylist(), object), self.excluded_rows)
 
     @property
     def excluded(self) -> str:
@@ -163,8 +156,8 @@ class Split:
         if not len(self.excluded_rows):
             return NOTHING_EXCLUDED
         digest = hashlib.sha256(self.excluded_rows.astype("<i8").tobytes()).hexdigest()
-        number = f"{len(self.excluded_rows):,}"
-        return f"{number} samples ({digest[:8]})"  # Compared with the text in a checkpoint, so "1 samples" stays.
+        # Compared with the text in a checkpoint, so "1 samples" stays.
+        return f"{len(self.excluded_rows):,} samples ({digest[:8]})"
 
     def notes(self) -> list[str]:
         """Lines to print about how this split was opened; often none."""
@@ -193,13 +186,11 @@ class Split:
                 f"split {self.name!r} has {counted(len(rows), 'sample')} {key!r}, so the key does not tell which. Ask"
                 " by step=..., or write the tars anew with launch/shard.py, which gives each sample a key of its own."
             )
-        row = rows[0]
-        before = int(np.searchsorted(self.excluded_rows, row))
-        if row in self.excluded_rows[before : before + 1]:
+        if rows[0] in self.excluded_rows:
             raise UserError(
                 f"sample {key!r} of split {self.name!r} is excluded, by a list of excluded samples or by data.limit."
             )
-        return row - before
+        return rows[0] - int(np.searchsorted(self.excluded_rows, rows[0]))
 
     def rows_of(self, key: str) -> list[int]:
         """`row_of` a key, which in a mixture may be of several sets."""
@@ -207,27 +198,21 @@ class Split:
 
     def place_of(self, row: int) -> tuple[int, int]:
         """(offset inside its tar, size) in bytes of one image."""
-        row = self._manifest_row(row)
-        return int(self.index.offsets[row]), int(self.index.sizes[row])
+        at = self.manifest_rows(row)
+        return int(self.index.offsets[at]), int(self.index.sizes[at])
 
     def labels_of(self, row: int) -> np.ndarray:
         """(labels,) int32 of one sample."""
-        row = self._manifest_row(row)
-        return self.index.labels[self.index.label_starts[row] : self.index.label_starts[row + 1]]
+        at = self.manifest_rows(row)
+        return self.index.labels[self.index.label_starts[at] : self.index.label_starts[at + 1]]
 
     def hash_of(self, row: int) -> bytes | None:
         """XXH3-128 of the bytes of one image; None where the manifest has none."""
-        return self.index.hash_of(self._manifest_row(row))
-
-    def _manifest_row(self, row: int) -> int:
-        """`manifest_rows` of one sample, for the loader: a search by numpy takes 2 microseconds."""
-        return int(self.manifest_rows(row)) if len(self.excluded_rows) else row
+        return self.index.hashes[self.manifest_rows(row)].tobytes() if len(self.index.hashes) else None
 
     @cached_property
     def label_offsets(self) -> np.ndarray:
         """(n + 1,) int64: sample i has label_values[label_offsets[i] : label_offsets[i + 1]]."""
-        if not len(self.excluded_rows):
-            return self.index.label_starts
         counts = np.delete(np.diff(self.index.label_starts), self.excluded_rows)
         return np.concatenate([[0], np.cumsum(counts)])
 
@@ -256,17 +241,9 @@ class Split:
         index = replace(self.index, label_starts=nothing, labels=np.empty(0, np.int32), max_labels=0)
         return replace(self, index=index)
 
-    def shard_of(self, rows: np.ndarray) -> np.ndarray:
+    def shard_of(self, rows: np.ndarray | int) -> np.ndarray:
         """Index into shard_paths of each sample, int64, the shape of rows."""
         return np.searchsorted(self.shard_starts, rows, side="right") - 1
-
-    def shard_of_row(self, row: int) -> int:
-        """`shard_of` one sample, in a tenth of the time."""
-        return bisect_right(self._shard_starts, row) - 1
-
-    @cached_property
-    def _shard_starts(self) -> list[int]:
-        return self.shard_starts.tolist()
 
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Keys of samples, read from disk at each call."""

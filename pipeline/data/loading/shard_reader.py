@@ -58,7 +58,7 @@ class ShardReader:
         cannot be read (permission; a disk or a file server that fails longer than `Retry.seconds`), or the bucket or
         the cache is not usable: the images are not at fault.
         """
-        shard = self.split.shard_of_row(row)
+        shard = int(self.split.shard_of(row))
         part, own = self.split.part_of(row)
         try:
             read = partial(self._read, shard, *part.place_of(own))

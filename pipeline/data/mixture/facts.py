@@ -15,15 +15,15 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
     """Returns plain values: each set with its content, and by first batch the samples of each set in a period."""
     sets = [
         {
-            "path": entry.path,
-            "split": entry.split,
-            "limit": str(entry.limit),
-            "fingerprint": dataset.fingerprint,
-            "excluded": part.excluded,
+            "path": one.entry.path,
+            "split": one.entry.split,
+            "limit": str(one.entry.limit),
+            "fingerprint": one.dataset.fingerprint,
+            "excluded": one.split.excluded,
         }
-        | ({} if entry.labels else {"labels": False})
-        | ({"class_map": entry.class_map} if entry.class_map else {})
-        for entry, dataset, part in zip(split.mixture.sets, split.datasets, split.parts, strict=True)
+        | ({} if one.entry.labels else {"labels": False})
+        | ({"class_map": one.entry.class_map} if one.entry.class_map else {})
+        for one in split.sets
     ]
     return {
         "sets": sets,

@@ -19,9 +19,9 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture, mixture_of
-from pipeline.data.mixture.split import MixedSplit, mix
+from pipeline.data.mixture.split import MixedSplit, Part, mix
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.run import DataConfig, MixedSet
+from pipeline.settings.run import DataConfig
 
 # The default of data.eval_split.
 _USUAL_SPLIT = "val"
@@ -53,11 +53,11 @@ class RunData:
 
     def trained_on(self, run: str) -> list[TrainedSet]:
         """What a run of this name trains on."""
-        datasets = self.split.datasets if isinstance(self.split, MixedSplit) else (self.own,)
-        return [
-            TrainedSet(dataset.path.name, dataset.fingerprint, part.name, run)
-            for dataset, part in zip(datasets, self.split.parts, strict=True)
-        ]
+        split = self.split
+        sets = (
+            [(one.dataset, one.split) for one in split.sets] if isinstance(split, MixedSplit) else [(self.own, split)]
+        )
+        return [TrainedSet(of.path.name, of.fingerprint, part.name, run) for of, part in sets]
 
     def not_held_out(self, trained: Sequence[TrainedSet]) -> dict[str, str]:
         """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs
@@ -124,62 +124,42 @@ def _with_other_sets(
     run: RunData, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
 ) -> RunData:
     """The data of a run with the other sets of its mixture."""
-    datasets, splits = [run.own], [run.split]
+    sets = [Part(mixture.sets[0], run.own, run.split)]
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
-            part = other.split(entry.split, entry.exclude, entry.limit, seed)
+            split = other.split(entry.split, entry.exclude, entry.limit, seed)
         except UserError as error:
             raise UserError(f"data.mix, {entry.path}: {error}") from None
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
         if data.dev_share and is_same and run.evaluation is not None:
-            part = _without(part, run.evaluation)
-        datasets.append(other)
-        splits.append(part)
-    pixels = Pixels.of_all([each.pixels for each in datasets])
-    range_notes = _notes_of_ranges(mixture.sets, datasets, pixels)
-    for entry in mixture.sets[1:]:
+            split = _without(split, run.evaluation)
         if not entry.labels and (labels != "partly" or entry.class_map or entry.evaluated):
             raise UserError(
                 f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for"
                 " class_map and eval_split."
             )
-    for number, (entry, part) in enumerate(zip(mixture.sets, splits, strict=True)):
+        sets.append(Part(entry, other, split))
+    for number, one in enumerate(sets):
         most = max(float(phase.shares.share(number)) for phase in mixture.phases)
-        if most * global_batch > len(part):
+        if most * global_batch > len(one.split):
             raise UserError(
-                f"{entry.path}, split {entry.split!r}, has {counted(len(part), 'sample')}, and a batch holds"
-                f" {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same image"
-                " several times. Give it a smaller weight, or use a smaller batch."
+                f"{one.entry.path}, split {one.entry.split!r}, has {counted(len(one.split), 'sample')}, and a batch"
+                f" holds {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same"
+                " image several times. Give it a smaller weight, or use a smaller batch."
             )
-    # Only the images of the other sets are read.
-    joined = [
-        number
-        for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True))
-        if number == 0
-        or labels == "learned"
-        or (labels == "scored" and entry.evaluated)
-        or (labels == "partly" and entry.labels and (other.classes or entry.evaluated))
-    ]
-    dataset, label_maps, class_notes = run.own, dict[int, np.ndarray](), list[str]()
-    if labels != "unread":
-        dataset, maps, class_notes = _bring_together(
-            [mixture.sets[number] for number in joined],
-            [datasets[number] for number in joined],
-            [splits[number] for number in joined],
-        )
-        same = np.arange(len(dataset.classes))
-        label_maps = {n: of for n, of in zip(joined, maps, strict=True) if not np.array_equal(of, same[: len(of)])}
-    splits = [part if number in joined else part.without_labels() for number, part in enumerate(splits)]
-    for number, (entry, other) in enumerate(zip(mixture.sets, datasets, strict=True)):
-        for name, of_set in entry.evaluated.items():
-            where = f"data.mix, {entry.path}, eval_split"
-            _add_evaluated(run.evaluated, name, other, of_set, entry.exclude, where, label_maps.get(number))
+    pixels = Pixels.of_all([one.dataset.pixels for one in sets])
+    range_notes = _notes_of_ranges(sets, pixels)
+    dataset, sets, class_notes = _bring_together(sets, labels)
+    for one in sets:
+        for name, of_set in one.entry.evaluated.items():
+            where = f"data.mix, {one.entry.path}, eval_split"
+            _add_evaluated(run.evaluated, name, one.dataset, of_set, one.entry.exclude, where, one.label_map)
     epoch_samples = round(len(run.split) / mixture.first_share(0))
     epoch_note = f"an epoch is one of {run.own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
-    mixed = mix(mixture, datasets, splits, label_maps, [epoch_note, *class_notes, *range_notes], pixels)
     if pixels != run.own.pixels:
         dataset = replace(dataset, info=dataset.info | {"pixels": pixels.to_dict()})
+    mixed = mix(mixture, sets, [epoch_note, *class_notes, *range_notes], pixels)
     return replace(run, dataset=dataset, split=mixed, epoch_samples=epoch_samples)
 
 
@@ -223,34 +203,37 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     what = f"data.dev_share = {share} of the {counted(len(split), 'sample')} of {split.name!r} is"
     if not 0 < count < len(split):
         raise UserError(f"{what} {counted(count, 'sample')}.")
-    rows, groups = np.arange(len(split)), split.groups
-    if groups is None:
-        # By rows of the manifest, so that the choice of a sample does not depend on which others are excluded.
-        places = random_numbers.bits(seed, Purpose.DEV_SPLIT, split.manifest_rows(rows))
-        is_dev = places <= np.partition(places, count - 1)[count - 1]
-    else:
-        is_dev = _in_groups(groups, count, seed)
-        if not is_dev.any():
-            least = counted(int(np.unique(groups, return_counts=True)[1].min()), "sample")
-            raise UserError(
-                f"{what} {counted(count, 'sample')}, but groups are held out whole, and the smallest has {least}."
-            )
-    return split.only(rows[~is_dev]), replace(split.only(rows[is_dev]), name="dev")
+    units = _units(split)
+    is_dev = _in_groups(units, count, seed)
+    if not is_dev.any():
+        least = counted(int(np.unique(units, return_counts=True)[1].min()), "sample")
+        raise UserError(
+            f"{what} {counted(count, 'sample')}, but groups are held out whole, and the smallest has {least}."
+        )
+    return split.only(np.flatnonzero(~is_dev)), replace(split.only(np.flatnonzero(is_dev)), name="dev")
+
+
+def _units(split: Split) -> np.ndarray:
+    """int64 (n,): the group of each sample, or its row in the manifest, so that the choice of a sample does not depend
+    on which others are excluded.
+    """
+    return split.manifest_rows(np.arange(len(split))) if split.groups is None else split.groups
 
 
 def _in_groups(groups: np.ndarray, count: int, seed: int) -> np.ndarray:
     """bool (n,), the samples of whole groups with about `count` samples: in random order, each that brings their number
     nearer to it.
 
-    groups: int64 (n,), of `Split.groups`, which do not depend on what is excluded.
+    groups: int64 (n,), which do not depend on what is excluded.
     """
     names, of_rows, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    order = np.argsort(random_numbers.bits(seed, Purpose.DEV_SPLIT, names), kind="stable")
     chosen, so_far = np.zeros(len(names), bool), 0
-    for number, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        is_rest = so_far + size == len(groups)  # Something is left to train on.
-        if abs(so_far + size - count) < abs(so_far - count) and not is_rest:
-            chosen[number], so_far = True, so_far + size
+    for number in np.argsort(random_numbers.bits(seed, Purpose.DEV_SPLIT, names), kind="stable"):
+        if so_far == count:
+            break
+        after = so_far + int(sizes[number])
+        if abs(after - count) < abs(so_far - count) and after < len(groups):  # Something is left to train on.
+            chosen[number], so_far = True, after
     return chosen[of_rows]
 
 
@@ -258,11 +241,7 @@ def _without(split: Split, held_out: Split) -> Split:
     """A split without samples, or groups, that are held out of the same split of the same data set, which is there
     twice (`MixedSet.labels`).
     """
-    rows = np.arange(len(split))
-    of_rows, taken = split.groups, held_out.groups  # A group may be only partly in the split.
-    if of_rows is None or taken is None:
-        of_rows, taken = split.manifest_rows(rows), held_out.manifest_rows(np.arange(len(held_out)))
-    return split.only(rows[~np.isin(of_rows, taken)])
+    return split.only(np.flatnonzero(~np.isin(_units(split), _units(held_out))))
 
 
 def _add_evaluated(
@@ -288,66 +267,74 @@ def _add_evaluated(
     evaluated[name] = dataset, split if label_map is None else split.relabelled(label_map)
 
 
-def _notes_of_ranges(sets: Sequence[MixedSet], datasets: Sequence[Dataset], pixels: Pixels) -> list[str]:
+def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:
     """Lines about sets that are not read as they would be alone. pixels: `Pixels.of_all` sets."""
-    own, path = datasets[0].pixels, datasets[0].path
+    own, path = sets[0].dataset.pixels, sets[0].dataset.path
     if pixels.type != ANY_TYPE:
-        return [
-            f"{entry.path} is read by the range of {path}"
-            for entry, dataset in zip(sets, datasets, strict=True)
-            if replace(dataset.pixels, nodata=own.nodata) != own
-        ]
-    notes = [f"the sets differ in channels or type, so each is read by its own range: {pixels}"]
-    for entry, dataset in zip(sets, datasets, strict=True):
-        notes += pixels.filled_notes(dataset.pixels, entry.path)
-    return notes
+        others = (one.entry.path for one in sets if replace(one.dataset.pixels, nodata=own.nodata) != own)
+        return [f"{other} is read by the range of {path}" for other in others]
+    filled = (note for one in sets for note in pixels.filled_notes(one.dataset.pixels, one.entry.path))
+    return [f"the sets differ in channels or type, so each is read by its own range: {pixels}", *filled]
 
 
-def _bring_together(
-    sets: Sequence[MixedSet], datasets: Sequence[Dataset], splits: Sequence[Split]
-) -> tuple[Dataset, list[np.ndarray], list[str]]:
-    """(the first data set with the classes of all, for each set its classes' numbers among them, a line for each set
-    with own classes).
+def _reads_labels(one: Part, labels: Labels) -> bool:
+    """Whether the labels of a set of data.mix are read; of the others, only the images are."""
+    entry = one.entry
+    return (
+        labels == "learned"
+        or (labels == "scored" and bool(entry.evaluated))
+        or (labels == "partly" and entry.labels and bool(one.dataset.classes or entry.evaluated))
+    )
+
+
+def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list[Part], list[str]]:
+    """(the first data set with the classes of all, the sets with these classes' numbers or without labels, a line for
+    each set with own classes).
 
     The classes are those of the first set in its order, then the new ones of each other set in its order; the same name
     is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with
     one and several labels a sample, and for an unknown class in a class_map.
     """
-    labelled = [entry.path for entry, dataset in zip(sets, datasets, strict=True) if dataset.classes]
-    if not labelled:
-        return datasets[0], [np.empty(0, np.int32)] * len(datasets), []
-    several = {part.max_labels > 1: entry.path for entry, part in zip(sets, splits, strict=True)}
-    for entry, dataset in zip(sets, datasets, strict=True):
-        if not dataset.classes:
-            raise UserError(
-                f"data.mix: {entry.path} has no labels, and {labelled[0]} has: a run needs them of every set from which"
-                " it learns classes, or on which these are scored. Leave it out, or use an objective that learns"
-                " without labels, such as train.loss=dino."
-            )
-    if len(several) > 1:
+    own = sets[0].dataset
+    joined = [sets[0], *(one for one in sets[1:] if _reads_labels(one, labels))]
+    labelled = {bool(one.dataset.classes): one.entry.path for one in joined}
+    several = {one.split.max_labels > 1: one.entry.path for one in joined}
+    if len(labelled) > 1:
+        raise UserError(
+            f"data.mix: {labelled[False]} has no labels, and {labelled[True]} has: a run needs them of every set from"
+            " which it learns classes, or on which these are scored. Leave it out, or use an objective that learns"
+            " without labels, such as train.loss=dino."
+        )
+    if len(several) > 1 and own.classes:
         raise UserError(
             f"data.mix: {several[True]} has several labels a sample and {several[False]} has one: what is not named"
             " means something else in each. Mix sets of one form, or use an objective that learns without labels, such"
             " as train.loss=dino."
         )
     shown: dict[str, str] = {}  # Class -> readable name.
-    renamed = []  # For each set, the names of its classes in the mixture.
-    for entry, dataset in zip(sets, datasets, strict=True):
-        if unknown := [name for name in entry.class_map if name not in dataset.classes]:
-            raise UserError(f"data.mix: class_map of {entry.path} has {quoted(unknown[0])}, not one of its classes.")
-        renamed.append([entry.class_map.get(own, own) for own in dataset.classes])
-        for name, own, readable in zip(renamed[-1], dataset.classes, dataset.class_names, strict=True):
-            shown.setdefault(name, name if own in entry.class_map else readable)
+    for one in joined:
+        class_map, classes = one.entry.class_map, one.dataset.classes
+        if unknown := [name for name in class_map if name not in classes]:
+            raise UserError(
+                f"data.mix: class_map of {one.entry.path} has {quoted(unknown[0])}, not one of its classes."
+            )
+        for name, before, readable in zip(one.classes, classes, one.dataset.class_names, strict=True):
+            shown.setdefault(name, name if before in class_map else readable)
     places = {name: place for place, name in enumerate(shown)}
-    maps = [np.array([places[name] for name in names], np.int32) for names in renamed]
-    having = Counter(name for names in renamed for name in {*names})
-    notes = []
-    for entry, names in zip(sets, renamed, strict=True):
-        alone = [name for name in names if having[name] == 1]
-        if alone and len(sets) > 1:
+    having = Counter(name for one in joined for name in {*one.classes})
+    together, notes = [], []
+    for one in sets:
+        if one not in joined:
+            together.append(replace(one, split=one.split.without_labels()))
+            continue
+        numbers = np.array([places[name] for name in one.classes], np.int32)
+        is_same = np.array_equal(numbers, np.arange(len(numbers)))
+        together.append(one if is_same else replace(one, label_map=numbers))
+        alone = [name for name in one.classes if having[name] == 1]
+        if alone and len(joined) > 1:
             notes.append(
-                f"of {counted(len(shown), 'class')} of the mixture, only {entry.path} has {len(alone):,}, such as"
+                f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"
                 f" {alone[0]!r}"
             )
-    classes = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
-    return replace(datasets[0], info=datasets[0].info | classes), maps, notes
+    of_all = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
+    return replace(own, info=own.info | of_all), together, notes

@@ -55,12 +55,8 @@ class Shares:
         return sets, periods * self.counts[sets] + self._before[sets, slots]
 
 
-@functools.lru_cache(64)
-def shares_of(weights: tuple[float, ...]) -> Shares:
-    """`Shares` of these weights, made once: a start asks for them several times, and awkward weights take half a
-    second.
-    """
-    return Shares(weights)
+# Made once: a start asks for them several times, and awkward weights take half a second.
+shares_of = functools.lru_cache(64)(Shares)
 
 
 def whole_numbers(weights: Sequence[float]) -> np.ndarray:

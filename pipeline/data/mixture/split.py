@@ -16,10 +16,34 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.phases import Mixture
+from pipeline.settings.run import MixedSet
 
 
 def _ask_the_parts(split: Split) -> NoReturn:
     raise AssertionError("a mixture has this of each part only: see `parts` and `part_of`")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One data set of a mixture. entry: its settings. split: its samples. label_map: its classes' numbers in the
+    mixture, int32, where these are others.
+    """
+
+    entry: MixedSet
+    dataset: Dataset
+    split: Split
+    label_map: np.ndarray | None = None
+
+    @property
+    def name(self) -> str:
+        """Its folder, its split unless that is train, and "without labels" if they are not read."""
+        of_split = f":{self.split.name}" * (self.split.name != "train")
+        return self.dataset.path.name + of_split + " without labels" * (not self.entry.labels)
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of its classes in the mixture."""
+        return [self.entry.class_map.get(name, name) for name in self.dataset.classes]
 
 
 @dataclass(frozen=True)
@@ -27,14 +51,11 @@ class MixedSplit(Split):
     """What training needs of the splits of several data sets; made by `mix`. The fields that it inherits are those of
     all shards.
 
-    mixture: its settings. sets: the split of each data set. datasets: the data set of each. label_maps: number of a set
-    -> its classes' numbers in the mixture, int32, where these are others. lines: more of what `notes` says.
+    mixture: its settings. lines: more of what `notes` says.
     """
 
     mixture: Mixture
-    sets: tuple[Split, ...]
-    datasets: tuple[Dataset, ...]
-    label_maps: dict[int, np.ndarray]
+    sets: tuple[Part, ...]
     lines: tuple[str, ...]
 
     # Inherited, they would silently be those of the first part.
@@ -43,25 +64,30 @@ class MixedSplit(Split):
 
     @property
     def parts(self) -> tuple[Split, ...]:
-        return self.sets
+        return tuple(one.split for one in self.sets)
 
     @property
     def max_labels(self) -> int:
-        return max(part.max_labels for part in self.sets)
+        return max(part.max_labels for part in self.parts)
 
     @cached_property
     def first_rows(self) -> list[int]:
         """Of each part, and the number of all rows."""
-        return [0, *itertools.accumulate(map(len, self.sets))]
+        return [0, *itertools.accumulate(map(len, self.parts))]
 
-    def labels_of(self, row: int) -> np.ndarray:
-        number = bisect_right(self.first_rows, row) - 1
-        labels, label_map = self.sets[number].labels_of(row - self.first_rows[number]), self.label_maps.get(number)
-        return labels if label_map is None else label_map[labels]
-
-    def part_of(self, row: int) -> tuple[Split, int]:
+    def _find(self, row: int) -> tuple[Part, int]:
+        """(the part that has this row, its row there)."""
         number = bisect_right(self.first_rows, row) - 1
         return self.sets[number], row - self.first_rows[number]
+
+    def labels_of(self, row: int) -> np.ndarray:
+        one, row = self._find(row)
+        labels = one.split.labels_of(row)
+        return labels if one.label_map is None else one.label_map[labels]
+
+    def part_of(self, row: int) -> tuple[Split, int]:
+        one, row = self._find(row)
+        return one.split, row
 
     def set_of(self, rows: np.ndarray) -> np.ndarray:
         """The part of each row, int64."""
@@ -78,7 +104,7 @@ class MixedSplit(Split):
         """Answers for these rows, each by its part, of which rows are asked."""
         numbers = self.set_of(rows)
         answers: np.ndarray = np.empty(rows.shape, dtype)
-        for number, part in enumerate(self.sets):
+        for number, part in enumerate(self.parts):
             mine = numbers == number
             answers[mine] = ask(part, rows[mine] - self.first_rows[number])
         return answers
@@ -86,7 +112,7 @@ class MixedSplit(Split):
     def rows_of(self, key: str) -> list[int]:
         """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
         rows, errors = [], []
-        for first, part in zip(self.first_rows, self.sets, strict=False):
+        for first, part in zip(self.first_rows, self.parts, strict=False):
             try:
                 rows.append(first + part.row_of(key))
             except UserError as error:
@@ -97,17 +123,12 @@ class MixedSplit(Split):
 
     @property
     def set_names(self) -> list[str]:
-        """Name of each part: its folder, its split unless that is train, and "without labels" if they are not read."""
-        return [
-            dataset.path.name + f":{part.name}" * (part.name != "train") + " without labels" * (not entry.labels)
-            for dataset, part, entry in zip(self.datasets, self.sets, self.mixture.sets, strict=True)
-        ]
+        return [one.name for one in self.sets]
 
     @property
     def class_maps(self) -> dict[str, dict[str, str]]:
         """Fingerprint of a data set -> the names that its classes have in the mixture, if they have others."""
-        sets = zip(self.datasets, self.mixture.sets, strict=True)
-        return {dataset.fingerprint: entry.class_map for dataset, entry in sets if entry.class_map}
+        return {one.dataset.fingerprint: one.entry.class_map for one in self.sets if one.entry.class_map}
 
     @property
     def shares(self) -> list[str]:
@@ -123,28 +144,22 @@ class MixedSplit(Split):
 
     def describe(self) -> str:
         """The sets with their shares and sizes, in one line."""
-        sets = zip(self.set_names, self.shares, self.sets, strict=True)
-        return "mixture: " + "; ".join(f"{name} {share} ({counted(len(part), 'sample')})" for name, share, part in sets)
+        sets = zip(self.sets, self.shares, strict=True)
+        return "mixture: " + "; ".join(
+            f"{one.name} {share} ({counted(len(one.split), 'sample')})" for one, share in sets
+        )
 
     def notes(self) -> list[str]:
-        names = self.set_names
-        of_sets = [f"{name}: {line}" for name, part in zip(names, self.sets, strict=True) for line in part.notes()]
+        of_sets = [f"{one.name}: {line}" for one in self.sets for line in one.split.notes()]
         return [self.describe(), *of_sets, *self.lines]
 
 
-def mix(
-    mixture: Mixture,
-    datasets: Sequence[Dataset],
-    splits: Sequence[Split],
-    label_maps: dict[int, np.ndarray],
-    lines: Sequence[str],
-    pixels: Pixels,
-) -> MixedSplit:
-    """One split of these splits, in this order. The first one's index, table and excluded samples stand for it
-    elsewhere.
+def mix(mixture: Mixture, sets: Sequence[Part], lines: Sequence[str], pixels: Pixels) -> MixedSplit:
+    """One split of these sets, in this order. The first one's index, table and excluded samples stand for it elsewhere.
 
     pixels: of a model that reads all.
     """
+    splits = [one.split for one in sets]
     sha256 = [chunk for split in splits for chunk in split.shard_sha256.chunks]
     of_all = {
         "shard_paths": [path for split in splits for path in split.shard_paths],
@@ -154,11 +169,4 @@ def mix(
         "pixels": pixels,
     }
     of_first = {field.name: getattr(splits[0], field.name) for field in fields(Split)}
-    return MixedSplit(
-        **of_first | of_all,
-        mixture=mixture,
-        sets=tuple(splits),
-        datasets=tuple(datasets),
-        label_maps=label_maps,
-        lines=tuple(lines),
-    )
+    return MixedSplit(**of_first | of_all, mixture=mixture, sets=tuple(sets), lines=tuple(lines))

@@ -10,11 +10,6 @@ from pipeline.base import files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, make_folder
 
 
-def read_bytes(path: AnyPath) -> bytes:
-    """The content of a file or an object. Raises FileNotFoundError."""
-    return path.read_bytes()
-
-
 def replacing(path: AnyPath) -> AbstractContextManager[BinaryIO]:
     """A file that replaces `path` when the block ends, and is removed when the block raises.
 

@@ -57,11 +57,6 @@ def file_size(path: AnyPath) -> int:
     return path.stat().st_size
 
 
-def changed_at(path: AnyPath) -> int:
-    """Time of a file's last change, in ns. Raises FileNotFoundError."""
-    return path.stat().st_mtime_ns
-
-
 def version(path: AnyPath) -> str:
     """Changes when the file does: time of its last change in ns, or the store's own version. Raises
     FileNotFoundError.
@@ -148,4 +143,4 @@ def remove_tree(folder: AnyPath) -> None:
     elif folder.exists():
         # On GCS, pyarrow at last deletes an object of the folder's own name, and fails where there is none.
         with contextlib.suppress(FileNotFoundError):
-            folder.delete_folder()
+            folder.request(lambda: folder.connection().delete_dir(folder.key))

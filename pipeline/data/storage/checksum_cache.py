@@ -25,15 +25,13 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit-pipeline"
 
 
-def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha256, remember: bool = True) -> str:
+def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha256) -> str:
     """Hex checksum of a file. Reads the file, unless its checksum is remembered to be `expected`.
 
-    algorithm: a constructor like those of hashlib. remember: False reads the file always. Raises FileNotFoundError.
+    algorithm: a constructor like those of hashlib. Raises FileNotFoundError.
     """
-    if not remember:
-        return _digest(path, algorithm)
     name = str(path.absolute() if isinstance(path, Path) else path).encode("utf-8", "replace")
-    proof = b" ".join((name, _state(path), expected.encode()))
+    proof = _proof(name, path, expected)
     with contextlib.ExitStack() as stack:
         record = None
         with contextlib.suppress(OSError):
@@ -43,26 +41,26 @@ def checksum_of(path: AnyPath, expected: str, algorithm: Callable = hashlib.sha2
             record = stack.enter_context(locked(folder / hashlib.sha256(name).hexdigest()[:32])).file
         if record is not None and os.pread(record, len(proof) + 1, 0) == proof:
             return expected
-        digest = _digest(path, algorithm)
+        digest = digest_of(path, algorithm)
         is_stable = not isinstance(path, Path) or abs(time.time() - path.stat().st_mtime) > _STABLE_SECONDS
-        if record is not None and is_stable and proof == b" ".join((name, _state(path), digest.encode())):
+        if record is not None and is_stable and proof == _proof(name, path, digest):
             with contextlib.suppress(OSError):
                 os.pwrite(record, proof, 0)
                 os.ftruncate(record, len(proof))
     return digest
 
 
-def _digest(path: AnyPath, algorithm: Callable) -> str:
-    digest = algorithm()
-    with path.open("rb") as file:
-        while part := file.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
+def digest_of(path: AnyPath, algorithm: Callable = hashlib.sha256) -> str:
+    """Hex checksum of a file, which is read. Raises FileNotFoundError."""
+    with path.open("rb", _CHUNK) as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]
 
 
-def _state(path: AnyPath) -> bytes:
-    """A text that changes when the file is written."""
-    if not isinstance(path, Path):
-        return version(path).encode()
-    stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}".encode()
+def _proof(name: bytes, path: AnyPath, digest: str) -> bytes:
+    """What is remembered: it changes when the file is written."""
+    if isinstance(path, Path):
+        stat = path.stat()
+        state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    else:
+        state = version(path)
+    return b" ".join((name, state.encode(), digest.encode()))

@@ -10,17 +10,16 @@ import errno
 import fnmatch
 import functools
 import io
-import math
 import os
 import posixpath
 import re
 import tempfile
-import threading
 import typing
 import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -99,17 +98,17 @@ class BucketPath:
     # ---------------------------------------------------------------- listing
     def exists(self) -> bool:
         """Whether there is such an object or folder; an empty bucket is a folder."""
-        return self._kind() != "NotFound"
+        return self._info().type.name != "NotFound"
 
     def is_dir(self) -> bool:
-        return self._kind() == "Directory"
+        return self._info().type.name == "Directory"
 
     def is_file(self) -> bool:
-        return self._kind() == "File"
+        return self._info().is_file
 
     def stat(self) -> ObjectStat:
         info = self._info()
-        if info.type.name != "File":
+        if not info.is_file:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return ObjectStat(info.size, info.mtime_ns or 0)
 
@@ -202,10 +201,6 @@ class BucketPath:
             if not missing_ok:
                 raise
 
-    def delete_folder(self) -> None:
-        """Delete every object below this folder, which must exist."""
-        self.request(lambda: self.connection().delete_dir(self.key))
-
     # ---------------------------------------------------------------- requests
     def request(self, action: Callable[[], T], is_transfer: bool = False) -> T:
         """Call `action`, with retries; see `Retry.call`."""
@@ -229,9 +224,6 @@ class BucketPath:
             if bucket.type.name == "NotFound":
                 raise StorageError(f"{self}: no such bucket. Check its name (and the endpoint).")
         return info
-
-    def _kind(self) -> str:
-        return self._info().type.name
 
     def _list(self, recursive: bool = False) -> "list[fs.FileInfo]":
         """The content of the folder, from one listing; empty for a missing folder."""
@@ -295,34 +287,13 @@ class ObjectReader(io.RawIOBase):
                 written = os.pwrite(file, left, start)
                 left, start = left[written:], start + written
 
-        starts, errors = iter(range(0, size, _PIECE)), list[BaseException]()
-
-        def copy_pieces() -> None:
-            try:
-                for start in starts:
-                    if not errors:
-                        copy_piece(start)
-            except BaseException as error:
-                errors.append(error)
-
-        # Not an executor, all of whose work the interpreter waits for when it exits. Arrow waits for requests under
-        # way.
-        threads = [
-            threading.Thread(target=copy_pieces, name="download", daemon=True)
-            for _ in range(min(_CONNECTIONS, math.ceil(size / _PIECE)))
-        ]
-        for thread in threads:
-            thread.start()
+        # Not an executor, all of whose work the interpreter waits for when it exits.
+        pool = ThreadPool(_CONNECTIONS)
         try:
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C.
-            errors.append(error)
-            for thread in threads:  # The file's number may soon be another one's.
-                thread.join()
-            raise
-        if errors:
-            raise errors[0]
+            list(pool.imap_unordered(copy_piece, range(0, size, _PIECE)))
+        finally:  # The file's number may soon be another one's: requests under way are waited for.
+            pool.terminate()
+            pool.join()
 
     def readable(self) -> bool:
         return True

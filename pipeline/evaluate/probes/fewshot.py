@@ -3,7 +3,7 @@
 Shapes: n training samples, m test samples, D features, K classes, R the smaller of n and D + 1.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,51 +41,33 @@ def _num_before(groups: np.ndarray) -> np.ndarray:
     return found
 
 
-@dataclass(frozen=True)
-class Ridge:
-    """Ridge regression of {-1, +1} targets on whitened features, fitted once for all strengths.
+def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Callable[[np.ndarray, float], np.ndarray]:
+    """Ridge regression of {-1, +1} targets on whitened features, float (n, D), of the classes `labels`, int64 (n,), 0
+    to K - 1, fitted in float64 once for all strengths.
 
-    mean, std: (D,), of the training features. directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as
-    weights.
-    values: (R,), its eigenvalues. targets: (R, K), projected on the eigenvectors. All float64.
-    """
-
-    mean: np.ndarray
-    std: np.ndarray
-    directions: np.ndarray
-    values: np.ndarray
-    targets: np.ndarray
-
-    def scores(self, features: np.ndarray, l2: float) -> np.ndarray:
-        """Predicted targets: float (m, D) -> float64 (m, K). l2 > 0: the strength, which also applies to the bias."""
-        return ((_whiten(features, self.mean, self.std) @ self.directions) / (self.values + l2)) @ self.targets
-
-    def classify(self, features: np.ndarray, l2: float) -> np.ndarray:
-        """float (m, D) -> int64 (m,), the class with the highest score."""
-        return self.scores(features, l2).argmax(1)
-
-
-def fit(features: np.ndarray, labels: np.ndarray, num_classes: int) -> Ridge:
-    """Fit features, float (n, D), to `labels`, int64 (n,), 0 to K - 1, in float64.
-
-    With X the whitened features and a column of 100, and Y the targets: (X'X + l2)^-1 X'Y, or X'(XX' + l2)^-1 Y if n <
-    D + 1.
+    Returns the function (features, float (m, D), l2) -> predicted targets, float64 (m, K). l2 > 0: the strength, which
+    also applies to the bias. With X the whitened features and a column of 100, and Y the targets: (X'X + l2)^-1 X'Y, or
+    X'(XX' + l2)^-1 Y if n < D + 1.
     """
     wide = features.astype(np.float64)
     mean, std = wide.mean(0), wide.std(0)
-    x = _whiten(wide, mean, std)
+
+    def whiten(features: np.ndarray) -> np.ndarray:
+        return np.concatenate([(features - mean) / (std + 1e-5), np.full((len(features), 1), _BIAS)], 1)
+
+    x = whiten(wide)
     n, d = x.shape
+    # directions: (D + 1, R), eigenvectors of the smaller Gram matrix, as weights; values: (R,), its eigenvalues;
+    # targets: (R, K), projected on the eigenvectors.
     if n >= d:
-        values, vectors = np.linalg.eigh(x.T @ x)
+        values, directions = np.linalg.eigh(x.T @ x)
         # X'Y without building Y, (n, K), which takes 19 GB for 5 shots of 21,843 classes.
         sums = np.zeros((num_classes, d))
         np.add.at(sums, labels, x)
-        return Ridge(mean, std, vectors, values, vectors.T @ (2 * sums.T - x.sum(0)[:, None]))
-    values, vectors = np.linalg.eigh(x @ x.T)
-    y = np.full((n, num_classes), -1.0)
-    y[np.arange(n), labels] = 1.0
-    return Ridge(mean, std, x.T @ vectors, values, vectors.T @ y)
-
-
-def _whiten(features: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    return np.concatenate([(features - mean) / (std + 1e-5), np.full((len(features), 1), _BIAS)], 1)
+        targets = directions.T @ (2 * sums.T - x.sum(0)[:, None])
+    else:
+        values, vectors = np.linalg.eigh(x @ x.T)
+        y = np.full((n, num_classes), -1.0)
+        y[np.arange(n), labels] = 1.0
+        directions, targets = x.T @ vectors, vectors.T @ y
+    return lambda features, l2: ((whiten(features) @ directions) / (values + l2)) @ targets

@@ -93,16 +93,16 @@ def probe(
     of_rows = np.zeros(len(values), np.int64) if groups is None else groups
     sizes = np.bincount(of_rows)
 
-    def count_right(classify: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
-        """How many samples of each group are right; without groups, of all together. None: no training sample is
-        left.
+    def count_right(score: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+        """How many samples of each group are right; without groups, of all together. score: features (m, D) -> scores
+        of the classes (m, K); None if no training sample is left.
         """
-        if classify is None:
+        if score is None:
             return np.full(len(sizes), np.nan)
         right = np.zeros(len(sizes))
         for first in range(ranks.rank * _CHUNK, len(values), ranks.world_size * _CHUNK):
             part = slice(first, first + _CHUNK)
-            hits = is_any(classify(values[part])[:, None], labels[part])[:, 0]
+            hits = is_any(score(values[part]).argmax(1)[:, None], labels[part])[:, 0]
             right += np.bincount(of_rows[part], weights=hits, minlength=len(sizes))
         return np.array(ranks.sum(*right.tolist()))
 
@@ -115,27 +115,23 @@ def probe(
         for seed in range(config.shots_seeds):
             places = choice.shots[shots, seed]
             places = places[usable[places]]
-            ridge = None
-            if len(places):
-                ridge = fewshot.fit(train.values[places], choice.labels[places], choice.num_classes)
-            of_seeds.append([count_right(partial(ridge.classify, l2=l2) if ridge else None) for l2 in config.l2])
+            learnt = train.values[places], choice.labels[places]
+            ridge = fewshot.fit(*learnt, choice.num_classes) if len(places) else None
+            of_seeds.append([count_right(partial(ridge, l2=l2) if ridge else None) for l2 in config.l2])
         for l2, rights in zip(config.l2, np.swapaxes(of_seeds, 0, 1), strict=True):
             column = (rights.sum(1) / len(values)).tolist()
             row = {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column)}
             found["fewshot"].append({**row, "top1_of_seeds": column, **effective(rights.mean(0))})
     if len(choice.neighbours):
         places = choice.neighbours[usable[choice.neighbours]]
-        features = torch.from_numpy(train.values[places]).to(ranks.device)
-        their_labels = torch.from_numpy(choice.labels[places]).to(ranks.device)
+        neighbours = [torch.from_numpy(of[places]).to(ranks.device) for of in (train.values, choice.labels)]
 
-        def nearest(part: np.ndarray) -> np.ndarray:
+        def votes(part: np.ndarray) -> np.ndarray:
             tested = torch.from_numpy(part).to(ranks.device)
-            votes = knn_predict(
-                features, their_labels, tested, choice.num_classes, config.neighbours, config.temperature
-            )
-            return votes.argmax(1).cpu().numpy()
+            found = knn_predict(*neighbours, tested, choice.num_classes, config.neighbours, config.temperature)
+            return found.cpu().numpy()
 
-        right = count_right(nearest if len(places) else None)
+        right = count_right(votes if len(places) else None)
         found["knn"] = {
             "top1": float(right.sum()) / len(values),
             "neighbours": config.neighbours,

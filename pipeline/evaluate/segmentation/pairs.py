@@ -172,7 +172,7 @@ class MaskedPairs:
     def places(self) -> set[tuple[str, int]]:
         """(file, offset) of each image: the same in another selection of the same files."""
         paths = [os.path.realpath(path) for path in self.images.shard_paths]
-        return {(paths[self.images.shard_of_row(row)], self.images.place_of(row)[0]) for row in self.rows.tolist()}
+        return {(paths[self.images.shard_of(row)], self.images.place_of(row)[0]) for row in self.rows.tolist()}
 
     def only(self, chosen: np.ndarray) -> "MaskedPairs":
         """Those with these numbers, int64."""

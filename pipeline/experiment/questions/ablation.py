@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, PngImage
-from pipeline.experiment.points import differences, table
+from pipeline.experiment.points import differences, draw_differences, table
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
-from pipeline.experiment.study_figures import draw_differences
 from pipeline.experiment.table import StudyResults
 from pipeline.settings.commands.study import StudyConfig
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block
-from pipeline.experiment import curves
+from pipeline.experiment import points
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.table import StudyResults
@@ -22,4 +22,4 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 
 
 def answer(results: StudyResults) -> Iterator[Block]:
-    return curves.answer(replace(results, counts_images=True))
+    return points.answer(replace(results, counts_images=True))

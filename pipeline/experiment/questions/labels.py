@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, PngImage
-from pipeline.experiment.points import differences, points_of, table
+from pipeline.experiment.points import differences, draw_scores, points_of, table
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
-from pipeline.experiment.study_figures import draw_scores
 from pipeline.experiment.table import StudyResults
 from pipeline.settings.commands.study import StudyConfig
 

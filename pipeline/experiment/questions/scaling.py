@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block
-from pipeline.experiment import curves
+from pipeline.experiment import points
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.table import StudyResults
@@ -19,4 +19,4 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 
 
 def answer(results: StudyResults) -> Iterator[Block]:
-    return curves.answer(results)
+    return points.answer(results)

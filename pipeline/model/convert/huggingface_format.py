@@ -18,7 +18,7 @@ from pipeline.model.convert.layouts import (
     write_model,
 )
 from pipeline.model.convert.preprocessing import Json, Plain
-from pipeline.model.convert.reading import Hints, gelu_of, join, pair, read_vit, rename, sizes_of
+from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename, sizes_of
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -72,21 +72,20 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
     if is_silu and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
     pixels = preprocessing.pixels_in(config_files.config)
-    hints = Hints(
-        "erf" if is_silu else gelu_of(activation),
-        get("layer_norm_eps", float, _KINDS[kind].eps),
-        get("num_attention_heads", int),
-        pair("image_size", get("image_size", int | list[int])),
-        without_table="none" if kind == "dinov3" else None,
-        kernel="bicubic_antialias" if kind == "dinov2" and "embeddings.register_tokens" in tensors else "bicubic",
-        layer_scale=get("layerscale_value", float, 1.0),
-        rope_base=get("rope_theta", float, 100.0) if kind == "dinov3" else None,
-        pool="both" if kind == "dinov2" and has_head else "token",
-        pixels=pixels,
-    )
+    told: Plain = {
+        "gelu": "erf" if is_silu else gelu_of(activation),
+        "layer_norm_eps": get("layer_norm_eps", float, _KINDS[kind].eps),
+        "num_heads": get("num_attention_heads", int),
+        "image_size": pair("image_size", get("image_size", int | list[int])),
+        "kernel": "bicubic_antialias" if kind == "dinov2" and "embeddings.register_tokens" in tensors else "bicubic",
+        "layer_scale": get("layerscale_value", float, 1.0),
+        "rope_base": get("rope_theta", float, 100.0) if kind == "dinov3" else None,
+        "pool": "both" if kind == "dinov2" and has_head else "token",
+        "pixels": pixels,
+    }
     processor = config_files.processor
     images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
-    return read_vit(tensors, _names(kind, gated), hints, images, extra, notes)
+    return read_vit(tensors, _names(kind, gated), told, images, extra, notes, "none" if kind == "dinov3" else None)
 
 
 def _names(kind: str, gated: bool) -> Names:
@@ -143,7 +142,8 @@ def to_huggingface(
     """
     if isinstance(model, ResNet):
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm or safetensors can.")
-    kind, cls, own = _family(model.config)
+    kind, model_type, own = _family(model.config)
+    cls = TABLES["huggingface"]["classes"][model_type]
     has_head = model.config.num_classes > 0
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
     if has_head and model.config.pool in _KINDS[kind].pools and model.config.pool not in reads:
@@ -165,7 +165,7 @@ def to_huggingface(
     )
     if NAMES[kind].get("no_patch_bias"):
         move_patch_bias(state, config.num_patches)
-    prefix = {"gap": "ijepa.", "both": f"{own['model_type']}."}.get(config.pool, "vit.") if has_head else ""
+    prefix = {"gap": "ijepa.", "both": f"{model_type}."}.get(config.pool, "vit.") if has_head else ""
     tensors = {
         key if key.startswith("classifier.") else f"{prefix}{key}": tensor
         for key, tensor in write_model(state, config, _names(kind, config.swiglu)).items()
@@ -174,6 +174,7 @@ def to_huggingface(
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         **sizes_of(config),
         **preprocessing.saved_pixels(config.pixels),
+        "model_type": model_type,
         **own,
     }
     if has_head:
@@ -185,42 +186,34 @@ def to_huggingface(
 
 
 def _family(config: ViTConfig) -> tuple[str, str, Plain]:
-    """-> (kind of names, class, its own fields of config.json) of the family that has the parts of the model."""
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    """-> (kind of names, model_type, other fields of config.json) of the family that has the parts of the model."""
     scale = {"layerscale_value": 1.0 if config.layer_scale is None else config.layer_scale, "drop_path_rate": 0.0}
     registers = {"num_register_tokens": config.registers}
     if config.rope_base is not None:
-        biased = config.qkv_bias.replace("none", "")  # their first letters
         own: Plain = {
             "use_gated_mlp": config.swiglu,
             "rope_theta": config.rope_base,
             "proj_bias": config.out_bias,
-            **{f"{name}_bias": name[0] in biased for name in ("query", "key", "value")},
-            "model_type": "dinov3_vit",
+            # With the first letters of those in the setting.
+            **{f"{name}_bias": name[0] in config.qkv_bias.replace("none", "") for name in ("query", "key", "value")},
             "mlp_bias": config.mlp_bias,
             **({"hidden_act": "silu"} if config.swiglu else {}),
-            **scale,
-            **registers,
         }
-        return "dinov3", "DINOv3ViTModel", own
+        return "dinov3", "dinov3_vit", own | scale | registers
     if config.embedding_norm:
-        return "clip", "CLIPVisionModel", {"model_type": "clip_vision_model"}
+        return "clip", "clip_vision_model", {}
     if config.pool == "map":
-        return "siglip", "SiglipVisionModel", {"model_type": "siglip_vision_model"}
-    if config.layer_scale is not None or config.swiglu or config.registers or config.pool == "both":
-        widths = {ratio: config.width * ratio for ratio in range(1, 257)}
-        if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
-            widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}
-        ratio = next((ratio for ratio, width in widths.items() if width == config.mlp_width), None)
-        if ratio is None:
-            raise UserError(
-                f"Hugging Face's DINOv2 of width {config.width} cannot hold an MLP of width {config.mlp_width}."
-            )
-        own = {"use_swiglu_ffn": config.swiglu, "mlp_ratio": ratio, "qkv_bias": True, **dropout, **scale}
-        if config.registers:
-            own |= {"model_type": "dinov2_with_registers", **registers}
-            return "dinov2", "Dinov2WithRegistersModel", own
-        return "dinov2", "Dinov2Model", own | {"model_type": "dinov2"}
-    if config.pool == "gap":
-        return "huggingface", "IJepaModel", {"model_type": "ijepa", "qkv_bias": True, **dropout}
-    return "huggingface", "ViTModel", {"model_type": "vit", "qkv_bias": True, **dropout}
+        return "siglip", "siglip_vision_model", {}
+    plain = {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if config.layer_scale is None and not config.swiglu and not config.registers and config.pool != "both":
+        return "huggingface", "ijepa" if config.pool == "gap" else "vit", plain
+    widths = {ratio: config.width * ratio for ratio in range(1, 257)}
+    if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
+        widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}
+    ratio = next((ratio for ratio, width in widths.items() if width == config.mlp_width), None)
+    if ratio is None:
+        raise UserError(
+            f"Hugging Face's DINOv2 of width {config.width} cannot hold an MLP of width {config.mlp_width}."
+        )
+    own = {"use_swiglu_ffn": config.swiglu, "mlp_ratio": ratio, **plain, **scale}
+    return ("dinov2", "dinov2_with_registers", own | registers) if config.registers else ("dinov2", "dinov2", own)

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.architecture.config import Positions
 from pipeline.architecture.pixels import RGB8
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert.layouts import NAMES, State, Weights, as_plain, read_model, write_model
-from pipeline.model.convert.reading import Hints, find_bit, find_config, is_bit
+from pipeline.model.convert.reading import find_bit, find_config, is_bit
 from pipeline.model.files import StrPath, naming
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
@@ -57,13 +58,13 @@ def from_npz(arrays: Arrays) -> Weights:
         bit, names = find_bit(tensors, (224, 224))
         return Weights(bit, read_model(tensors, bit, names), {}, notes)
     layout = _layout(tensors)
-    hints = Hints("tanh", without_table="sincos2d" if layout == "big_vision" else None)
     table = tensors.get("pos_embedding")
     if layout == "big_vision" and "cls" in tensors and table is not None and table.ndim == 3:
         # big_vision adds positions before the class token is put in front.
         tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
-    config = find_config(tensors, NAMES[layout], hints)
+    without_table: Positions | None = "sincos2d" if layout == "big_vision" else None
+    config = find_config(tensors, NAMES[layout], {}, without_table)
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
     return Weights(config, read_model(tensors, config, NAMES[layout]), {}, notes)

@@ -3,8 +3,7 @@
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from pipeline.architecture.config import (
     Config,
     Gelu,
-    Kernel,
-    Pool,
+    Positions,
     QkvBias,
     ResNetConfig,
     Size,
@@ -32,42 +30,32 @@ from pipeline.model.convert.preprocessing import Plain, Preprocessing
 
 # GELU -> `hidden_act` of Hugging Face's config.json.
 HIDDEN_ACTS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
+_PARTS = ("", ".weight", ".bias")
 
 
-@dataclass(frozen=True)
-class Hints:
-    """What the tensors do not tell: from the configuration file, else the project's defaults."""
+def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Positions | None = None) -> ViTConfig:
+    """The configuration, from the tensors' shapes. Contradictions between them are found when the tensors are read.
 
-    gelu: Gelu
-    layer_norm_eps: float = 1e-6
-    num_heads: int | None = None  # None: from the tensors, else of the named size that they fit
-    image_size: Size | None = None  # None: the grid is square
-    without_table: Literal["none", "sincos2d"] | None = None  # if the file has no positions; None: refused
-    kernel: Kernel = "zoom"  # by which the project resamples positions
-    layer_scale: float = 1.0  # its initial value, if there is LayerScale
-    rope_base: float | None = None
-    rope_side: int | None = None
-    pool: Pool = "token"  # of a model with a class token
-    pixels: Pixels | None = None  # None: 8-bit RGB, or of channels that no file names
-
-
-def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
-    """The configuration, from the tensors' shapes. Contradictions between them are found when the tensors are read."""
+    told: the fields that the tensors do not tell, from the configuration file or the project's defaults. Of these may
+    be None: num_heads (from the tensors, else of the named size that they fit), image_size (the grid is square) and
+    pixels (8-bit RGB, or of channels that no file names). pool is of a model with a class token, layer_scale of one
+    with LayerScale. without_table: the positions if the file has none; None: refused.
+    """
     depth = count_blocks(tensors, names)
     layout = Layout(names, stem := find_stem(tensors, names))
 
-    def has(*found: str) -> bool:
-        """Whether the file has any of these of our names, in any block for a star."""
-        numbered = (name.replace("*", str(number)) for name in found for number in range(max(depth, 1)))
-        return any(key in tensors for name in numbered for key in layout.keys(name)[:1])
+    def has(name: str) -> bool:
+        """Whether the file has this layer or parameter of ours, in any block for a star."""
+        numbered = (name.replace("*", str(number)) + part for number in range(depth or 1) for part in _PARTS)
+        return any(key in tensors for found in numbered for key in layout.keys(found)[:1])
 
-    pool_norm = has("pool_norm.weight", "pool_norm.bias")
+    pool_norm = has("pool_norm")
     layout = Layout(names, stem, pool_norm=pool_norm)
     width, _, patch_size, _ = shape_of(tensors, layout, "patch_embedding.weight", 4)
     root = "patch_embedding.weight" if stem is None else "stem.root.weight"
     num_channels = 3 if layout.flax else shape_of(tensors, layout, root, 4)[1]
     has_pool, has_token, rows = has("pool.probe"), has("class_token"), None
-    if has("positions") or hints.without_table is None:
+    if has("positions") or without_table is None:
         rows = shape_of(tensors, layout, "positions", 2 if names.get("flat") else 3)[-2]
     if layout.flax and not has_pool and rows is not None and math.isqrt(rows) ** 2 != rows:
         has_token = True  # and it is missing, which reading the tensors reports
@@ -81,36 +69,33 @@ def find_config(tensors: Tensors, names: Names, hints: Hints) -> ViTConfig:
     if layout.flax:
         num_heads = _flax_heads(tensors, layout.keys("blocks.0.attention.qkv.weight")[0], width)
     else:
-        num_heads = hints.num_heads or _usual_heads(width, depth, mlp_width, gated)
-    return ViTConfig(
-        registers=shape_of(tensors, layout, "registers", 3)[1] if has("registers") else 0,
-        width=width,
-        depth=depth,
-        mlp_width=mlp_width,
-        num_heads=num_heads,
-        patch_size=patch_size,
-        image_size=_image_size(hints.image_size, patch_size * stem_reduction(stem), layout, rows, has_token),
-        num_classes=shape_of(tensors, layout, "head.weight", 2)[0] if has("head.weight", "head.bias") else 0,
-        representation=has("representation.weight", "representation.bias"),
-        gelu=hints.gelu,
-        pool="map" if has_pool else hints.pool if has_token else "gap",
-        positions="learned" if rows is not None else hints.without_table or "none",
-        stem=stem,
-        layer_norm_eps=hints.layer_norm_eps,
-        kernel=hints.kernel,
-        swiglu=gated,
-        rope_base=hints.rope_base,
-        rope_side=hints.rope_side,
-        pixels=hints.pixels or Pixels.of_unknown(num_channels),
-        layer_scale=hints.layer_scale if has("blocks.*.attention.out.scale") else None,
-        qkv_bias="qkv" if num_biases not in biases or layout.flax else biases[num_biases],
-        out_bias=layout.flax or has("blocks.*.attention.out.bias"),
-        mlp_bias=layout.flax or has("blocks.*.mlp.down.bias"),
-        embedding_norm=has("embedding_norm.weight", "embedding_norm.bias"),
-        qk_norm=has("blocks.*.attention.query_norm.weight"),
-        pool_norm=pool_norm,
-        class_norm=has("class_norm.weight", "class_norm.bias"),
-    )
+        num_heads = told.get("num_heads") or _usual_heads(width, depth, mlp_width, gated)
+    cell = patch_size * stem_reduction(stem)
+    found: Plain = {
+        "registers": shape_of(tensors, layout, "registers", 3)[1] if has("registers") else 0,
+        "width": width,
+        "depth": depth,
+        "mlp_width": mlp_width,
+        "num_heads": num_heads,
+        "patch_size": patch_size,
+        "image_size": _image_size(told.get("image_size"), cell, layout, rows, has_token),
+        "num_classes": shape_of(tensors, layout, "head.weight", 2)[0] if has("head") else 0,
+        "representation": has("representation"),
+        "pool": "map" if has_pool else told.get("pool", "token") if has_token else "gap",
+        "positions": without_table if rows is None else "learned",
+        "stem": stem,
+        "swiglu": gated,
+        "pixels": told.get("pixels") or Pixels.of_unknown(num_channels),
+        "layer_scale": told.get("layer_scale") if has("blocks.*.attention.out.scale") else None,
+        "qkv_bias": "qkv" if layout.flax else biases.get(num_biases, "qkv"),
+        "out_bias": layout.flax or has("blocks.*.attention.out.bias"),
+        "mlp_bias": layout.flax or has("blocks.*.mlp.down.bias"),
+        "embedding_norm": has("embedding_norm"),
+        "qk_norm": has("blocks.*.attention.query_norm"),
+        "pool_norm": pool_norm,
+        "class_norm": has("class_norm"),
+    }
+    return ViTConfig(**told | found)
 
 
 def find_bit(tensors: Tensors, image_size: Size, pixels: Pixels | None = None) -> tuple[ResNetConfig, Names]:
@@ -233,19 +218,22 @@ GELUS: dict[str, Gelu] = {
 def read_vit(
     tensors: State,
     names: Names,
-    hints: Hints,
+    told: Plain,
     images: Preprocessing | None,
     extra: Plain,
     notes: list[str],
+    without_table: Positions | None = None,
 ) -> Weights:
-    """The ViT with these names. images: None if no file tells how they are normalised. Raises UserError."""
+    """The ViT with these names. told, without_table: as of `find_config`. images: None if no file tells how they are
+    normalised. Raises UserError.
+    """
     for name in ("mask_token", "embeddings.mask_token"):
         if tensors.pop(name, None) is not None:
             notes.append("the mask token, which only pre-training uses, is left out")
     patch = names["patch_embedding"]
     if f"{patch}.bias" not in tensors and f"{patch}.weight" in tensors:
         tensors[f"{patch}.bias"] = torch.zeros(len(tensors[f"{patch}.weight"]))
-    config = find_config(tensors, names, hints)
+    config = find_config(tensors, names, told, without_table)
     return with_images(config, read_model(tensors, config, names), images, extra, notes)
 
 

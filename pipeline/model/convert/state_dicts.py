@@ -10,7 +10,7 @@ from pipeline.base.words import counted
 from pipeline.model.convert import mae, preprocessing
 from pipeline.model.convert.huggingface_format import from_huggingface
 from pipeline.model.convert.layouts import NAMES, TABLES, ConfigFiles, State, Weights, check_values
-from pipeline.model.convert.reading import Hints, is_bit, pair, read_vit
+from pipeline.model.convert.reading import is_bit, pair, read_vit
 from pipeline.model.convert.timm_format import from_timm
 
 # Tensors that are not weights: counters of BatchNorm in projection heads; DINOv3's zeros of the keys' biases.
@@ -88,13 +88,14 @@ def _from_open_clip(tensors: State, config_files: ConfigFiles, notes: list[str])
     if tensors.pop("proj", None) is not None:
         notes.append("the projection to the space of texts is left out")
     width, norm = tower("head_width", int), tensors.get("ln_post.weight")
-    hints = Hints(
-        "quick" if model("quick_gelu", bool) else "erf",
-        1e-5,
-        len(norm) // width if width and norm is not None else None,
-        pair("vision_cfg.image_size", tower("image_size", int | list[int])),
-        kernel="bicubic_antialias",
-    )
+    told: preprocessing.Plain = {
+        "gelu": "quick" if model("quick_gelu", bool) else "erf",
+        "layer_norm_eps": 1e-5,
+        "num_heads": len(norm) // width if width and norm is not None else None,
+        "image_size": pair("vision_cfg.image_size", tower("image_size", int | list[int])),
+        "kernel": "bicubic_antialias",
+        "layer_scale": 1.0,
+    }
     cfg = get("preprocess_cfg", dict)
     images = preprocessing.from_open_clip(cfg) if cfg else None
-    return read_vit(tensors, NAMES["open_clip"], hints, images, {}, notes)
+    return read_vit(tensors, NAMES["open_clip"], told, images, {}, notes)

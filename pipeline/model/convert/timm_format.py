@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.architecture.config import Config, Kernel, Pool, ResNetConfig, Size, ViTConfig, stem_reduction
+from pipeline.architecture.config import Config, Pool, Positions, ResNetConfig, Size, ViTConfig, stem_reduction
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -29,7 +29,6 @@ from pipeline.model.convert.layouts import (
 )
 from pipeline.model.convert.preprocessing import Json, Plain, field
 from pipeline.model.convert.reading import (
-    Hints,
     find_bit,
     find_stem,
     gelu_of,
@@ -95,7 +94,9 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     name = architecture = get("architecture", str, "")
     if other := next((part for key, part in TABLES["unsupported_names"].items() if key in name), None):
         raise UserError(f"{name[:100]} has {other}, which is not supported.")
-    kernel = _published_kernel(tensors)
+    # DINOv2 and DeiT III as published, whose files have timm's names but for these two.
+    last = {key.rpartition(".")[2] for key in tensors}
+    is_published = last & {"mask_token", "gamma_1"} and "register_tokens" not in last
     is_dinov3 = "storage_tokens" in tensors or any(key.startswith("rope_embed.") for key in tensors)
     if is_dinov3:
         # DINOv3 as published multiplies the biases of keys by 0.
@@ -111,8 +112,6 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
         join(tensors, parts, joined)
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
     rope = _rope_of(name, args)
-    if rope is not None and architecture:
-        kernel = "bicubic_antialias"  # it is a file of timm, though with other names than those of its ViT
 
     pools = args("global_pool", str), get("global_pool", str)
     pool = pools[0] or pools[1] or "token"
@@ -133,20 +132,21 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
         else:
             pool = "avg"
     activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
-    hints = Hints(
-        gelu_of(args("act_layer", str, activation)),
-        1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
-        args("num_heads", int, 16 if name == "vit_base_patch16_gap_224" else None),
-        size,
-        "none" if rope or args("pos_embed", str) in ("none", "") else None,
-        kernel,
-        rope_base=rope and rope.base,
-        rope_side=rope and rope.side,
-        layer_scale=args("init_values", float, 1.0),
-        pool="mean" if pool == "avg" else "token",
-        pixels=pixels,
-    )
-    weights = read_vit(tensors, NAMES["timm"], hints, images, extra, notes)
+    is_of_timm = rope is not None and architecture  # though with other names than those of its ViT
+    told = {
+        "gelu": gelu_of(args("act_layer", str, activation)),
+        "layer_norm_eps": 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
+        "num_heads": args("num_heads", int, 16 if name == "vit_base_patch16_gap_224" else None),
+        "image_size": size,
+        "kernel": "bicubic" if is_published and not is_of_timm else "bicubic_antialias",
+        "rope_base": rope and rope.base,
+        "rope_side": rope and rope.side,
+        "layer_scale": args("init_values", float, 1.0),
+        "pool": "mean" if pool == "avg" else "token",
+        "pixels": pixels,
+    }
+    without_table: Positions | None = "none" if rope or args("pos_embed", str) in ("none", "") else None
+    weights = read_vit(tensors, NAMES["timm"], told, images, extra, notes, without_table)
     if rope is not None and not (rope.is_half and not rope.has_x_first):
         _exchange_channels(weights.state, weights.config, rope)
     return weights
@@ -186,14 +186,6 @@ def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
             parts = list(tensor.split(config.width))  # of the biases, two or three
             turned = [part[rows] for part in parts[: max(1, len(parts) - 1)]]
             state[name] = torch.cat([*turned, parts[-1]])
-
-
-def _published_kernel(tensors: State) -> Kernel:
-    """The kernel of DINOv2 and DeiT III as published, whose files have timm's names; else timm's."""
-    last = {key.rpartition(".")[2] for key in tensors}
-    # timm's ViT has no mask token, and other names for LayerScale
-    published = "mask_token" in last or "gamma_1" in last
-    return "bicubic" if published and "register_tokens" not in last else "bicubic_antialias"
 
 
 def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> None:
@@ -287,24 +279,18 @@ def timm_architecture(config: Config) -> tuple[str, Plain]:
         "depth": config.depth,
         "num_heads": config.num_heads,
         "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
+        # With 0, timm's ViT has no LayerScale.
+        "init_values": None if config.layer_scale is None else config.layer_scale or 1.0,
+        "reg_tokens": config.registers,
+        "no_embed_class": config.registers > 0,
+        "qk_norm": config.qk_norm,
+        "class_token": config.has_class_token,
+        "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
+        "fc_norm": config.pool_norm,
         **channels,
     }
-    if config.gelu != "erf" and not config.swiglu:
-        args["act_layer"] = "gelu_tanh" if config.gelu == "tanh" else "quick_gelu"
-    if config.layer_scale is not None:
-        args["init_values"] = config.layer_scale or 1.0  # With 0, timm's ViT has no LayerScale.
-    if config.registers:
-        args |= {"reg_tokens": config.registers, "no_embed_class": True}
-    if config.qk_norm:
-        args["qk_norm"] = True
-    if config.pool == "mean":
-        args |= {"global_pool": "avg", "fc_norm": config.pool_norm}
-    elif config.pool != "token":
-        args |= {
-            "class_token": False,
-            "global_pool": "avg" if config.pool == "gap" else "map",
-            "fc_norm": config.pool_norm,
-        }
+    if not config.swiglu:
+        args["act_layer"] = {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu]
     if config.stem is not None:
         if (units := ",".join(map(str, config.stem))) not in (hybrids := TABLES["timm"]["hybrids"]):
             raise UserError(f"timm has no hybrid whose ResNet has units {units}; format = safetensors can hold it.")

@@ -42,7 +42,8 @@ ValueRange = Annotated[list[str], AfterValidator(_range)]
 class JobConfig(Settings):
     """A job of Ray tasks on data."""
 
-    num_tasks: Tasks = setting(0, "Tasks (shards) at the same time; 0 is one per CPU of the cluster.")
+    num_tasks: Tasks = 0
+    """Tasks (shards) at the same time; 0 is one per CPU of the cluster."""
 
 
 class ValuesConfig(JobConfig):
@@ -51,37 +52,35 @@ class ValuesConfig(JobConfig):
     values: ValueRange = setting(
         list, f"Which values become 0 and 1 in training, for images that are not 8-bit RGB: {_VALUES}"
     )
-    values_images: NonNegativeInt = setting(
-        10000, "Training images whose values are counted for it, evenly from all shards; 0 is all."
-    )
+    values_images: NonNegativeInt = 10000
+    """Training images whose values are counted for it, evenly from all shards; 0 is all."""
 
 
 class ImagesConfig(ValuesConfig):
     """A job that makes a data set's manifest from images."""
 
     group_pattern: RegularExpression = group_pattern()
-    inspect: Inspect = setting(
-        "decode",
-        "decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end.",
-    )
-    channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(
-        list,
-        "Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one,"
-        " else c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel:"
-        " those that are used; [1:dapi,3:gfp] renames.",
-    )
+    inspect: Inspect = "decode"
+    """decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end."""
+    channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(list)
+    """Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else
+    c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel: those that are
+    used; [1:dapi,3:gfp] renames.
+    """
     nodata: float | None = setting(
         None,
-        "Value of missing pixels. Default: what GeoTIFFs say.",
         min=-sys.float_info.max,  # GDAL's usual values are the lowest of float32 and float64.
     )
-    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
+    """Value of missing pixels. Default: what GeoTIFFs say."""
+    max_bad_share: Share = 0.001
+    """Share of unreadable images above which the job stops."""
 
 
 class ShardConfig(ImagesConfig):
     """A sharding job, from raw images to tars and a manifest."""
 
-    source: PathText = setting(REQUIRED, "Folder, file or URL (s3://, gs://) of images in one of the layouts")
+    source: PathText
+    """Folder, file or URL (s3://, gs://) of images in one of the layouts"""
     out: PathText = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
     layout: Literal[
         "auto",
@@ -96,122 +95,95 @@ class ShardConfig(ImagesConfig):
         "parquet",
         "list",
         "webdataset",
-    ] = setting("auto", "Layout of source; auto detects it. images: any tree of images without labels.")
-    splits: dict[SplitName, str] = setting(
-        {"train": ""},
-        "Mapping from split name to its part of source ('' is all): the folder that contains its class folders or"
-        " images; the tar (imagenet1k); the list, or a value of its split_column (list); the prefix of its file names"
-        " (parquet, webdataset).",
-        min_items=1,
-    )
-    val_share: ShareBelow1 = setting(
-        0.0,
-        "Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that"
-        " a sample never changes split.",
-    )
-    holdout_per_class: NonNegativeInt = setting(
-        0, "Images per class of split train held out as 'val': the first by name."
-    )
-    val_labels: PathText = setting(
-        "",
-        "imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or"
-        " ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines"
-        " 'filename number' or ReaL's real.json.",
-        needs="layout=auto,imagenet1k",
-    )
-    cifar100_labels: Literal["fine", "coarse"] = setting(
-        "fine", "cifar: CIFAR-100's 100 classes or 20 groups.", needs="layout=auto,cifar"
-    )
-    image_column: str = setting(
-        "image",
-        "parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or"
-        " tensors).",
-        needs="layout=auto,parquet",
-    )
-    path_column: str = setting(
-        "path",
-        "list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://).",
-        needs="layout=auto,list",
-    )
-    channel_columns: Distinct[str] = setting(
-        list,
-        "list: with one file per channel, the columns of their paths, instead of path_column; channels have the names"
-        " of the columns. A row is one image.",
-        needs="layout=auto,list",
-    )
-    label_column: str = setting(
-        "label",
-        "parquet, list: column of labels: names, numbers, or lists of them; empty: none.",
-        needs="layout=auto,parquet,list",
-    )
-    label_separator: str = setting(
-        ";",
-        "list: separator between the labels of an image.",
-        min_items=1,
-        needs="layout=auto,list",
-    )
-    group_column: str = setting(
-        "",
-        "parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike"
-        " although nobody copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are"
-        " over groups.",
-        needs="layout=auto,parquet,list",
-    )
-    split_column: str = setting(
-        "split",
-        "list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;"
-        " empty: none.",
-        needs="layout=auto,list",
-    )
-    label_names: PathText = setting("", "File of class names, one per line, for labels that are numbers from 0.")
-    class_map: PathText = setting("", "File of lines 'old,new' (or tab-separated) that rename or merge classes.")
-    class_list: PathText = setting("", "File of class names, one per line: keep only these, in this order.")
-    min_images: NonNegativeInt = setting(
-        0, "Keep only classes with more than this number of images in the train split."
-    )
-    synset_names: PathText = setting(
-        "", "File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."
-    )
-    merge_copies: bool = setting(False, "Merge samples of equal bytes and their labels; reads all of source twice.")
-    compare: Literal["mtime", "content"] = setting(
-        "mtime",
-        "Which images the next start compares with finished shards, byte by byte. mtime: those with another time of"
-        " change; content: all.",
-    )
-    seed: Seed = setting(0, "Seed of the order of samples.")
-    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
-    resize_short: Side = setting(0, "Resize larger images to this short side; 0 copies the bytes.")
-    resize_filter: Literal["area", "antialias"] = setting(
-        "area",
-        "With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is"
-        " faster.",
-        needs="resize_short",
-    )
-    jpeg_quality: int = setting(
-        95, "With resize_short: JPEG quality of re-encoded images.", min=1, max=100, needs="resize_short"
-    )
-    channel_pattern: RegularExpression = setting(
-        "",
-        "One file per channel: a regular expression in the key with the groups sample and channel, as "
-        "(?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.",
-    )
-    missing_channels: Literal["skip", "mean"] = setting(
-        "skip",
-        "What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are"
-        " read as their mean.",
-        needs="channel_pattern|channel_columns",
-    )
-    pages: Literal["", "first", "middle", "channels", "samples"] = setting(
-        "",
-        "What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first"
-        " or the middle one are not used.",
-    )
-    npz_array: str = setting("", "The array of .npz files of several that is the image; it is stored as .npy.")
-    to_rgb8: bool = setting(
-        False,
-        "Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0"
-        " to 255. Channels named red, green and blue are kept, else the first three.",
-    )
+    ] = "auto"
+    """Layout of source; auto detects it. images: any tree of images without labels."""
+    splits: dict[SplitName, str] = setting({"train": ""}, min_items=1)
+    """Mapping from split name to its part of source ('' is all): the folder that contains its class folders or images;
+    the tar (imagenet1k); the list, or a value of its split_column (list); the prefix of its file names (parquet,
+    webdataset).
+    """
+    val_share: ShareBelow1 = 0.0
+    """Share of the train split held out as 'val', chosen by a hash of the key, or with groups of the group, so that a
+    sample never changes split.
+    """
+    holdout_per_class: NonNegativeInt = 0
+    """Images per class of split train held out as 'val': the first by name."""
+    val_labels: PathText = setting("", needs="layout=auto,imagenet1k")
+    """imagenet1k: labels of the validation images: a file of lines 'filename wnid'; or
+    ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename
+    number' or ReaL's real.json.
+    """
+    cifar100_labels: Literal["fine", "coarse"] = setting("fine", needs="layout=auto,cifar")
+    """cifar: CIFAR-100's 100 classes or 20 groups."""
+    image_column: str = setting("image", needs="layout=auto,parquet")
+    """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or
+    tensors).
+    """
+    path_column: str = setting("path", needs="layout=auto,list")
+    """list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://)."""
+    channel_columns: Distinct[str] = setting(list, needs="layout=auto,list")
+    """list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of
+    the columns. A row is one image.
+    """
+    label_column: str = setting("label", needs="layout=auto,parquet,list")
+    """parquet, list: column of labels: names, numbers, or lists of them; empty: none."""
+    label_separator: str = setting(";", min_items=1, needs="layout=auto,list")
+    """list: separator between the labels of an image."""
+    group_column: str = setting("", needs="layout=auto,parquet,list")
+    """parquet, list: column of the group of an image, such as a patient, a video or a place: images that are alike
+    although nobody copied them. val_share and data.dev_share hold out whole groups, and intervals of scores are over
+    groups.
+    """
+    split_column: str = setting("split", needs="layout=auto,list")
+    """list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;
+    empty: none.
+    """
+    label_names: PathText = ""
+    """File of class names, one per line, for labels that are numbers from 0."""
+    class_map: PathText = ""
+    """File of lines 'old,new' (or tab-separated) that rename or merge classes."""
+    class_list: PathText = ""
+    """File of class names, one per line: keep only these, in this order."""
+    min_images: NonNegativeInt = 0
+    """Keep only classes with more than this number of images in the train split."""
+    synset_names: PathText = ""
+    """File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."""
+    merge_copies: bool = False
+    """Merge samples of equal bytes and their labels; reads all of source twice."""
+    compare: Literal["mtime", "content"] = "mtime"
+    """Which images the next start compares with finished shards, byte by byte. mtime: those with another time of
+    change; content: all.
+    """
+    seed: Seed = 0
+    """Seed of the order of samples."""
+    samples_per_shard: PositiveInt = 4096
+    """Samples per tar, except a split's last."""
+    resize_short: Side = 0
+    """Resize larger images to this short side; 0 copies the bytes."""
+    resize_filter: Literal["area", "antialias"] = setting("area", needs="resize_short")
+    """With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is
+    faster.
+    """
+    jpeg_quality: int = setting(95, min=1, max=100, needs="resize_short")
+    """With resize_short: JPEG quality of re-encoded images."""
+    channel_pattern: RegularExpression = ""
+    """One file per channel: a regular expression in the key with the groups sample and channel, as
+    (?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.
+    """
+    missing_channels: Literal["skip", "mean"] = setting("skip", needs="channel_pattern|channel_columns")
+    """What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read
+    as their mean.
+    """
+    pages: Literal["", "first", "middle", "channels", "samples"] = ""
+    """What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or
+    the middle one are not used.
+    """
+    npz_array: str = ""
+    """The array of .npz files of several that is the image; it is stored as .npy."""
+    to_rgb8: bool = False
+    """Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to
+    255. Channels named red, green and blue are kept, else the first three.
+    """
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -253,21 +225,21 @@ class ShardConfig(ImagesConfig):
 class VtabPrepareConfig(JobConfig):
     """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or prepared copies of them."""
 
-    originals: PathText = setting(
-        "",
-        "Folder with one folder per source data set, which contains the files as published (docs/vtab.md).",
-    )
-    tfds: PathText = setting(
-        "", "data_dir of tensorflow_datasets with prepared data sets, for those missing in originals."
-    )
-    lists: PathText = setting(
-        "", "Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."
-    )
+    originals: PathText = ""
+    """Folder with one folder per source data set, which contains the files as published (docs/vtab.md)."""
+    tfds: PathText = ""
+    """data_dir of tensorflow_datasets with prepared data sets, for those missing in originals."""
+    lists: PathText = ""
+    """Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."""
     out: PathText = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
-    tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose files exist.")
-    published: bool = setting(True, "Require the published file sizes, checksums and numbers of images.")
-    prove: bool = setting(False, "Only read: compute the splits of the data sets in out again, and compare.")
-    samples_per_shard: PositiveInt = setting(4096, "Samples per tar, except a split's last.")
+    tasks: list[str] = setting(list)
+    """Names of tasks; empty is all tasks whose files exist."""
+    published: bool = True
+    """Require the published file sizes, checksums and numbers of images."""
+    prove: bool = False
+    """Only read: compute the splits of the data sets in out again, and compare."""
+    samples_per_shard: PositiveInt = 4096
+    """Samples per tar, except a split's last."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --prove only reads."""
@@ -283,49 +255,38 @@ class IndexConfig(ImagesConfig):
     """A manifest for existing WebDataset shards, which are not copied."""
 
     source: PathText = setting(
-        REQUIRED,
-        f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json",
+        REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json"
     )
     out: PathText = setting(
         "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder or URL", holds="data set"
     )
-    splits: dict[SplitName, str] = setting(
-        {"train": ""}, "Mapping from split name to prefix of its tars' names ('' is all).", min_items=1
-    )
-    label_names: PathText = setting("", "File of class names, one per line, by label; empty names classes by number.")
-    pages: Literal["", "first", "channels"] = setting(
-        "", "What the pages of a TIFF are: channels of one image, or all but the first are not used."
-    )
+    splits: dict[SplitName, str] = setting({"train": ""}, min_items=1)
+    """Mapping from split name to prefix of its tars' names ('' is all)."""
+    label_names: PathText = ""
+    """File of class names, one per line, by label; empty names classes by number."""
+    pages: Literal["", "first", "channels"] = ""
+    """What the pages of a TIFF are: channels of one image, or all but the first are not used."""
 
 
 class VerifyConfig(JobConfig):
     """A check of every byte of a data set."""
 
     data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
-    out: PathText = setting(
-        "",
-        "Folder of report.json and damage.csv; empty is <data>/verify.",
-        output="folder or URL",
-        holds="verification",
-    )
-    decode_share: Share = setting(
-        1.0,
-        "Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always"
-        " are.",
-    )
+    out: PathText = setting("", output="folder or URL", holds="verification")
+    """Folder of report.json and damage.csv; empty is <data>/verify."""
+    decode_share: Share = 1.0
+    """Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.
+    """
 
 
 class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 
     data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
-    out: PathText = setting(
-        "",
-        "Folder of stats.json, tables and figures; empty is <data>/stats.",
-        output="folder or URL",
-        holds="statistics",
-    )
-    sheet: NonNegativeInt = setting(60, "Images on the contact sheet; 0 makes none and reads no shard.")
+    out: PathText = setting("", output="folder or URL", holds="statistics")
+    """Folder of stats.json, tables and figures; empty is <data>/stats."""
+    sheet: NonNegativeInt = 60
+    """Images on the contact sheet; 0 makes none and reads no shard."""
     values: ValueRange = setting(
         list, f"Measure the range of the values again, and record it in the data set: {_VALUES}"
     )
@@ -335,26 +296,23 @@ class DedupConfig(JobConfig):
     """A search for images of a data set that are near copies of test images, or of one another."""
 
     data: PathText = setting(REQUIRED, f"{_URL} of the data set in which copies are marked")
-    split: str = setting("train", "Split that is searched and marked.")
-    against: list[PathText] = setting(
-        list,
-        "Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its"
-        " splits, folder:split for one",
-    )
-    within_split: bool = setting(
-        False,
-        "Instead, search the split for near copies of its own images: of those that are alike, the largest is kept (by"
-        " pixels, then by bytes), and the others are marked.",
-    )
-    max_distance: float = setting(
-        0.14,
-        "Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/dedup.md has the error"
-        " rates.",
-        min=0,
-        max=0.5,
-    )
-    max_bad_share: Share = setting(0.001, "Share of unreadable images above which the job stops.")
-    dry_run: bool = setting(False, "Write only the report and the sheet of pairs; mark no image.")
+    split: str = "train"
+    """Split that is searched and marked."""
+    against: list[PathText] = setting(list)
+    """Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its
+    splits, folder:split for one
+    """
+    within_split: bool = False
+    """Instead, search the split for near copies of its own images: of those that are alike, the largest is kept (by
+    pixels, then by bytes), and the others are marked.
+    """
+    max_distance: float = setting(0.14, min=0, max=0.5)
+    """Largest distance of a copy: 1 - agreement of small image parts, so 0 is equal. docs/dedup.md has the error rates.
+    """
+    max_bad_share: Share = 0.001
+    """Share of unreadable images above which the job stops."""
+    dry_run: bool = False
+    """Write only the report and the sheet of pairs; mark no image."""
 
     def check(self) -> None:
         """Check what is compared. Raises UserError."""

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, Positive
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.schema import Settings, setting
 
 
 def _number(value: Any) -> Any:
@@ -17,18 +17,18 @@ def _number(value: Any) -> Any:
 class PlanConfig(RunConfig):
     """A run, and assumptions about the cluster that it is planned for."""
 
-    cluster: str = setting("", "Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU.")
-    samples: Annotated[int, BeforeValidator(_number)] = setting(
-        0, "Training samples per epoch; 0 takes them from the data set.", min=0
-    )
-    classes: NonNegativeInt = setting(0, "Number of classes; 0 takes it from the data set.")
-    variant: str = setting("", "Architecture of init.weights that do not exist yet, as 'ViT-L/16'.")
-    measured: NonNegativeFloat = setting(
-        0.0,
-        "Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; hours follow from it.",
-        needs="cluster",
-    )
-    json: PathText = setting("", "File for all figures as JSON.", output="file")
+    cluster: str = ""
+    """Nodes x GPUs x kind of GPU, as 8x8xH100-80GB; empty plans for one rank without a GPU."""
+    samples: Annotated[int, BeforeValidator(_number)] = setting(0, min=0)
+    """Training samples per epoch; 0 takes them from the data set."""
+    classes: NonNegativeInt = 0
+    """Number of classes; 0 takes it from the data set."""
+    variant: str = ""
+    """Architecture of init.weights that do not exist yet, as 'ViT-L/16'."""
+    measured: NonNegativeFloat = setting(0.0, needs="cluster")
+    """Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; hours follow from it."""
+    json: PathText = setting("", output="file")
+    """File for all figures as JSON."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: those of the run itself."""
@@ -46,23 +46,24 @@ class PlanConfig(RunConfig):
 class SamplesConfig(Settings):
     """A query of a run's sample order: the samples of a step, or the steps of a sample."""
 
-    run: PathText = setting(REQUIRED, "Run folder, or the YAML file of a run that has not started")
-    step: NonNegativeInt = setting(0, "List the samples of this optimizer step, counted from 1 as in log lines.")
-    ranks: PositiveInt = setting(1, "Number of ranks that the batch is divided over; 1 shows the whole batch.")
-    rank: NonNegativeInt = setting(0, "With step: rank whose samples are listed, from 0.", needs="step")
-    sample: str = setting("", "List the steps of this sample of the training split, given by its key.")
-    data: PathText = setting("", "Folder of the data set, if it is not where the run's settings say.")
-    mix: dict[str, str] = setting(
-        dict, "Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."
-    )
-    csv: PathText = setting("", "File for the table; empty prints it.", output="file")
-    sheet: PathText = setting(
-        "",
-        "With step: file for the images, .png, cropped and flipped as for the model.",
-        output="file",
-        pattern=r"^$|\.png$",
-        needs="step",
-    )
+    run: PathText
+    """Run folder, or the YAML file of a run that has not started"""
+    step: NonNegativeInt = 0
+    """List the samples of this optimizer step, counted from 1 as in log lines."""
+    ranks: PositiveInt = 1
+    """Number of ranks that the batch is divided over; 1 shows the whole batch."""
+    rank: NonNegativeInt = setting(0, needs="step")
+    """With step: rank whose samples are listed, from 0."""
+    sample: str = ""
+    """List the steps of this sample of the training split, given by its key."""
+    data: PathText = ""
+    """Folder of the data set, if it is not where the run's settings say."""
+    mix: dict[str, str] = setting(dict)
+    """Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."""
+    csv: PathText = setting("", output="file")
+    """File for the table; empty prints it."""
+    sheet: PathText = setting("", output="file", pattern=r"^$|\.png$", needs="step")
+    """With step: file for the images, .png, cropped and flipped as for the model."""
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -75,22 +76,20 @@ class SamplesConfig(Settings):
 class HostsConfig(Settings):
     """A check of a run's hosts before it starts."""
 
-    hostfile: PathText = setting(REQUIRED, "DeepSpeed's hostfile: one line per host, as 'name slots=8'")
-    run: PathText = setting(REQUIRED, "YAML file of the run")
-    settings: list[str] = setting(
-        list,
-        "Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets].",
-    )
-    min_free_gb: NonNegativeFloat = setting(20.0, "Free space that the output folder needs, in GB.")
+    hostfile: PathText
+    """DeepSpeed's hostfile: one line per host, as 'name slots=8'"""
+    run: PathText
+    """YAML file of the run"""
+    settings: list[str] = setting(list)
+    """Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets]."""
+    min_free_gb: NonNegativeFloat = 20.0
+    """Free space that the output folder needs, in GB."""
 
 
 class SuperviseConfig(Settings):
     """Automatic restarts of a run."""
 
-    restarts: NonNegativeInt = setting(
-        10, "Number of consecutive restarts without a new checkpoint after which the supervisor gives up."
-    )
-    pause_seconds: NonNegativeFloat = setting(
-        10.0,
-        "Pause before a restart; doubled after each start without a new checkpoint, up to 10 minutes.",
-    )
+    restarts: NonNegativeInt = 10
+    """Number of consecutive restarts without a new checkpoint after which the supervisor gives up."""
+    pause_seconds: NonNegativeFloat = 10.0
+    """Pause before a restart; doubled after each start without a new checkpoint, up to 10 minutes."""

@@ -18,15 +18,14 @@ _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
 class VtabReportConfig(Settings):
     """The report of one or more VTAB-1k sweeps."""
 
-    sweeps: list[PathText] = setting(
-        REQUIRED,
-        "Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others"
-        " are compared with it",
-    )
-    names: list[str] = setting(list, "Names of the sweeps in the report; empty uses the folders' names.")
-    out: PathText = setting(
-        "", "Folder of the report; empty is <first sweep>/report.", output="folder", holds="report of sweeps"
-    )
+    sweeps: list[PathText]
+    """Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others
+    are compared with it
+    """
+    names: list[str] = setting(list)
+    """Names of the sweeps in the report; empty uses the folders' names."""
+    out: PathText = setting("", output="folder", holds="report of sweeps")
+    """Folder of the report; empty is <first sweep>/report."""
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -43,35 +42,27 @@ class CompareConfig(Settings):
     """A comparison of two or more runs."""
 
     runs: Distinct[PathText] = setting(
-        REQUIRED,
-        f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data",
-        min_items=2,
+        REQUIRED, f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data", min_items=2
     )
-    out: PathText = setting(
-        "", "Folder of the comparison; empty is runs/compare/<names>.", output="folder", holds="comparison"
-    )
+    out: PathText = setting("", output="folder", holds="comparison")
+    """Folder of the comparison; empty is runs/compare/<names>."""
 
 
 class RunReportConfig(Settings):
     """The report of one run."""
 
     run: PathText = setting(REQUIRED, f"The run: {_RUN}")
-    out: PathText = setting(
-        "",
-        "Folder of the report; empty is <run>/review.",
-        output="folder",
-        holds="report of a run",
-    )
+    out: PathText = setting("", output="folder", holds="report of a run")
+    """Folder of the report; empty is <run>/review."""
 
 
 class SyncConfig(Settings):
     """Sending run folders to MLflow afterwards."""
 
-    runs: list[PathText] = setting(REQUIRED, "Run folders, or folders that contain some, as [runs]")
-    uri: str = setting(
-        "",
-        "MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db.",
-    )
+    runs: list[PathText]
+    """Run folders, or folders that contain some, as [runs]"""
+    uri: str = ""
+    """MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."""
 
 
 class GridConfig(ExperimentConfig):
@@ -79,22 +70,22 @@ class GridConfig(ExperimentConfig):
     times.
     """
 
-    name: str = result_name("Name of the result; all of its runs are in <out>/<name>", "experiment")
-    run: PathText = setting(REQUIRED, "YAML file of the run, as configs/finetune/pets_384px.yaml")
-    settings: list[str] = setting(list, "Settings that override the run's file, as [init.weights=runs/vit_l16].")
-    lr: list[PositiveFloat] = setting(REQUIRED, "Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]")
-    dev_share: float = setting(
-        0.1, "Share of the training split held out to choose lr (data.dev_share).", above=0, below=1
-    )
-    seeds: Seeds = setting(
-        [0, 1, 2],
-        "Seeds of the final runs on the whole training split; the first is also used for the trials.",
-    )
-    also: list[PathText] = setting(
-        list,
-        "More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test].",
-    )
-    out: PathText = setting("runs", "Folder that holds all runs.", output="folder")
+    name: str = result_name("experiment")
+    """Name of the result; all of its runs are in <out>/<name>"""
+    run: PathText
+    """YAML file of the run, as configs/finetune/pets_384px.yaml"""
+    settings: list[str] = setting(list)
+    """Settings that override the run's file, as [init.weights=runs/vit_l16]."""
+    lr: list[PositiveFloat]
+    """Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]"""
+    dev_share: float = setting(0.1, above=0, below=1)
+    """Share of the training split held out to choose lr (data.dev_share)."""
+    seeds: Seeds = setting([0, 1, 2])
+    """Seeds of the final runs on the whole training split; the first is also used for the trials."""
+    also: list[PathText] = setting(list)
+    """More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test]."""
+    out: PathText = setting("runs", output="folder")
+    """Folder that holds all runs."""
     mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:

@@ -19,55 +19,53 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
     images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
-    masks: list[PathText] = setting(
-        REQUIRED,
-        "Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one"
-        " colour for each class. A mask has its image's path below the folder, except for the suffix.",
-    )
-    split: str = setting(
-        "train", "If images is a data set: the split to learn from. Masks are of the split of the same name."
-    )
-    val_images: list[PathText] = setting(
-        list, "Images to be scored on; empty is val_split of a data set, else val_share."
-    )
-    val_masks: list[PathText] = setting(list, "Their masks.", needs="val_images")
-    val_split: str = setting("val", "If images or val_images is a data set: the split to be scored on.")
-    val_share: Share = setting(0.1, "Share of the images that is held out for the score if nothing else says which.")
+    masks: list[PathText]
+    """Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour
+    for each class. A mask has its image's path below the folder, except for the suffix.
+    """
+    split: str = "train"
+    """If images is a data set: the split to learn from. Masks are of the split of the same name."""
+    val_images: list[PathText] = setting(list)
+    """Images to be scored on; empty is val_split of a data set, else val_share."""
+    val_masks: list[PathText] = setting(list, needs="val_images")
+    """Their masks."""
+    val_split: str = "val"
+    """If images or val_images is a data set: the split to be scored on."""
+    val_share: Share = 0.1
+    """Share of the images that is held out for the score if nothing else says which."""
     group_pattern: RegularExpression = group_pattern()
-    image_suffix: str = setting("", "End of the names of images that their masks do not have, as _leftImg8bit.")
-    mask_suffix: str = setting("", "End of the names of masks that their images do not have, as _gtFine_labelTrainIds.")
+    image_suffix: str = ""
+    """End of the names of images that their masks do not have, as _leftImg8bit."""
+    mask_suffix: str = ""
+    """End of the names of masks that their images do not have, as _gtFine_labelTrainIds."""
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(
-        ["255"],
-        "Values of masks that mean no class: numbers, or colours as '#000000'.",
-    )
-    short_side: Side = setting(
-        0,
-        "Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is"
-        " image_size.",
-    )
-    steps: PositiveInt = setting(4000, "Steps of training (40,000 for ADE20K in DINOv3).")
-    train_batch: Batch = setting(16, "Crops of a step.")
-    lr: PositiveFloat = setting(1e-3, "Peak rate of AdamW.")
-    seed: Seed = setting(0, "Seed of the order, the crops and the layer.")
-    batch: Batch = setting(8, "Windows per forward pass of the score.")
-    apply: list[PathText] = setting(
-        list,
-        "Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the"
-        " results.",
-    )
-    num_drawn: PositiveInt = setting(
-        16, "The first images of apply that sheet.png shows with their masks.", needs="apply"
-    )
-    apply_split: str = setting("test", "If apply is a data set: its split.", needs="apply")
-    out: PathText = setting(
-        "",
-        "Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its"
-        " checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this"
-        " name).",
-        output="folder",
-        holds="segmentation",
-    )
+    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(["255"])
+    """Values of masks that mean no class: numbers, or colours as '#000000'."""
+    short_side: Side = 0
+    """Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is
+    image_size.
+    """
+    steps: PositiveInt = 4000
+    """Steps of training (40,000 for ADE20K in DINOv3)."""
+    train_batch: Batch = 16
+    """Crops of a step."""
+    lr: PositiveFloat = 1e-3
+    """Peak rate of AdamW."""
+    seed: Seed = 0
+    """Seed of the order, the crops and the layer."""
+    batch: Batch = 8
+    """Windows per forward pass of the score."""
+    apply: list[PathText] = setting(list)
+    """Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.
+    """
+    num_drawn: PositiveInt = setting(16, needs="apply")
+    """The first images of apply that sheet.png shows with their masks."""
+    apply_split: str = setting("test", needs="apply")
+    """If apply is a data set: its split."""
+    out: PathText = setting("", output="folder", holds="segmentation")
+    """Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its
+    checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).
+    """
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""

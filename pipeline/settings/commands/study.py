@@ -73,35 +73,28 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
 class ExperimentConfig(Settings):
     """How the runs of an experiment are done."""
 
-    on: Literal["here", "ray"] = setting(
-        "here",
-        "Where runs are done: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit.",
-    )
-    launcher: ShellWords = setting(
-        "",
-        "Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks"
-        " as `gpus`.",
-    )
-    gpus: NonNegativeInt = setting(
-        0, "GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU."
-    )
-    threads: Threads = setting(2, "CPUs of a run with on=ray, of each of its GPUs with slurm.", needs="on=ray|slurm")
-    num_tasks: Tasks = setting(
-        0,
-        "on=ray: number of tasks that run at the same time; 0 is as many as fit.",
-        needs="on=ray",
-    )
-    tflops: NonNegativeFloat = setting(
-        0.0,
-        "Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it; 0"
-        " measures this CPU.",
-    )
-    slurm: PathText = setting(
-        "", "Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it.", output="file"
-    )
-    cell: str = setting("", "Do this run only (its name), and write no report.")
-    report: bool = setting(False, "Run nothing: write the report of the runs that are done.")
-    plan: bool = setting(False, "Only list the runs, their compute and hours.")
+    on: Literal["here", "ray"] = "here"
+    """Where runs are done: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."""
+    launcher: ShellWords = ""
+    """Command that starts a run, as 'deepspeed --num_gpus 8'; empty is one process, or torchrun with as many ranks as
+    `gpus`.
+    """
+    gpus: NonNegativeInt = 0
+    """GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU."""
+    threads: Threads = setting(2, needs="on=ray|slurm")
+    """CPUs of a run with on=ray, of each of its GPUs with slurm."""
+    num_tasks: Tasks = setting(0, needs="on=ray")
+    """on=ray: number of tasks that run at the same time; 0 is as many as fit."""
+    tflops: NonNegativeFloat = 0.0
+    """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
+    slurm: PathText = setting("", output="file")
+    """Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it."""
+    cell: str = ""
+    """Do this run only (its name), and write no report."""
+    report: bool = False
+    """Run nothing: write the report of the runs that are done."""
+    plan: bool = False
+    """Only list the runs, their compute and hours."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""
@@ -116,84 +109,64 @@ class ExperimentConfig(Settings):
 class StudyModel(Settings):
     """A model of a study, or weights that it fine-tunes."""
 
-    name: str = setting(
-        REQUIRED,
-        "Name in figures and run names",
-        pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$",
-    )
-    family: str = setting("", "Models of one family share a line in figures and a fit; empty is the model's name.")
-    settings: list[str] = setting(
-        list, "Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."
-    )
-    speed: NonNegativeFloat = setting(
-        0.0, "For `minutes`: its images/s in training, as a short run of it prints at its end."
-    )
-    weights: PathText = setting(
-        "",
-        "question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model.",
-    )
+    name: str = setting(REQUIRED, pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$")
+    """Name in figures and run names"""
+    family: str = ""
+    """Models of one family share a line in figures and a fit; empty is the model's name."""
+    settings: list[str] = setting(list)
+    """Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."""
+    speed: NonNegativeFloat = 0.0
+    """For `minutes`: its images/s in training, as a short run of it prints at its end."""
+    weights: PathText = ""
+    """question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model."""
 
 
 class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = result_name("Name of the study; all of its runs are in <out>/<name>", "experiment")
-    out: PathText = setting("runs", "Folder that holds all runs and studies.", output="folder")
-    question: Annotated[str, one_of(QUESTIONS)] = setting(
-        REQUIRED,
-        "data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute"
-        " budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8,"
-        " Figure 8); labels: what pre-trained weights gain over the first model, by the number of labelled images",
-        choices=QUESTIONS,
-    )
-    run: PathText = setting(
-        REQUIRED,
-        "YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells"
-        " share",
-    )
-    settings: list[str] = setting(
-        list, "Settings over those of that file, for all cells, as [data.path=datasets/photos]."
-    )
-    models: list[StudyModel] = setting(REQUIRED, "The models that are compared")
-    data_sizes: Distinct[Limit] = setting(
-        list,
-        "Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is"
-        " data.limit of the run.",
-    )
-    lengths: Distinct[PositiveLength] = setting(
-        list, "Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."
-    )
-    budgets: Distinct[PositiveFloat] = setting(
-        list,
-        "In place of lengths: compute of pre-training in exaFLOPs, the same for each model.",
-    )
-    minutes: Distinct[PositiveFloat] = setting(
-        list,
-        "In place of lengths: time of training, the same for each model; its `speed` says how many steps that is.",
-    )
-    cooldown: ShareBelow1 = setting(
-        0.0,
-        "Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then"
-        " share all steps before, which are trained once. 0 trains each length by itself, with the schedule of the"
-        " run.",
-        needs="lengths|budgets|minutes",
-    )
-    equal_compute: bool = setting(
-        True,
-        "question = labels: models without weights train for as many more steps as the longest pre-training of the"
-        " others is worth in compute.",
-        needs="question=labels",
-    )
-    seeds: Seeds = setting([0], "Seeds; each gives a run with its own subset, weights and order.")
-    score: str = setting(
-        "top1",
-        "Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping,"
-        " with checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.",
-    )
-    finetune: list[PathText] = setting(
-        list,
-        "YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml].",
-    )
+    name: str = result_name("experiment")
+    """Name of the study; all of its runs are in <out>/<name>"""
+    out: PathText = setting("runs", output="folder")
+    """Folder that holds all runs and studies."""
+    question: Annotated[str, one_of(QUESTIONS)] = setting(REQUIRED, choices=QUESTIONS)
+    """data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute
+    budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure
+    8); labels: what pre-trained weights gain over the first model, by the number of labelled images
+    """
+    run: PathText
+    """YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells
+    share
+    """
+    settings: list[str] = setting(list)
+    """Settings over those of that file, for all cells, as [data.path=datasets/photos]."""
+    models: list[StudyModel]
+    """The models that are compared"""
+    data_sizes: Distinct[Limit] = setting(list)
+    """Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit
+    of the run.
+    """
+    lengths: Distinct[PositiveLength] = setting(list)
+    """Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."""
+    budgets: Distinct[PositiveFloat] = setting(list)
+    """In place of lengths: compute of pre-training in exaFLOPs, the same for each model."""
+    minutes: Distinct[PositiveFloat] = setting(list)
+    """In place of lengths: time of training, the same for each model; its `speed` says how many steps that is."""
+    cooldown: ShareBelow1 = setting(0.0, needs="lengths|budgets|minutes")
+    """Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then
+    share all steps before, which are trained once. 0 trains each length by itself, with the schedule of the run.
+    """
+    equal_compute: bool = setting(True, needs="question=labels")
+    """question = labels: models without weights train for as many more steps as the longest pre-training of the others
+    is worth in compute.
+    """
+    seeds: Seeds = setting([0])
+    """Seeds; each gives a run with its own subset, weights and order."""
+    score: str = "top1"
+    """Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping,
+    with checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.
+    """
+    finetune: list[PathText] = setting(list)
+    """YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml]."""
     mlflow: str = mlflow_of_runs("study")
 
     @property

@@ -26,60 +26,44 @@ from pipeline.settings.schema import REQUIRED, Seeds, Settings, setting
 class ProtocolConfig(Settings):
     """How a model is adapted to a task and scored. All combinations of the lists are tried on train800 and val200."""
 
-    name: str = setting(REQUIRED, "Name in results, as vit_paper", pattern="^[a-z0-9_]+$")
-    image_size: int = setting(REQUIRED, "Side of the square input images in pixels", min=1, max=MAX_SIDE)
-    small_image_size: Side = setting(
-        0,
-        "image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is"
-        " scaled with it; 0 is image_size.",
-    )
-    small_resize_to: Side = setting(0, "augment.resize_to for these tasks.", needs="small_image_size")
-    pixels: Literal["weights", "imagenet"] = setting(
-        "weights",
-        "Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's"
-        " mean and standard deviation.",
-    )
-    augment: AugmentConfig = setting(AugmentConfig, "", needs="method=finetune")
-    batch: Batch = setting(REQUIRED, "Samples per optimizer step", needs="method=finetune")
-    length: list[PositiveLength] = setting(
-        REQUIRED,
-        "Training lengths to try, as [2500 steps, 10000 steps]",
-        needs="method=finetune",
-    )
-    optimizer: Literal["sgd", "adam"] = setting(
-        "sgd", "SGD with momentum, or Adam with decoupled weight decay.", needs="method=finetune"
-    )
-    lr: list[PositiveFloat] = setting(
-        REQUIRED,
-        "Peak learning rates to try, as [0.1, 0.01]",
-        needs="method=finetune",
-    )
-    momentum: ShareBelow1 = setting(0.9, "SGD: momentum.", needs="optimizer=sgd")
-    weight_decay: list[NonNegativeFloat] = setting(
-        [0.0],
-        "Weight decays of dense kernels to try; each is multiplied by the learning rate.",
-        min_items=1,
-        needs="method=finetune",
-    )
-    clip: NonNegativeFloat = setting(
-        0.0, "Clip gradients to this global norm; 0 turns clipping off.", needs="method=finetune"
-    )
-    dropout: ShareBelow1 = setting(
-        0.0, "Dropout (0.1 for L/16 and H/14 in the ViT paper's code).", needs="method=finetune"
-    )
-    schedule: ScheduleConfig = setting(ScheduleConfig, "", needs="method=finetune")
-    l2: list[PositiveFloat] = setting(
-        [16.0, 128.0, 1024.0, 8192.0, 65536.0],
-        "method=linear: strengths of ridge regression on whitened features to try.",
-        min_items=1,
-        needs="method=linear",
-    )
-    neighbours: list[PositiveInt] = setting(
-        [1, 5, 20], "method=knn: numbers of neighbours to try.", min_items=1, needs="method=knn"
-    )
-    temperature: PositiveFloat = setting(
-        0.07, "method=knn: a vote's weight is exp(cosine similarity / temperature).", needs="method=knn"
-    )
+    name: str = setting(REQUIRED, pattern="^[a-z0-9_]+$")
+    """Name in results, as vit_paper"""
+    image_size: int = setting(REQUIRED, min=1, max=MAX_SIDE)
+    """Side of the square input images in pixels"""
+    small_image_size: Side = 0
+    """image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled
+    with it; 0 is image_size.
+    """
+    small_resize_to: Side = setting(0, needs="small_image_size")
+    """augment.resize_to for these tasks."""
+    pixels: Literal["weights", "imagenet"] = "weights"
+    """Pixel normalisation: [-1, 1], which our weights and converted ones expect (docs/weights.md); or ImageNet's mean
+    and standard deviation.
+    """
+    augment: AugmentConfig = setting(AugmentConfig, needs="method=finetune")
+    batch: Batch = setting(REQUIRED, needs="method=finetune")
+    """Samples per optimizer step"""
+    length: list[PositiveLength] = setting(REQUIRED, needs="method=finetune")
+    """Training lengths to try, as [2500 steps, 10000 steps]"""
+    optimizer: Literal["sgd", "adam"] = setting("sgd", needs="method=finetune")
+    """SGD with momentum, or Adam with decoupled weight decay."""
+    lr: list[PositiveFloat] = setting(REQUIRED, needs="method=finetune")
+    """Peak learning rates to try, as [0.1, 0.01]"""
+    momentum: ShareBelow1 = setting(0.9, needs="optimizer=sgd")
+    """SGD: momentum."""
+    weight_decay: list[NonNegativeFloat] = setting([0.0], min_items=1, needs="method=finetune")
+    """Weight decays of dense kernels to try; each is multiplied by the learning rate."""
+    clip: NonNegativeFloat = setting(0.0, needs="method=finetune")
+    """Clip gradients to this global norm; 0 turns clipping off."""
+    dropout: ShareBelow1 = setting(0.0, needs="method=finetune")
+    """Dropout (0.1 for L/16 and H/14 in the ViT paper's code)."""
+    schedule: ScheduleConfig = setting(ScheduleConfig, needs="method=finetune")
+    l2: list[PositiveFloat] = setting([16.0, 128.0, 1024.0, 8192.0, 65536.0], min_items=1, needs="method=linear")
+    """method=linear: strengths of ridge regression on whitened features to try."""
+    neighbours: list[PositiveInt] = setting([1, 5, 20], min_items=1, needs="method=knn")
+    """method=knn: numbers of neighbours to try."""
+    temperature: PositiveFloat = setting(0.07, needs="method=knn")
+    """method=knn: a vote's weight is exp(cosine similarity / temperature)."""
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -110,51 +94,48 @@ class VtabConfig(Settings):
     # keeps its protocol.
     notes_without_effect = True
 
-    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)")
-    data: PathText = setting("datasets/vtab", "Folder of the tasks' data sets, made by launch/vtab_prepare.py")
-    out: PathText = setting(
-        "",
-        "Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints,"
-        " and runs/vtab/<weights>-... for others.",
-        output="folder",
-        holds="experiment",
-    )
-    method: Literal["finetune", "linear", "knn"] = setting(
-        "finetune",
-        "finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of"
-        " the unchanged weights.",
-    )
-    tasks: list[str] = setting(list, "Names of tasks; empty is all tasks whose data sets exist.")
-    seeds: Seeds = setting(
-        [0],
-        "Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn"
-        " do not depend on seeds.",
-        needs="method=finetune",
-    )
-    protocol: ProtocolConfig = setting(ProtocolConfig, "")
-    pretrained_on: list[PathText] = setting(
-        list,
-        "Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as"
-        " [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py"
-        " marked in them. Without a split it is that of the weights' run, or train.",
-    )
-    micro_batch: Batch = setting(
-        64,
-        "Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so"
-        " use one value in a sweep.",
-    )
-    precision: Precision = setting("fp32", "Precision of activations; bf16 is autocast on GPUs, and weights stay fp32.")
-    threads: Threads = setting(
-        2, "Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."
-    )
-    gpu_share: PositiveShare = setting(1.0, "Share of a GPU for each cell: 0.25 runs four on one GPU.")
-    num_tasks: Tasks = setting(0, "Number of cells that run at the same time; 0 is as many as fit.")
-    mlflow: str = setting(
-        "",
-        "MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where"
-        " the run of the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).",
-    )
-    plan: bool = setting(False, "Only list the cells and their cost.")
+    weights: PathText
+    """Weights: a run, a checkpoint, or other projects' (docs/weights.md)"""
+    data: PathText = "datasets/vtab"
+    """Folder of the tasks' data sets, made by launch/vtab_prepare.py"""
+    out: PathText = setting("", output="folder", holds="experiment")
+    """Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and
+    runs/vtab/<weights>-... for others.
+    """
+    method: Literal["finetune", "linear", "knn"] = "finetune"
+    """finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of the
+    unchanged weights.
+    """
+    tasks: list[str] = setting(list)
+    """Names of tasks; empty is all tasks whose data sets exist."""
+    seeds: Seeds = setting([0], needs="method=finetune")
+    """Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do
+    not depend on seeds.
+    """
+    protocol: ProtocolConfig = setting(ProtocolConfig)
+    pretrained_on: list[PathText] = setting(list)
+    """Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as
+    [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py marked in
+    them. Without a split it is that of the weights' run, or train.
+    """
+    micro_batch: Batch = 64
+    """Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so
+    use one value in a sweep.
+    """
+    precision: Precision = "fp32"
+    """Precision of activations; bf16 is autocast on GPUs, and weights stay fp32."""
+    threads: Threads = 2
+    """Decoding threads of a cell; without a GPU, also its computing threads and its number of CPUs."""
+    gpu_share: PositiveShare = 1.0
+    """Share of a GPU for each cell: 0.25 runs four on one GPU."""
+    num_tasks: Tasks = 0
+    """Number of cells that run at the same time; 0 is as many as fit."""
+    mlflow: str = ""
+    """MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the
+    run of the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).
+    """
+    plan: bool = False
+    """Only list the cells and their cost."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: --plan only prints."""

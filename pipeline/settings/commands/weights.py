@@ -42,60 +42,58 @@ def loss_setting() -> Any:
 class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
-    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, or other projects' (docs/weights.md)")
-    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
-    resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = setting(
-        "auto",
-        "linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without"
-        " antialias; bicubic: Pillow's bicubic. auto is the weights' own.",
-    )
+    weights: PathText
+    """Weights: a run, a checkpoint, or other projects' (docs/weights.md)"""
+    image_size: Side = 0
+    """Side of the input images in pixels; 0 is the weights' own."""
+    resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = "auto"
+    """linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without
+    antialias; bicubic: Pillow's bicubic. auto is the weights' own.
+    """
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
-    max_bad_share: Share = setting(
-        0.001,
-        "Share of unreadable images above which the command stops; predict, features, choose, explain and segment's"
-        " apply allow at least 10, unless it is 0.",
-    )
-    batch: Batch = setting(64, "Images per forward pass.")
-    threads: Threads = setting(2, "Decoding threads.")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device of the model; auto is a GPU if available.")
-    precision: Precision = setting("fp32", "Precision of weights and activations; bf16 is for GPUs.")
+    max_bad_share: Share = 0.001
+    """Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply
+    allow at least 10, unless it is 0.
+    """
+    batch: Batch = 64
+    """Images per forward pass."""
+    threads: Threads = 2
+    """Decoding threads."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; auto is a GPU if available."""
+    precision: Precision = "fp32"
+    """Precision of weights and activations; bf16 is for GPUs."""
 
 
 class ViewConfig(WeightsConfig):
     """Weights that see an image as one input: all of it, or its centre."""
 
-    eval_resize: Side = setting(
-        0,
-        "Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none.",
-        needs="eval_crop=auto,center,resize_center",
-    )
-    eval_crop: Literal["auto", "center", "resize", "resize_center"] = setting(
-        "auto",
-        "Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image"
-        " and crop the centre (resize_center). auto is the weights' own.",
-    )
+    eval_resize: Side = setting(0, needs="eval_crop=auto,center,resize_center")
+    """Size before the central crop; 0 is the weights' own, or 8/7 of image_size if they have none."""
+    eval_crop: Literal["auto", "center", "resize", "resize_center"] = "auto"
+    """Resize the short side and crop the centre (center); resize the whole image (resize); or resize the whole image
+    and crop the centre (resize_center). auto is the weights' own.
+    """
 
 
 class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
     loss: TrainedLoss = loss_setting()
-    data: PathText = setting(REQUIRED, "Folder or URL (s3://, gs://) of a data set, made by launch/shard.py")
-    split: str = setting("val", "Split to score.")
+    data: PathText
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
+    split: str = "val"
+    """Split to score."""
     exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
-    out: PathText = setting(
-        "",
-        "Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its"
-        " checkpoints, and runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this"
-        " name).",
-        output="folder",
-        holds="evaluation",
-    )
-    classify: bool = setting(True, "Score the weights' own head; false scores only features (for other classes).")
-    match_classes: bool = setting(
-        True, "Match classes by name, and refuse data with one that the weights do not have; false: by number."
-    )
+    out: PathText = setting("", output="folder", holds="evaluation")
+    """Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its
+    checkpoints, and runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).
+    """
+    classify: bool = True
+    """Score the weights' own head; false scores only features (for other classes)."""
+    match_classes: bool = True
+    """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -110,25 +108,21 @@ class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
 class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
-    weights: PathText = setting(REQUIRED, "Weights: a run, a checkpoint, .npz, timm, Hugging Face, DINOv2")
-    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"] = (
-        setting(
-            REQUIRED,
-            "safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer"
-            " and BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as"
-            " facebookresearch/mae and transformers load it",
-        )
-    )
-    out: PathText = setting(
-        REQUIRED,
-        "File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder",
-        output="new",
-    )
-    image_size: Side = setting(0, "Side of the input images in pixels; 0 is the weights' own.")
-    head: bool = setting(True, "Include the head and the representation layer; false exports only the features.")
-    tolerance: ShareBelow1 = setting(
-        1e-4, "Largest accepted difference of logits after conversion, as a share of the largest logit."
-    )
+    weights: PathText
+    """Weights: a run, a checkpoint, .npz, timm, Hugging Face, DINOv2"""
+    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"]
+    """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
+    BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and
+    transformers load it
+    """
+    out: PathText = setting(REQUIRED, output="new")
+    """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
+    image_size: Side = 0
+    """Side of the input images in pixels; 0 is the weights' own."""
+    head: bool = True
+    """Include the head and the representation layer; false exports only the features."""
+    tolerance: ShareBelow1 = 1e-4
+    """Largest accepted difference of logits after conversion, as a share of the largest logit."""
 
     def check(self) -> None:
         """Check the suffix of out. Raises UserError."""
@@ -154,56 +148,52 @@ class LookConfig(ViewConfig):
     # said of the others.
     least_bad: ClassVar[int] = 10
     images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
-    split: str = setting("val", "If images is a data set: its split.")
+    split: str = "val"
+    """If images is a data set: its split."""
     exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    class_names: PathText = setting("", "File of class names, one per line, for weights without class names.")
+    class_names: PathText = ""
+    """File of class names, one per line, for weights without class names."""
 
 
 class PredictConfig(LookConfig):
     """The most likely classes of images."""
 
     loss: TrainedLoss = loss_setting()
-    top: PositiveInt = setting(5, "Number of classes per image, the most likely first.")
-    out: PathText = setting(
-        "",
-        "File for the whole table, .csv or .parquet; empty prints its first rows.",
-        output="file",
-        pattern=r"^$|\.(csv|parquet)$",
-    )
+    top: PositiveInt = 5
+    """Number of classes per image, the most likely first."""
+    out: PathText = setting("", output="file", pattern=r"^$|\.(csv|parquet)$")
+    """File for the whole table, .csv or .parquet; empty prints its first rows."""
 
 
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: PathText = setting(REQUIRED, "File for the table, .parquet", output="file", pattern=r"\.parquet$")
-    like: PathText = setting(
-        "",
-        "An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws"
-        " none.",
-    )
+    out: PathText = setting(REQUIRED, output="file", pattern=r"\.parquet$")
+    """File for the table, .parquet"""
+    like: PathText = ""
+    """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
+    """
 
 
 class ChooseConfig(LookConfig):
     """The images that are worth labelling first."""
 
-    num: int = setting(
-        REQUIRED, "Number of images to choose; the first of more are the same.", min=1, max=MAX_CANDIDATES
-    )
-    candidates: int = setting(
-        10_000,
-        "Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of"
-        " memory for 10,000, four times as much for twice as many.",
-        min=1,
-        max=MAX_CANDIDATES,
-    )
-    labelled: list[PathText] = setting(
-        list,
-        "Images that have labels already: what resembles them is not chosen again. As for images; of a data set with"
-        " labels, those that have one. All are read.",
-    )
-    labelled_split: str = setting("train", "If labelled is a data set: its split.", needs="labelled")
-    seed: Seed = setting(0, "Seed of the random part.")
-    out: PathText = setting(REQUIRED, "New folder for the chosen images, their table and their sheet", output="new")
+    num: int = setting(REQUIRED, min=1, max=MAX_CANDIDATES)
+    """Number of images to choose; the first of more are the same."""
+    candidates: int = setting(10_000, min=1, max=MAX_CANDIDATES)
+    """Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of
+    memory for 10,000, four times as much for twice as many.
+    """
+    labelled: list[PathText] = setting(list)
+    """Images that have labels already: what resembles them is not chosen again. As for images; of a data set with
+    labels, those that have one. All are read.
+    """
+    labelled_split: str = setting("train", needs="labelled")
+    """If labelled is a data set: its split."""
+    seed: Seed = 0
+    """Seed of the random part."""
+    out: PathText = setting(REQUIRED, output="new")
+    """New folder for the chosen images, their table and their sheet"""
 
     def check(self) -> None:
         """Check the number of images. Raises UserError."""
@@ -216,24 +206,19 @@ class ExplainConfig(LookConfig, MlflowConfig):
 
     loss: TrainedLoss = loss_setting()
     images: list[PathText] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.")
-    draw: list[Drawing] = setting(list, "Figures to draw, as [attention,rollout]; empty is all that the model has.")
-    layer: str = setting(
-        "all", "attention: block, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
-    )
-    head: str = setting(
-        "mean", "attention: head, a number from 1, all, or mean.", pattern=_ONE_OR_ALL, needs="draw=attention"
-    )
-    normalise: bool | None = setting(
-        None,
-        "reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true.",
-        needs="draw=reconstruction",
-    )
-    num_drawn: PositiveInt = setting(6, "Number of images that are drawn, chosen at random.")
-    seed: Seed = setting(0, "Seed of the choice of images; a larger choice contains a smaller one.")
-    out: PathText = setting(
-        "",
-        "Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and "
-        "runs/explain/<weights> for others (refused if it holds those of other weights of this name).",
-        output="folder",
-        holds="explanation",
-    )
+    draw: list[Drawing] = setting(list)
+    """Figures to draw, as [attention,rollout]; empty is all that the model has."""
+    layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")
+    """attention: block, a number from 1, all, or mean."""
+    head: str = setting("mean", pattern=_ONE_OR_ALL, needs="draw=attention")
+    """attention: head, a number from 1, all, or mean."""
+    normalise: bool | None = setting(None, needs="draw=reconstruction")
+    """reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."""
+    num_drawn: PositiveInt = 6
+    """Number of images that are drawn, chosen at random."""
+    seed: Seed = 0
+    """Seed of the choice of images; a larger choice contains a smaller one."""
+    out: PathText = setting("", output="folder", holds="explanation")
+    """Folder of the figures; empty is <run>/explain, <run>/explain/<step> for one of its checkpoints, and
+    runs/explain/<weights> for others (refused if it holds those of other weights of this name).
+    """

@@ -41,7 +41,7 @@ def check(found: mapped_index.ManifestIndex) -> None:
     starts = found.label_starts
     assert [found.labels[starts[row] : starts[row + 1]].tolist() for row in range(20)] == LABELS
     assert (len(found), found.max_labels) == (20, 3)
-    assert [found.hash_of(row) for row in range(20)] == HASHES
+    assert [found.hashes[row].tobytes() for row in range(20)] == HASHES
 
 
 def refuse(columns: list[str]) -> list[pa.Table]:
@@ -49,8 +49,8 @@ def refuse(columns: list[str]) -> list[pa.Table]:
 
 
 def test_made_once_then_mapped(tmp_path: Path) -> None:
-    check(open_index("train", [tmp_path / "index"], read))
-    again = open_index("train", [tmp_path / "index"], refuse)
+    check(open_index([tmp_path / "index" / "train"], read))
+    again = open_index([tmp_path / "index" / "train"], refuse)
     check(again)
     assert isinstance(again.offsets.base, np.memmap)
     # Nothing but the columns, their description and the lock.
@@ -60,7 +60,7 @@ def test_made_once_then_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "no json", "half json", "other format", "column gone", "killed"])
 def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
     folder = tmp_path / "train"
-    open_index("train", [tmp_path], read)
+    open_index([tmp_path / "train"], read)
     info = json.loads((folder / "index.json").read_text())
     if damage == "cut":
         (folder / "sizes").write_bytes((folder / "sizes").read_bytes()[:-8])
@@ -75,8 +75,8 @@ def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
     else:  # As SIGKILL leaves it in the middle of writing.
         shutil.copytree(folder, tmp_path / ".train.tmp")
         shutil.rmtree(folder)
-    check(open_index("train", [tmp_path], read))
-    check(open_index("train", [tmp_path], refuse))
+    check(open_index([tmp_path / "train"], read))
+    check(open_index([tmp_path / "train"], refuse))
     assert not (tmp_path / ".train.tmp").exists()
 
 
@@ -84,11 +84,11 @@ def test_where_the_first_folder_cannot_be_written_the_next_is_used(tmp_path: Pat
     # A file in place of the folder makes it unwritable, for root as well.
     (tmp_path / "data").write_text("")
     blocked, cache = tmp_path / "data" / "index", tmp_path / "cache"
-    check(open_index("train", [blocked, cache], read))
-    check(open_index("train", [blocked, cache], refuse))
+    check(open_index([blocked / "train", cache / "train"], read))
+    check(open_index([blocked / "train", cache / "train"], refuse))
 
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
-        open_index("train", [blocked], read)
+        open_index([blocked / "train"], read)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def slow(columns):
     return read(columns)
 print("ready", flush=True)
 sys.stdin.readline()
-check(open_index("train", [Path(sys.argv[1]) / "index"], slow))
+check(open_index([Path(sys.argv[1]) / "index" / "train"], slow))
 """
     here = Path(__file__).parent
     arguments = [sys.executable, "-c", code, str(tmp_path), str(here)]

@@ -104,11 +104,11 @@ def test_a_mixed_shard_is_as_uneven_as_chance_and_a_sorted_one_is_not(tmp_path: 
     for name, of, low, high in (("mixed", mixed, 0.3, 2), ("sorted", labels, 80, 1000)):
         shards = [[[label] for label in part.tolist()] for part in np.array_split(of, 10)]
         _, mixes = count.count(synthetic(tmp_path / name, shards, 50))
-        excess = [mix.excess for mix in mixes]
+        excess = [mix["excess"] for mix in mixes]
         assert low < min(excess) <= max(excess) < high
-        assert all(mix.classes == 5 for mix in mixes) == (name == "sorted")
-    assert mixes[0].distance == pytest.approx(0.9)
-    assert (mixes[3].largest, mixes[3].largest_share) == (15, pytest.approx(0.2))
+        assert all(mix["classes"] == 5 for mix in mixes) == (name == "sorted")
+    assert mixes[0]["distance"] == pytest.approx(0.9)
+    assert (mixes[3]["largest_class"], mixes[3]["largest_share"]) == ("c15", pytest.approx(0.2))
 
 
 def colours(png: bytes) -> np.ndarray:

@@ -125,7 +125,7 @@ def test_bad_samples_have_a_budget(ray_cluster: int, tmp_path: Path, capfd) -> N
     ):
         run(config(source, tmp_path / "out", splits={"train": ""}))
     dataset = run(config(source, tmp_path / "out", splits={"train": ""}, max_bad_share=0.8))
-    assert "skipped 3 bad samples (see skipped.csv)" in capfd.readouterr().out
+    assert "skipped 3 bad images (see skipped.csv)" in capfd.readouterr().out
     assert len(dataset.split("train")) == 1
     assert np.array_equal(open_dataset(dataset.path).split("train").label_values, [0])
 

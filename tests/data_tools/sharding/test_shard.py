@@ -161,7 +161,7 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
     ):
         shard.run(settings(source, out, max_bad_share=0.0, **how))
     (source / "cat/3.jpg").unlink()
-    with pytest.raises(UserError, match=r"has 9 .*: 1 went \(train/cat/3"):
+    with pytest.raises(UserError, match=r": 1 went \(train/cat/3"):
         shard.run(settings(source, out, max_bad_share=0.5, **how))
     write_folder({**files, "dog/bad.jpg": jpeg(10)}, source)
     assert shard.run(settings(source, out, max_bad_share=0.0, **how)).info["samples"] == {"train": 10}

@@ -23,7 +23,8 @@ from vtab_originals import Truth
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.cluster import ray_tasks
-from pipeline.data.dataset.manifest import file_sha256, open_dataset
+from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.experiment import engine, vtab
 from pipeline.experiment.vtab import protocol_sha256
 from pipeline.experiment.vtab_tasks import TASKS
@@ -85,7 +86,7 @@ def test_all_19_tasks_from_original_files_to_results(
     results = json.loads((all_tasks / "results.json").read_text())
     weights = find_file(Path(prepared[0].partition("=")[2]))
     assert [row["task"] for row in results["scores"]] == [task.name for task in TASKS]
-    assert results["checkpoint"] == {"path": str(weights), "sha256": file_sha256(weights), "run_id": "abc123"}
+    assert results["checkpoint"] == {"path": str(weights), "sha256": digest_of(weights), "run_id": "abc123"}
     assert (results["method"], results["failed"], results["missing"]) == ("finetune", [], [])
     assert results["contamination"] == dict.fromkeys(results["data"])
     protocol = schema.load(VtabConfig, None, prepared).protocol

@@ -29,10 +29,9 @@ def test_scores_are_scikit_learns(n: int, d: int) -> None:
     fitted = fewshot.fit(train, labels, num_classes)
     for l2 in (1024.0, 1.0, 2.0**-10):
         ridge = Ridge(alpha=l2, fit_intercept=False, solver="svd").fit(x, targets)
-        found = fitted.scores(test, l2)
+        found = fitted(test, l2)
         expected = ridge.predict(x_test)
         assert np.abs(found - expected).max() < 1e-6 * np.abs(expected).max()
-        assert np.array_equal(fitted.classify(test, l2), found.argmax(1))
         assert len(np.unique(found.argmax(1))) > 1
 
 
