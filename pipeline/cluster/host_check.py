@@ -154,8 +154,10 @@ def answer(question: dict[str, Any], port: int) -> dict[str, Any]:
     """Check this host. versions: to be the same on all hosts. unfit: its problems. port: where it accepts a connection,
     as ranks do.
     """
-    installed = {package.name: package.version for package in metadata.distributions()}
-    packages = {name: installed[name] for name in _PACKAGES if name in installed}
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     gpus = sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
     out, least = question["out"], question["min_free_gb"]
     free = shutil.disk_usage(out).free / 1e9 if os.path.exists(out) else 0
