@@ -371,11 +371,13 @@ def _check_shards(
         sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
     for number in used.tolist():
         path, expected = paths[number], num_bytes[number]
-        is_remote = "://" in path
-        if path not in sizes if is_remote else not os.path.exists(path):
+        try:
+            size = sizes.get(path) if "://" in path else os.stat(path).st_size
+        except FileNotFoundError:
+            size = None
+        if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
-        size = sizes[path] if is_remote else os.path.getsize(path)
-        if size != expected and (is_complete[number] or is_remote):
+        if size != expected and (is_complete[number] or "://" in path):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 
