@@ -18,7 +18,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -322,9 +322,8 @@ def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
     """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed
     data set.
     """
-    info = {**dataset.info, "fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels)}
-    info["pixels"] = pixels.to_dict()
-    changed = Dataset(dataset.path, info, dataset.storage)
+    changes = {"fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels), "pixels": pixels.to_dict()}
+    changed = replace(dataset, info=dataset.info | changes)
     _write_info(changed)
     return changed
 
