@@ -113,7 +113,11 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     damaged = []
     for split in dataset.splits if is_whole else ():
         for index in dataset.index_folders(split):
-            if index.exists() and mapped_index.map_index(index, remember=False) is None:
+            try:
+                is_damaged = index.exists() and mapped_index.map_index(index, remember=False) is None
+            except OSError:
+                is_damaged = True
+            if is_damaged:
                 details.append(f"{index} is damaged; it was removed, and is made again when it is needed")
                 damaged.append(index)
     return details, open_parquet(dataset.path / SAMPLES_FILE) if is_whole else None, damaged

@@ -298,13 +298,13 @@ class Checkpoints:
         if isinstance(self.folder, Path):
             remove_unfinished(self.folder, [LATEST])
 
-    def _progress(self) -> dict[str, list[str]]:
+    def _progress(self) -> dict[str, list[bytes]]:
         """Contents of the writers' status files, by unfinished save."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, list[bytes]] = {}
         for path in self.unfinished():
             if not path.name.startswith(_REMOVING):
                 with contextlib.suppress(OSError):  # It may be committed or removed meanwhile.
-                    found[str(path)] = sorted(file.read_text() for file in path.glob("status-*.json"))
+                    found[str(path)] = sorted(file.read_bytes() for file in path.glob("status-*.json"))
         return found
 
 

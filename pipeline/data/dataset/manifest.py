@@ -18,7 +18,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -322,9 +322,8 @@ def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
     """Write into dataset.json what the values of the images mean, which changes the fingerprint. Returns the changed
     data set.
     """
-    info = {**dataset.info, "fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels)}
-    info["pixels"] = pixels.to_dict()
-    changed = Dataset(dataset.path, info, dataset.storage)
+    changes = {"fingerprint": fingerprint(dataset.shards(), dataset.classes, pixels), "pixels": pixels.to_dict()}
+    changed = replace(dataset, info=dataset.info | changes)
     _write_info(changed)
     return changed
 
@@ -371,11 +370,13 @@ def _check_shards(
         sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
     for number in used.tolist():
         path, expected = paths[number], num_bytes[number]
-        is_remote = "://" in path
-        if path not in sizes if is_remote else not os.path.exists(path):
+        try:
+            size = sizes.get(path) if "://" in path else os.stat(path).st_size
+        except FileNotFoundError:
+            size = None
+        if size is None:
             raise UserError(f"{path} is missing. {REMEDY}")
-        size = sizes[path] if is_remote else os.path.getsize(path)
-        if size != expected and (is_complete[number] or is_remote):
+        if size != expected and (is_complete[number] or "://" in path):
             raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 

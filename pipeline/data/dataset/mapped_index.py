@@ -83,7 +83,7 @@ def open_index(folders: Sequence[Path], read: Read) -> ManifestIndex:
 
 
 def map_index(folder: Path, remember: bool = True) -> ManifestIndex | None:
-    """The index in this folder; None when it is missing or damaged, so that it has to be made again.
+    """The index in this folder; None when it is missing or damaged, so that it has to be made again. Raises OSError.
 
     remember: skip files that were verified before and have not been written since.
     """
@@ -97,7 +97,7 @@ def map_index(folder: Path, remember: bool = True) -> ManifestIndex | None:
                 return None
             # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
             columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
-    except (OSError, UserError):
+    except (FileNotFoundError, UserError):
         return None
     return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), **columns)
 

@@ -24,12 +24,10 @@ _SEED_OF_SET = Purpose.named("order of one set of a mixture")
 class MixtureOrder(Order):
     """Maps positions 0, 1, 2, ... of training to rows of a mixture.
 
-    orders: of the sets. phases: ascending, from batch 0 on; each has one weight for each set.
+    orders: of the sets. phases: ascending, from batch 0 on; each has a share for each set.
     """
 
     def __init__(self, orders: Sequence[Order], phases: Sequence[Phase], global_batch: int) -> None:
-        assert phases[0].first_batch == 0
-        assert all(len(phase.weights) == len(orders) for phase in phases)
         self.orders, self.global_batch = orders, global_batch
         self.set_starts = np.concatenate([[0], np.cumsum([order.num_samples for order in orders])])
         self.num_samples = int(self.set_starts[-1])

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.data.mixture.shares import Shares, shares_of
+from pipeline.data.mixture.shares import Shares
 from pipeline.settings.run import DataConfig, MixedSet
 
 # What a later entry of a set may leave out, but not change.
@@ -13,14 +13,10 @@ _DEFAULT = MixedSet(path="", weight=1)
 
 
 class Phase(NamedTuple):
-    """Weights from a batch on. first_batch: counted from 0. weights: one a set, 0 for a set that is not used in it."""
+    """The shares of the sets from a batch on. first_batch: counted from 0."""
 
     first_batch: int
-    weights: tuple[float, ...]
-
-    @property
-    def shares(self) -> Shares:
-        return shares_of(self.weights)
+    shares: Shares
 
 
 class Mixture(NamedTuple):
@@ -64,5 +60,5 @@ def mixture_of(data: DataConfig) -> Mixture:
         now |= {name: weight for (at, name), weight in weights.items() if at == start}
         if not sum(now.values()):
             raise UserError(f"the weights of all data sets are 0 from step {start} on: give one of them another.")
-        phases.append(Phase(start, tuple(now.values())))
+        phases.append(Phase(start, Shares([*now.values()])))
     return Mixture(tuple(sets.values()), tuple(phases))

@@ -89,12 +89,13 @@ def open_run_data(
     own = open_dataset(data.path, storage)
     split, evaluation = run_splits(own, data, seed)
     evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
-    for name in data.also_evaluated:
-        _add_evaluated(evaluated, name, own, name, data.exclude, f"data.eval_also = {data.eval_also}")
-    run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split))
     mixture = mixture_of(data)
+    first = Part(mixture.sets[0], own, split)
+    for name in data.also_evaluated:
+        _add_evaluated(evaluated, name, first, name, f"data.eval_also = {data.eval_also}")
+    run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split))
     if len(mixture.sets) > 1:
-        run = _with_other_sets(run, mixture, data, seed, global_batch, labels)
+        run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)
     for dataset, part in evaluated.values():
         part.refuse_without_score(dataset.path, labels != "unread" and bool(run.dataset.classes))
     _refuse_remote(data, run.split)
@@ -121,10 +122,10 @@ def _refuse_remote(data: DataConfig, split: Split) -> None:
 
 
 def _with_other_sets(
-    run: RunData, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
+    run: RunData, first: Part, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
 ) -> RunData:
     """The data of a run with the other sets of its mixture."""
-    sets = [Part(mixture.sets[0], run.own, run.split)]
+    sets = [first]
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
@@ -153,8 +154,7 @@ def _with_other_sets(
     dataset, sets, class_notes = _bring_together(sets, labels)
     for one in sets:
         for name, of_set in one.entry.evaluated.items():
-            where = f"data.mix, {one.entry.path}, eval_split"
-            _add_evaluated(run.evaluated, name, one.dataset, of_set, one.entry.exclude, where, one.label_map)
+            _add_evaluated(run.evaluated, name, one, of_set, f"data.mix, {one.entry.path}, eval_split")
     epoch_samples = round(len(run.split) / mixture.first_share(0))
     epoch_note = f"an epoch is one of {run.own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     if pixels != run.own.pixels:
@@ -245,26 +245,20 @@ def _without(split: Split, held_out: Split) -> Split:
 
 
 def _add_evaluated(
-    evaluated: dict[str, tuple[Dataset, Split]],
-    name: str,
-    dataset: Dataset,
-    split_name: str,
-    exclude: str,
-    where: str,
-    label_map: np.ndarray | None = None,
+    evaluated: dict[str, tuple[Dataset, Split]], name: str, one: Part, split_name: str, where: str
 ) -> None:
-    """Add a split that is evaluated. label_map: as of `mix`. Raises UserError, which begins with `where`, for a missing
-    or second one.
+    """Add a split of a set to those that are evaluated. Raises UserError, which begins with `where`, for a missing or
+    second one.
     """
     if name in evaluated:
         raise UserError(
             f"{where}: there are metrics {name}_... of another split already. Rename a folder, or leave one out."
         )
     try:
-        split = dataset.split(split_name, exclude)
+        split = one.dataset.split(split_name, one.entry.exclude)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    evaluated[name] = dataset, split if label_map is None else split.relabelled(label_map)
+    evaluated[name] = one.dataset, split if one.label_map is None else split.relabelled(one.label_map)
 
 
 def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:

@@ -10,7 +10,6 @@ by the method of the largest remainder, at every n at once; one between any two 
 one, at most one for two sets, and exact where the period divides the number of samples.
 """
 
-import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -53,10 +52,6 @@ class Shares:
         periods, slots = np.divmod(positions, self.period)
         sets = self._sets[slots].astype(np.int64)
         return sets, periods * self.counts[sets] + self._before[sets, slots]
-
-
-# Made once: a start asks for them several times, and awkward weights take half a second.
-shares_of = functools.lru_cache(64)(Shares)
 
 
 def whole_numbers(weights: Sequence[float]) -> np.ndarray:

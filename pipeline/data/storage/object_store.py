@@ -155,9 +155,6 @@ class BucketPath:
         reader = self.reader()
         return reader.read_at(0, reader.size())
 
-    def read_text(self) -> str:
-        return self.read_bytes().decode()
-
     # ---------------------------------------------------------------- writing
     @contextlib.contextmanager
     def replacing(self) -> Iterator[BinaryIO]:

@@ -49,12 +49,13 @@ def refuse(columns: list[str]) -> list[pa.Table]:
 
 
 def test_made_once_then_mapped(tmp_path: Path) -> None:
-    check(open_index([tmp_path / "index" / "train"], read))
-    again = open_index([tmp_path / "index" / "train"], refuse)
+    folder = tmp_path / "index" / "train"
+    check(open_index([folder], read))
+    again = open_index([folder], refuse)
     check(again)
     assert isinstance(again.offsets.base, np.memmap)
     # Nothing but the columns, their description and the lock.
-    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == [".train.lock", "train"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".train.lock", "train"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "no json", "half json", "other format", "column gone", "killed"])

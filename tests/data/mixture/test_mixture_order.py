@@ -34,7 +34,7 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
     weights = st.lists(st.integers(0, 9), min_size=len(sizes), max_size=len(sizes)).filter(any)
     first = draw(st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
     starts = sorted(draw(st.sets(st.integers(1, 20), max_size=2)))
-    phases = [Phase(0, tuple(first)), *(Phase(start, tuple(draw(weights))) for start in starts)]
+    phases = [Phase(0, Shares(first)), *(Phase(start, Shares(draw(weights))) for start in starts)]
     return mixture(sizes, phases, draw(st.integers(1, 8)) * 2, draw(st.integers(0, 2**63 - 1)))
 
 
@@ -119,6 +119,6 @@ def test_each_set_has_its_own_epochs_and_uses_are_the_inverse_of_rows(order: Mix
 def test_one_set_is_in_the_order_that_it_has_alone() -> None:
     shards = np.array([30, 25, 41])
     alone = SampleOrder(shards, 3, 16, 2, 7)
-    mixed = mixture([shards.tolist(), [9]], [Phase(0, (2.0, 0.0)), Phase(20, (1.0, 1.0))], 16, seed=3)
+    mixed = mixture([shards.tolist(), [9]], [Phase(0, Shares([2.0, 0.0])), Phase(20, Shares([1.0, 1.0]))], 16, seed=3)
     for step in range(20):
         np.testing.assert_array_equal(mixed.slice(step, 1, 2), alone.slice(step, 1, 2))

@@ -332,7 +332,7 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
     )
     mixture = mixture_of(of_run.data)
     assert [entry.path.rpartition("/")[2] for entry in mixture.sets] == ["a", "b", "bare"]
-    assert mixture.phases == ((0, (1.0, 1.0, 0.0)), (9, (1.0, 0.0, 3.0)))
+    assert [(start, *of.counts.tolist()) for start, of in mixture.phases] == [(0, 1, 1, 0), (9, 1, 0, 3)]
     with pytest.raises(UserError, match=r"data.weight = 2 has no effect without data.mix"):
         opened(sets, "", "data.weight=2")
 
