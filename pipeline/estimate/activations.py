@@ -118,9 +118,8 @@ def saved_by_loss(
         objective.backbone.activation_checkpointing = checkpointing
         read = on_meta.inputs(objective, config, images, dtype)
         ours = [*objective.parameters(), *objective.buffers(), *read.views, *read.facts.values()]
-        return _saved_by(
-            objective.backbone, lambda: on_meta.loss(objective, read), ours, _with_largest_added(objective)
-        )
+        on_meta.begin_step(objective)
+        return _saved_by(objective.backbone, lambda: objective(*read)[0], ours, _with_largest_added(objective))
 
     with across_ranks.on_meta(ranks):
         found = on_meta.of_depth(model, count, config.train.freeze)
@@ -201,23 +200,10 @@ class OperatorsOfAGpu(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args, kwargs.get("attn_mask"))
+            # Saves its inputs, its output and one fp32 number per row of the N x N matrix, as those of a GPU do.
+            attention, mask = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, kwargs.get("attn_mask")
+            return attention(*args, attn_mask=None if mask is None else mask.detach())[0]
         if func is F.dropout:
             is_on = kwargs["training"] and kwargs["p"] > 0
             return torch.native_dropout(args[0], kwargs["p"], True)[0] if is_on else args[0]
         return func(*args, **kwargs)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Saves its inputs, its output and one fp32 number per row of the N x N matrix, but not the matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None) -> Tensor:
-        out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), logits)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _, logits = ctx.saved_tensors
-        return *(torch.empty_like(tensor) for tensor in (q, k, v)), None if logits is None else torch.empty_like(logits)

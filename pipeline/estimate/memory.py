@@ -17,16 +17,15 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.architecture.objectives import OBJECTIVES
-from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.estimate.activations import of_many, saved_by_loss, saved_bytes
 from pipeline.estimate.plan import Plan
 from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
-from pipeline.objectives.objective import FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
+from pipeline.objectives.objective import BACKBONE, FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.freeze import NOTHING
-from pipeline.objectives.parameters.muon import BATCH_ELEMENTS, kernel_shape
+from pipeline.objectives.parameters.muon import BATCH_ELEMENTS
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig, TrainPrecision
 
@@ -135,14 +134,14 @@ def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size
     """Returns the largest divisor of a rank's `share` of the batch that fits `limit` bytes as a micro-batch; 0 if
     none.
     """
+    sizes = (share // count for count in range(1, share + 1) if share % count == 0)
     pairs = 2 if config.augment.mixes_pairs else 1
-    for accumulation in range(1, share + 1):
-        micro_batch, rest = divmod(share, accumulation)
-        if rest or micro_batch % pairs:
-            continue
-        if rank_memory(model, config, micro_batch, accumulation, world_size).total <= limit:
-            return micro_batch
-    return 0
+    fits = (
+        size
+        for size in sizes
+        if size % pairs == 0 and rank_memory(model, config, size, share // size, world_size).total <= limit
+    )
+    return next(fits, 0)
 
 
 def most_images(
@@ -276,27 +275,14 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
-    """Bytes of all views of a micro-batch's images."""
+    """Bytes of all views of a micro-batch's images: normalised in fp32, and the 16-bit copy that the model reads."""
     precision, cls = config.engine.precision, kind(config.train.loss)
     teacher = cls.teacher_config(config, model)
     views = [(ImageSize.parse(group.size), group.count, model.pixels) for group in cls.views(config)]
     if teacher and (teacher.image_size, teacher.pixels) != (model.image_size, model.pixels):
         views.append((ImageSize(*teacher.image_size), 1, teacher.pixels))
-    return sum(input_bytes(size, count * micro_batch, precision, pixels) for size, count, pixels in views)
-
-
-def input_bytes(size: tuple[int, int], micro_batch: int, precision: TrainPrecision, pixels: Pixels = RGB8) -> int:
-    """Bytes of a micro-batch's images of a size (height, width): normalised in fp32, and the 16-bit copy that the model
-    reads.
-    """
-    height, width = size
-    return (
-        micro_batch
-        * pixels.num_channels
-        * height
-        * width
-        * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
-    )
+    values = sum(count * math.prod(size) * pixels.num_channels for size, count, pixels in views)
+    return micro_batch * values * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)
 
 
 def checkpoint_bytes(model: Config, config: RunConfig) -> int:
@@ -328,17 +314,12 @@ def parameters(config: RunConfig, model: Config) -> Parameters:
 @on_meta.remembered
 def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Parameters:
     objective = on_meta.make(cls, config, model, torch.float32)
-    trained = {name: parameter.numel() for name, parameter in trained_parameters(objective)}
+    sizes = {name: parameter.numel() for name, parameter in objective.named_parameters()}
+    trained = {name: sizes[name] for name, _ in trained_parameters(objective)}
     decayed = objective.decayed()
-    of_backbone = {name: count for name, count in trained.items() if name.startswith("backbone.")}
-    head = sum(count for name, count in of_backbone.items() if name.startswith("backbone.head."))
-    named = dict(objective.named_parameters())
-    counts = {name: parameter.numel() for name, parameter in named.items()}
-    kernels = [
-        kernel_shape(named[name], count)
-        for name, count in optimizers.matrices(objective, decayed).items()
-        for _ in range(count)
-    ]
+    of_backbone = {name: size for name, size in trained.items() if name.startswith(BACKBONE)}
+    head = sum(size for name, size in of_backbone.items() if name.startswith(f"{BACKBONE}head."))
+    kernels = optimizers.matrices(objective, decayed)
     dense = {f"{name}.weight" for name, module in objective.named_modules() if isinstance(module, torch.nn.Linear)}
     added = (count for name, count in trained.items() if name not in of_backbone and name not in dense)
     return Parameters(
@@ -346,12 +327,12 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         sum(of_backbone.values()),
         max(of_backbone.values(), default=0),
         sum(tensor.numel() for _, tensor in constants(objective)),
-        sum(count for name, count in counts.items() if name.startswith(TEACHER)),
-        sum(count for name, count in counts.items() if name.startswith(FROZEN_TEACHER)),
+        sum(size for name, size in sizes.items() if name.startswith(TEACHER)),
+        sum(size for name, size in sizes.items() if name.startswith(FROZEN_TEACHER)),
         sum(count for name, count in trained.items() if name not in decayed),
         max(trained.values()),
         max(head, *added, 0),
         sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),
-        sum(map(math.prod, kernels)),
-        max(map(math.prod, kernels), default=0),
+        sum(sizes[name] for name in kernels),
+        max((sizes[name] // count for name, count in kernels.items()), default=0),
     )

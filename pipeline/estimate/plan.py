@@ -62,7 +62,7 @@ class Plan:
         return replace(
             self,
             evaluate_every={name: every for name, every in self.evaluate_every.items() if metrics[name]},
-            measures_held_out=objectives.measures_held_out(config),
+            measures_held_out=bool(objectives.kind(config.train.loss).metrics(config)),
             best_from=objectives.best_from(config, num_classes),
         )
 

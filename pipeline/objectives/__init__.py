@@ -52,11 +52,6 @@ def metrics(config: RunConfig, num_classes: int | None = None) -> dict[str, dict
     }
 
 
-def measures_held_out(config: RunConfig) -> bool:
-    """Whether a run's objective measures anything on held-out images. A loss that is a property of a batch does not."""
-    return bool(_own(config).metrics(config))
-
-
 def best_from(config: RunConfig, num_classes: int | None = None) -> str:
     """The evaluator that measures checkpoint.best, "" without one. num_classes: see `metrics`. Raises UserError if none
     does.
@@ -70,7 +65,7 @@ def best_from(config: RunConfig, num_classes: int | None = None) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
-        if not config.data.evaluated and measures_held_out(config):
+        if not config.data.evaluated and _own(config).metrics(config):
             possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")
@@ -154,11 +149,7 @@ def settings_help(arguments: Sequence[str]) -> str:
     if not names or names[-1] not in OBJECTIVES:
         return ""
     listing = listed(kind(names[-1]).Settings, "objective.", "run")
-    return (
-        f"settings of train.loss = {names[-1]}:\n{listing}"
-        if listing
-        else f"train.loss = {names[-1]} has no settings of its own."
-    )
+    return f"settings of train.loss = {names[-1]}:\n{listing or '  none'}"
 
 
 def num_classes(config: RunConfig, of_dataset: int) -> int:

@@ -60,16 +60,16 @@ class Classification(Objective):
         read: Callable[[Tensor, torch.device], Tensor] | None = None,
     ) -> None:
         super().__init__(backbone)
-        self.loss_kind, self.label_smoothing, self.read = kind, label_smoothing, read or self.normalised
+        self.loss_kind, self.label_smoothing = kind, label_smoothing
+        self.normalised = read or self.normalised  # type: ignore[assignment, method-assign]
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        pixels = batch.images.to(device, non_blocking=True)
-        labels, valid = to_device(batch.labels, device), to_device(batch.valid, device)
-        images = self.read(pixels, device)
+        views, facts = super().inputs(batch, device, None)
+        facts["labels"] = to_device(batch.labels, device)
         if mixing is None:
-            return Inputs((images,), {"labels": labels, "valid": valid})
-        images, own = mix_images(images, valid, mixing)
-        return Inputs((images,), {"labels": labels, "valid": valid, "own": own})
+            return Inputs(views, facts)
+        mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
+        return Inputs((mixed,), facts)
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
         return losses(self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))

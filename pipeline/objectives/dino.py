@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import cos, log, pi
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from annotated_types import Len
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
@@ -39,12 +40,13 @@ from pipeline.objectives.objective import (
     Metrics,
     Objective,
     embedding_std,
+    every_row,
     mean_among_valid,
     mean_of_valid,
-    same_features,
+    read_backbone,
 )
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.parts.local_views import LocalViewSettings
+from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -56,6 +58,8 @@ _UNIFORM, _SETTLED = 0.99, 0.1
 # A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below
 # this, in nats.
 _CERTAIN, _FOLLOWED = 0.01, 0.01
+# Of the first large view, the second, and the small ones.
+_OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
@@ -63,10 +67,10 @@ class DinoSettings(LocalViewSettings):
     prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
-    blur: list[Share] = setting(
+    blur: _OfViews = setting(
         [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones."
     )
-    solarise: list[Share] = setting(
+    solarise: _OfViews = setting(
         [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones."
     )
     student_temperature: PositiveFloat = setting(0.1, "What the student's outputs are divided by.")
@@ -111,14 +115,23 @@ class DinoSettings(LocalViewSettings):
         0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."
     )
 
+    def check(self) -> None:
+        super().check()
+        if self.ibot_share_min > self.ibot_share_max:
+            raise UserError(
+                f"objective.ibot_share_min = {self.ibot_share_min} must not be above objective.ibot_share_max ="
+                f" {self.ibot_share_max}."
+            )
 
-class Dino(Objective):
+
+class Dino(ComparesViews):
     """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for
     patches.
     """
 
     follows_length = True
     Settings = DinoSettings
+    remedy = "lower optimizer.lr, or use objective.centring=sinkhorn"
     temperature: Tensor
     teacher: nn.ModuleDict
 
@@ -136,25 +149,26 @@ class Dino(Objective):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         super().check(config)
-        given: DinoSettings = cls.settings(config)
         for name in ("blur", "solarise"):
-            if len(getattr(given, name)) != 3:
-                raise UserError(
-                    f"objective.{name} = {getattr(given, name)} must be three probabilities: of the first large view,"
-                    " the second, and the small ones."
-                )
             if getattr(config.augment, name):
                 raise UserError(
                     f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}."
                 )
-        if given.ibot_share_min > given.ibot_share_max:
-            raise UserError(
-                f"objective.ibot_share_min = {given.ibot_share_min} must not be above objective.ibot_share_max ="
-                f" {given.ibot_share_max}."
-            )
         for name in ("temperature_warmup", "frozen"):
             _share(config, name)
-        check_backbone(config, cls.new_backbone(config, 0) if config.model.name else None)
+
+    @classmethod
+    def check_backbone(cls, config: RunConfig, model: Config) -> None:
+        super().check_backbone(config, model)
+        if not (weight := cls.settings(config).ibot_weight):
+            return
+        if not isinstance(model, ViTConfig):
+            raise UserError(f"objective.ibot_weight = {weight} masks patches, and a ResNet has none. Use a ViT.")
+        if model.pool == "both":
+            raise UserError(
+                "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes"
+                " twice as wide. Use model.pool=token or mean, or objective.ibot_weight=0."
+            )
 
     @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
@@ -173,32 +187,28 @@ class Dino(Objective):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        check_backbone(config, backbone.config)
-        given: DinoSettings = cls.settings(config)
-        masks = None
-        if given.ibot_weight:
-            assert isinstance(backbone.config, ViTConfig), "check_backbone refuses it"
-            masks = BlockMasks(backbone.config.grid, (given.ibot_share_min, given.ibot_share_max), config.seed)
-        return cls(backbone, given, masks, _share(config, "temperature_warmup"), _share(config, "frozen"))
+        shares = (_share(config, name) for name in ("temperature_warmup", "frozen"))
+        return cls(backbone, cls.settings(config), config.seed, *shares)
 
     def __init__(
         self,
         backbone: Model,
         given: DinoSettings,
-        masks: "BlockMasks | None" = None,
+        seed: int = 0,
         warmup: Fraction = Fraction(0),
         frozen: Fraction = Fraction(0),
     ) -> None:
-        """masks: of iBOT; None without it. warmup, frozen: shares of the run, of the temperature and of the frozen
-        prototypes.
-        """
+        """warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
         super().__init__(backbone)
-        self.given, self.masks, self.warmup, self.frozen, self.progress = given, masks, warmup, frozen, 0.0
+        self.given, self.warmup, self.frozen, self.progress = given, warmup, frozen, 0.0
+        vit, shares = cast(ViTConfig, backbone.config), (given.ibot_share_min, given.ibot_share_max)
+        self.masks = masks = BlockMasks(vit.grid, shares, seed) if given.ibot_weight else None
         shape = backbone.config.num_features, given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
         self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
         self.mask_token = nn.Parameter(torch.zeros(1, 1, backbone.config.width)) if masks else None
-        for name in ("centre", "patch_centre") if masks else ("centre",):
+        self.centres = ("centre", "patch_centre") if masks else ("centre",)
+        for name in self.centres:
             self.register_buffer(name, torch.zeros(given.prototypes))
             # Sums of the teacher's outputs in this step; the last element counts them.
             self.register_buffer(f"{name}_sums", torch.zeros(given.prototypes + 1), persistent=False)
@@ -224,10 +234,10 @@ class Dino(Objective):
         given, valid = self.given, facts["valid"]
         whole, both = torch.cat(views[:2]), valid.repeat(2)
         masked = {"masked": (facts["masked"], self.mask_token)} if self.masks else {}
-        features, patches = self._read(self.backbone, whole, **masked)
+        features, patches = read_backbone(self.backbone, whole, bool(self.masks), **masked)
         student = self._student(features, views)
         with torch.no_grad():
-            teacher_features, teacher_patches = self._read(self.teacher["backbone"], whole)
+            teacher_features, teacher_patches = read_backbone(self.teacher["backbone"], whole, bool(self.masks))
             targets = self._targets(self.teacher["head"](teacher_features), both, "centre").view(2, len(valid), -1)
             entropy = torch.special.entr(targets).sum(2).mean(0)
         losses = pair_losses(student, targets)
@@ -237,7 +247,7 @@ class Dino(Objective):
             "teacher_kl": mean_among_valid(losses.detach() - entropy, valid),
             "embedding_std": embedding_std(teacher_features, both),
         }
-        if patches is not None and teacher_patches is not None:
+        if self.masks:
             values["ibot_loss"] = self._ibot(patches, teacher_patches, facts)
             total = total + given.ibot_weight * values["ibot_loss"]
         if given.koleo_weight:
@@ -252,10 +262,6 @@ class Dino(Objective):
         outputs = self.teacher["head"](self.teacher["backbone"](whole))
         targets = self._targets(outputs, facts["valid"].repeat(2), "centre")
         return {"loss": pair_losses(student, targets.view(2, -1, targets.shape[1]))}
-
-    def _read(self, backbone: nn.Module, images: Tensor, **masked: Any) -> tuple[Tensor, Tensor | None]:
-        """Features (2B, D) and, with iBOT, patch tokens (2B, N, D) of both global views."""
-        return backbone(images, with_patches=True, **masked) if self.masks else (backbone(images), None)
 
     def _student(self, features: Tensor, views: Images) -> Tensor:
         """float32 (V, B, K): the student's outputs over its temperature. features: of the global views."""
@@ -298,15 +304,15 @@ class Dino(Objective):
         first, last = self.given.teacher_temperature_start, self.given.teacher_temperature
         warmup = self.warmup * self.num_steps
         self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
-        for name in self._centres():
+        for name in self.centres:
             getattr(self, f"{name}_sums").zero_()
 
     def collapse(self, values: Mapping[str, float]) -> str:
         entropy, most = values["teacher_entropy"], log(self.given.prototypes)
         if self.progress < _SETTLED:
             return ""
-        if same := same_features(values):
-            return f"{same}; lower optimizer.lr, or use objective.centring=sinkhorn"
+        if same := super().collapse(values):
+            return same
         if entropy > _UNIFORM * most:
             return (
                 f"the teacher's outputs are uniform (teacher_entropy {entropy:.3f} of at most {most:.3f}); lower"
@@ -321,13 +327,10 @@ class Dino(Objective):
         return ""
 
     def after_step(self) -> None:
-        for name in self._centres():
+        for name in self.centres:
             sums, centre = summed(getattr(self, f"{name}_sums")), getattr(self, name)
             mean = torch.where(sums[-1] > 0, sums[:-1] / sums[-1].clamp(min=1), centre)
             centre.lerp_(mean, 1 - self.given.centre_momentum)
-
-    def _centres(self) -> tuple[str, ...]:
-        return ("centre", "patch_centre") if self.masks else ("centre",)
 
 
 # ---------------------------------------------------------------------- the formulae, as functions of tensors (public:
@@ -357,8 +360,7 @@ def sinkhorn(outputs: Tensor, temperature: float | Tensor, iterations: int, coun
     rank; the sums are over all ranks. counted: bool (B,), which samples take part; the others get zeros. Returns
     probabilities, float32 (B, K).
     """
-    if counted is None:
-        counted = torch.ones(len(outputs), dtype=torch.bool, device=outputs.device)
+    counted = every_row(outputs) if counted is None else counted
     num_samples, num_prototypes = summed(counted.float().sum()).clamp(min=1), outputs.shape[1]
     # Logarithms of the shares, because a sample with outputs far below another's would have shares of 0, and so no
     # target.
@@ -378,8 +380,7 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     features: (B, D) of this rank, L2-normalised here in float32; the nearest is sought on all ranks. counted: bool
     (B,), which samples take part. Returns a scalar.
     """
-    if counted is None:
-        counted = torch.ones(len(features), dtype=torch.bool, device=features.device)
+    counted = every_row(features) if counted is None else counted
     own = F.normalize(features.float(), dim=1)
     every, of_every = gathered(own), gathered(counted.float()) > 0
     column = torch.arange(len(every), device=own.device)
@@ -393,21 +394,6 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
 
 
 # ---------------------------------------------------------------------- settings and models
-def check_backbone(config: RunConfig, model: Config | None) -> None:
-    """Raise UserError if DINO cannot train this backbone with these settings."""
-    given: DinoSettings = Dino.settings(config)
-    given.check_views(config, model)
-    if model is None or not given.ibot_weight:
-        return
-    if not isinstance(model, ViTConfig):
-        raise UserError(f"objective.ibot_weight = {given.ibot_weight} masks patches, and a ResNet has none. Use a ViT.")
-    if model.pool == "both":
-        raise UserError(
-            "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes twice as"
-            " wide. Use model.pool=token or mean, or objective.ibot_weight=0."
-        )
-
-
 def _share(config: RunConfig, name: str) -> Fraction:
     """A length of the settings as a share of the run. Raises UserError if it depends on the size of the data set."""
     length: Length = getattr(Dino.settings(config), name)

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.objective import Facts, Images, Metrics, Objective, mean_among_valid, mean_of_valid
+from pipeline.objectives.objective import (
+    Facts,
+    Images,
+    Metrics,
+    Objective,
+    mean_among_valid,
+    mean_of_valid,
+    read_backbone,
+)
 from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -40,10 +48,8 @@ class Distill(TaughtObjective):
 
     # ------------------------------------------------------------------ settings
     @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        if config.model.name:
-            cls.teacher_config(config, cls.new_backbone(config, 0))
+    def check_backbone(cls, config: RunConfig, model: Config) -> None:
+        cls.teacher_config(config, model)
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
@@ -106,19 +112,16 @@ class Distill(TaughtObjective):
         """Returns of each image the loss of its feature and that of its patches, float32 (B,), 0 if they are not
         compared; and the feature to predict, float32 (B, T)."""
         with torch.no_grad():  # First, while there are no activations of the backbone in memory.
-            target, target_patches = self._read(self.frozen_teacher, seen_by_teacher(views, facts))
+            seen = seen_by_teacher(views, facts)
+            target, target_patches = read_backbone(self.frozen_teacher, seen, bool(self.patch_head))
             target = whitened(target)
-        feature, patches = self._read(self.backbone, views[0])
+        feature, patches = read_backbone(self.backbone, views[0], bool(self.patch_head))
         predicted = self.feature_head(feature).float()
         of_feature = (predicted - target).square().mean(1)
         if self.patch_head is None:
             return of_feature, torch.zeros_like(of_feature), target
         errors = self.patch_head(patches).float() - whitened(target_patches)
         return of_feature, errors.square().mean((1, 2)), target
-
-    def _read(self, model: nn.Module, images: Tensor) -> Any:
-        """(feature (B, D), patch tokens (B, N, D)); without the tokens if they are not compared."""
-        return model(images, with_patches=True) if self.patch_head else (model(images), None)
 
 
 def whitened(features: Tensor) -> Tensor:

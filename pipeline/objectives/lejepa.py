@@ -11,8 +11,6 @@ depend on how a batch is divided over ranks.
 Shapes: B batch, V views, W width of the backbone, R rows, D width of the projections, M directions, K knots.
 """
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,9 +21,9 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.objective import Facts, Images, Metrics, Objective, embedding_std, mean_of_valid, same_features
+from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, every_row, mean_of_valid
 from pipeline.objectives.parts.across_ranks import summed, total
-from pipeline.objectives.parts.local_views import LocalViewSettings
+from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
 from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -52,13 +50,21 @@ class LejepaSettings(LocalViewSettings):
         below=1,
     )
 
+    def check(self) -> None:
+        super().check()
+        if self.global_views + self.local_views < 2:
+            raise UserError(
+                "objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more."
+            )
 
-class Lejepa(Objective):
+
+class Lejepa(ComparesViews):
     """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed,
     step).
     """
 
     Settings = LejepaSettings
+    remedy = "raise objective.weight, or lower optimizer.lr"
     directions: Tensor
 
     # ------------------------------------------------------------------ settings and views
@@ -66,16 +72,6 @@ class Lejepa(Objective):
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: LejepaSettings = cls.settings(config)
         return (Views(given.global_views, config.model.image_size, config.augment), *given.small_views(config.augment))
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        given: LejepaSettings = cls.settings(config)
-        if given.global_views + given.local_views < 2:
-            raise UserError(
-                "objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more."
-            )
-        given.check_views(config, cls.new_backbone(config, 0) if config.model.name else None)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
@@ -91,11 +87,6 @@ class Lejepa(Objective):
         }
 
     # ------------------------------------------------------------------ module
-    @classmethod
-    def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        cls.settings(config).check_views(config, backbone.config)
-        return super().create(config, backbone)
-
     def __init__(self, backbone: Model, given: LejepaSettings, seed: int = 0) -> None:
         super().__init__(backbone)
         self.given, self.seed = given, seed
@@ -124,10 +115,6 @@ class Lejepa(Objective):
     def before_step(self, step: int) -> None:
         drawn = random_directions(self.given.width, self.given.directions, torch_seed(self.seed, _DIRECTIONS, step))
         self.directions.copy_(to_device(drawn, self.directions.device), non_blocking=True)
-
-    def collapse(self, values: Mapping[str, float]) -> str:
-        same = same_features(values)
-        return f"{same}; raise objective.weight, or lower optimizer.lr" if same else ""
 
 
 class Projector(nn.Module):
@@ -161,9 +148,7 @@ def sigreg(
     all ranks.
     counted: bool (N,), which rows take part. Returns a scalar, float32.
     """
-    if counted is None:
-        counted = torch.ones(len(projections), dtype=torch.bool, device=projections.device)
-    kept = counted.float()
+    kept = (every_row(projections) if counted is None else counted).float()
     number = summed(kept.sum())
     along = projections.float() @ directions.float()  # (N, M)
     t = torch.linspace(0, t_max, knots, device=along.device)

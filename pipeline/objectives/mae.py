@@ -96,12 +96,8 @@ class Mae(Objective):
     continues_additions = True
 
     @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        given: MaeSettings = cls.settings(config)
-        given.check()
-        if config.model.name:
-            num_kept(check_encodes_kept(cls.new_backbone(config, 0), "mae").num_patches, given.mask_share)
+    def check_backbone(cls, config: RunConfig, model: Config) -> None:
+        num_kept(check_encodes_kept(model, "mae").num_patches, cls.settings(config).mask_share)
 
     @classmethod
     def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
@@ -116,7 +112,8 @@ class Mae(Objective):
     def __init__(self, backbone: Model, settings: MaeSettings, seed: int = 0) -> None:
         """Raises UserError for a backbone that cannot encode a part of its patches, as one of init.weights may be."""
         super().__init__(backbone)
-        self.normalise, self.seed, self.num_heads = settings.normalise, seed, settings.decoder_heads
+        self.given, self.seed = settings, seed
+        self.normalise, self.num_heads = settings.normalise, settings.decoder_heads
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = check_encodes_kept(backbone.config, "mae")
         self.num_patches = vit.num_patches
@@ -173,12 +170,8 @@ class Mae(Objective):
                 "taken as in facebookresearch/mae where the weights do not tell: a decoder of"
                 f" {counted(usual.decoder_heads, 'head')}, which predicts normalised pixels"
             )
-        settings = MaeSettings(
-            decoder_width=len(additions["decoder_embed.weight"]),
-            decoder_depth=decoder_depth(additions),
-            decoder_heads=facts.num_heads or usual.decoder_heads,
-            normalise=facts.normalise is not False,
-        )
+        told = _told(additions, facts)
+        settings = MaeSettings(**{name: value for name, value in told.items() if value is not None})
         settings.check()
         found = cls(build(weights.config), settings)
         found.mean, found.std = facts.mean, facts.std
@@ -194,14 +187,9 @@ class Mae(Objective):
             return "init.weights: holds no decoder of MAE, so the decoder starts new"
         own = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(BACKBONE)}
         # All that differs in one message: with one at a time a run was started anew for each setting.
-        sizes = {
-            "decoder_width": (own["mask_token"].shape[-1], len(additions["decoder_embed.weight"])),
-            "decoder_depth": (len(self.decoder_blocks), decoder_depth(additions)),
-            "decoder_heads": (self.num_heads, facts.num_heads),
-            "normalise": (self.normalise, facts.normalise),
-        }
-        if wrong := [name for name, (ours, theirs) in sizes.items() if theirs not in (None, ours)]:
-            given = " ".join(f"objective.{name}={str(sizes[name][1]).lower()}" for name in wrong)
+        told = _told(additions, facts)
+        if wrong := [name for name, value in told.items() if value not in (None, getattr(self.given, name))]:
+            given = " ".join(f"objective.{name}={str(told[name]).lower()}" for name in wrong)
             raise UserError(f"init.weights: its decoder does not fit the settings. Set {given}.")
         if (facts.mean, facts.std) != (self.mean, self.std):
             if self.normalise:
@@ -260,6 +248,16 @@ class Mae(Objective):
         predictions = self.predict(views[0], facts["kept"], facts["places"])
         found = errors(facts["images"], predictions, cast(ViTConfig, self.backbone.config).patch_size, self.normalise)
         return (found * (facts["places"] == self.num_kept)).sum(1) / (self.num_patches - self.num_kept)
+
+
+def _told(additions: Mapping[str, Tensor], facts: DecoderFacts) -> dict[str, Any]:
+    """Settings of the decoder that weights hold; None for what they do not tell."""
+    return {
+        "decoder_width": len(additions["decoder_embed.weight"]),
+        "decoder_depth": decoder_depth(additions),
+        "decoder_heads": facts.num_heads,
+        "normalise": facts.normalise,
+    }
 
 
 def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:

@@ -7,7 +7,6 @@ epoch, sample), so it is the same on any number of ranks and after a restart.
 Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets per patch.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import MaskedViT, Model, ViTConfig
+from pipeline.model import MaskedViT, Model
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
 
@@ -45,7 +44,6 @@ class MaskedPatches(Objective):
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        super().check(config)
         loss = config.train.loss
         if config.init.weights is not None:
             raise UserError(
@@ -56,6 +54,7 @@ class MaskedPatches(Objective):
             raise UserError(
                 f"train.loss = {loss} predicts patches, and {config.model.name} has none. Use a ViT or a hybrid."
             )
+        super().check(config)
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
@@ -68,40 +67,32 @@ class MaskedPatches(Objective):
     def __init__(self, backbone: Model, seed: int) -> None:
         super().__init__(backbone)
         assert isinstance(backbone, MaskedViT)
-        self.masking = Masking(backbone.config, seed)
+        self.config, self.seed = backbone.config, seed
+        self.predicts_pixels = backbone.config.masked == "pixels"
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         assert mixing is None
         pixels, valid = batch.images.to(device, non_blocking=True), to_device(batch.valid, device)
-        sources, corrupted = self.masking.inputs(batch, device)
-        targets = self.masking.targets(pixels, corrupted)
+        sources, corrupted = self.draw(batch, device)
+        targets = self.targets(pixels, corrupted)
         facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
         return Inputs((self.normalised(pixels, device),), facts)
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
-        predictions = self.backbone(views[0], facts["sources"], facts["corrupted"])
-        return self.masking.losses(predictions, facts["targets"])
+        return self.patch_losses(self.predict(views, facts), facts["targets"])
 
     def measure(self, views: Images, facts: Facts) -> Facts:
-        predictions = self.backbone(views[0], facts["sources"], facts["corrupted"]).float()
-        found = {"loss": self.masking.losses(predictions, facts["targets"])}
-        if not self.masking.predicts_pixels:
-            found["color_accuracy"] = self.masking.color_accuracy(predictions, facts["targets"])
+        predictions = self.predict(views, facts)
+        found = {"loss": self.patch_losses(predictions, facts["targets"])}
+        if not self.predicts_pixels:
+            found["color_accuracy"] = self.color_accuracy(predictions, facts["targets"])
         return found
 
+    def predict(self, views: Images, facts: Facts) -> Tensor:
+        """float32 (B, C, outputs): what the corrupted patches are predicted to be."""
+        return self.backbone(views[0], facts["sources"], facts["corrupted"]).float()
 
-@dataclass(frozen=True)
-class Masking:
-    """What is corrupted of each image, the targets and the losses. config: of the model."""
-
-    config: ViTConfig
-    seed: int
-
-    @property
-    def predicts_pixels(self) -> bool:
-        return self.config.masked == "pixels"
-
-    def inputs(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    def draw(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see
         MaskedViT.
         """
@@ -136,14 +127,14 @@ class Masking:
             return patches.flatten(2)
         return mean_colors(patches, 1 if self.config.masked == "mean_color" else 4)
 
-    def losses(self, predictions: Tensor, targets: Tensor) -> Tensor:
+    def patch_losses(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Loss per sample, float32 (B,), from predictions (B, C, outputs) and targets (B, C, T): the mean over C and T.
 
         Colours: cross-entropy of T predictions of 512 classes. Pixels: squared difference.
         """
         if self.predicts_pixels:
-            return (predictions.float() - targets).square().mean((1, 2))
-        logits = predictions.float().view(-1, _COLORS)
+            return (predictions - targets).square().mean((1, 2))
+        logits = predictions.view(-1, _COLORS)
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view(len(targets), -1).mean(1)
 
     def color_accuracy(self, predictions: Tensor, targets: Tensor) -> Tensor:

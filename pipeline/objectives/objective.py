@@ -43,8 +43,6 @@ BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own
 # (`teacher_file`).
 FROZEN_TEACHER = "frozen_teacher."
-# The `embedding_std` that is called a collapse.
-_SAME = 0.05
 
 
 # A tensor for each group of views: float32 (V * B, C, H, W), all first views before all second ones.
@@ -106,7 +104,7 @@ class Objective(nn.Module):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
-        cls.settings(config)
+        cls.settings(config).check()
         of_classes = {
             "augment.mixup": config.augment.mixup,
             "augment.cutmix": config.augment.cutmix,
@@ -132,6 +130,12 @@ class Objective(nn.Module):
                     f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out"
                     f" {', '.join(given)}."
                 )
+        if config.model.name:
+            cls.check_backbone(config, cls.new_backbone(config, 0))
+
+    @classmethod
+    def check_backbone(cls, config: RunConfig, model: Config) -> None:
+        """Raise UserError if this backbone cannot be trained with these settings. Called as soon as it is known."""
 
     @classmethod
     def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
@@ -207,6 +211,7 @@ class Objective(nn.Module):
         """`create`, with the parameters frozen that train.freeze names, and LoRA's factors. Raises UserError for what
         the model does not have.
         """
+        cls.check_backbone(config, backbone.config)
         objective, train = cls.create(config, backbone), config.train
         freeze(objective.backbone, train.freeze)
         if train.lora_rank:
@@ -382,20 +387,10 @@ def constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Without the teacher's, which are in the average, and those of published weights.
     """
-    for prefix, part in module.named_modules():
-        if f"{prefix}.".startswith((TEACHER, FROZEN_TEACHER)):
-            continue
-        saved = {
-            name: buffer
-            for name, buffer in part.named_buffers(recurse=False)
-            if name not in part._non_persistent_buffers_set
-        }
-        frozen = {name: p for name, p in part.named_parameters(recurse=False) if not p.requires_grad}
-        for name, tensor in (frozen | saved).items():
-            assert tensor.is_floating_point(), (
-                f"{prefix}.{name} is {tensor.dtype}; checkpoints hold floating-point tensors"
-            )
-            yield f"{prefix}.{name}".lstrip("."), tensor
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not tensor.requires_grad and not name.startswith((TEACHER, FROZEN_TEACHER)):
+            assert tensor.is_floating_point(), f"{name} is {tensor.dtype}; checkpoints hold floating-point tensors"
+            yield name, tensor
 
 
 def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
@@ -405,32 +400,19 @@ def mean_of_valid(losses: Tensor, valid: Tensor) -> Tensor:
     return (losses * valid).sum() / valid.shape[0]
 
 
+def every_row(of: Tensor) -> Tensor:
+    """bool (B,), all True: the samples that take part where none is left out."""
+    return torch.ones(len(of), dtype=torch.bool, device=of.device)
+
+
+def read_backbone(model: nn.Module, images: Tensor, with_patches: bool, **masked: Any) -> Any:
+    """(features (B, D), patch tokens (B, N, D)) of a model; without the tokens if they are not needed."""
+    return model(images, with_patches=True, **masked) if with_patches else (model(images), None)
+
+
 def mean_among_valid(values: Tensor, valid: Tensor) -> Tensor:
     """The mean of the values (B,) of valid samples, to log; 0 without any."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
-
-
-def same_features(values: Mapping[str, float]) -> str:
-    """For `Objective.collapse`: the beginning of its sentence if `embedding_std` among the values of a log line is
-    nearly 0, else "".
-    """
-    std = values["embedding_std"]
-    return f"the features of all images are nearly the same (embedding_std {std:.3f})" if std < _SAME else ""
-
-
-def check_small_views(model: Config, size: int) -> None:
-    """Raise UserError if a backbone cannot read square images of this size, objective.local_size."""
-    if not isinstance(model, ViTConfig):
-        return
-    patch = model.patch_pixels
-    if size % patch:
-        covered = max(size // patch, 1) * patch
-        raise UserError(
-            f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or"
-            f" {covered + patch}, or objective.local_views=0."
-        )
-    if model.grid_at(size, size) != model.grid:
-        model.check_any_grid()
 
 
 def embedding_std(features: Tensor, counted: Tensor) -> Tensor:

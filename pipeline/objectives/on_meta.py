@@ -122,12 +122,6 @@ def begin_step(objective: "Objective") -> None:
         objective.teacher_momentum(0)
 
 
-def loss(objective: "Objective", read: "Inputs") -> Tensor:
-    """The loss of one rank: of as many as `across_ranks.on_meta` says."""
-    begin_step(objective)
-    return objective(*read)[0]
-
-
 @remembered
 def training_flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     """Floating-point operations of training on one image: of matrix products and convolutions, forward and backward.

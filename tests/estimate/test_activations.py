@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipeline.estimate import activations
 from pipeline.estimate.activations import saved_bytes
-from pipeline.estimate.memory import input_bytes
 from pipeline.model import Config, Model, build, configure
 from pipeline.objectives import on_meta
 
@@ -98,4 +97,3 @@ def test_it_grows_with_the_batch() -> None:
     assert saved_bytes(config, 8, torch.bfloat16, False).total == pytest.approx(8 * one, rel=1e-4)
     assert saved_bytes(config, 1, torch.float32, False).total == pytest.approx(2 * one, rel=0.02)
     assert saved_bytes(config, 1, torch.bfloat16, True).total < one / 10
-    assert input_bytes(config.image_size, 2, "fp32") == 2 * 3 * 384 * 384 * 4

@@ -19,7 +19,7 @@ from pipeline.architecture.objectives import ObjectiveFacts
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
 from pipeline.objectives.classification import Classification
-from pipeline.objectives.dino import BlockMasks, Dino, DinoSettings
+from pipeline.objectives.dino import Dino, DinoSettings
 from pipeline.objectives.objective import Objective
 from pipeline.settings import run as run_settings
 from pipeline.settings import schema
@@ -166,7 +166,7 @@ def tiny_dinov2() -> Dino:
     )
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0))
-    objective = Dino(backbone, given, BlockMasks(backbone.config.grid, (0.1, 0.5), seed=3))
+    objective = Dino(backbone, given, seed=3)
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

@@ -32,7 +32,7 @@ from pipeline.model.layers import kernel_names
 from pipeline.model.rope import draw
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
-from pipeline.objectives.masked_patches import Masking
+from pipeline.objectives.masked_patches import MaskedPatches
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.committed import read_checksums
 from pipeline.process.distributed import Ranks
@@ -93,7 +93,7 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     split = data.split("train")
     m = config.model
     model = models.build(objectives.new_backbone(config, data.num_classes), config.seed)
-    masking = Masking(model.config, config.seed) if isinstance(model, models.MaskedViT) else None
+    masking = MaskedPatches(model, config.seed) if isinstance(model, models.MaskedViT) else None
     decayed = kernel_names(model)
     groups = [
         {"params": [p for n, p in model.named_parameters() if (n in decayed) is flag], "weight_decay": wd}
@@ -117,8 +117,8 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
             if mixing:
                 images, own = mix_images(images, batch.valid, mixing)
             if masking:
-                masks = masking.inputs(batch, torch.device("cpu"))
-                each = masking.losses(model(images, *masks), masking.targets(batch.images, masks[1]))
+                masks = masking.draw(batch, torch.device("cpu"))
+                each = masking.patch_losses(model(images, *masks), masking.targets(batch.images, masks[1]))
             else:
                 each = classification.losses(
                     model(images), batch.labels, config.train.loss, config.train.label_smoothing, own

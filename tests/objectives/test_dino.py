@@ -41,8 +41,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def dino(given: DinoSettings = GIVEN, **changes) -> Dino:
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0, **changes))
-    masks = BlockMasks(backbone.config.grid, (0.1, 0.5), seed=3) if given.ibot_weight else None
-    objective = Dino(backbone, given, masks, Fraction(1, 2), Fraction(1, 4))
+    objective = Dino(backbone, given, 3, Fraction(1, 2), Fraction(1, 4))
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

@@ -14,7 +14,7 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.model import MaskedViT, VisionTransformer, build, configure
-from pipeline.objectives.masked_patches import Masking
+from pipeline.objectives.masked_patches import MaskedPatches
 from pipeline.objectives.objective import mean_of_valid
 from pipeline.settings.commands.weights import WeightsConfig
 
@@ -60,7 +60,7 @@ def test_targets_are_what_the_patches_show(size: int | tuple[int, int]) -> None:
         config = masked(target, size=size)
         rows, columns = config.grid
         corrupted = torch.arange(rows * columns).flip(0).expand(3, -1)
-        found = Masking(config, 0).targets(torch.from_numpy(images), corrupted)
+        found = MaskedPatches(build(config), 0).targets(torch.from_numpy(images), corrupted)
         for image, of_image in zip(images, found, strict=True):
             for number, of_patch in zip(corrupted[0].tolist(), of_image, strict=True):
                 top, left = number // columns * 4, number % columns * 4
@@ -73,13 +73,13 @@ def test_targets_are_what_the_patches_show(size: int | tuple[int, int]) -> None:
                 else:  # A patch of 4 x 4 pixels is its own small patch.
                     assert of_patch.tolist() == [color(patch[y : y + 1, x : x + 1]) for y in range(4) for x in range(4)]
     white = torch.full((1, 16, 16, 3), 255, dtype=torch.uint8)
-    assert Masking(masked("mean_color"), 0).targets(white, torch.tensor([[3]])).item() == 511
+    assert MaskedPatches(build(masked("mean_color")), 0).targets(white, torch.tensor([[3]])).item() == 511
 
 
 def test_the_small_patch_is_made_of_means() -> None:
     images = noise(1, 16, 16)
     config = masked("small_patch", "ViT-mu/8")
-    found = Masking(config, 0).targets(torch.from_numpy(images), torch.tensor([[1]]))
+    found = MaskedPatches(build(config), 0).targets(torch.from_numpy(images), torch.tensor([[1]]))
     cells = [images[0, 2 * y : 2 * y + 2, 8 + 2 * x : 10 + 2 * x] for y in range(4) for x in range(4)]
     assert found[0, 0].tolist() == [color(cell) for cell in cells]
 
@@ -89,7 +89,7 @@ def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
     config = masked("mean_color", "ViT-mu/4", 56)  # 14 x 14 patches
     N, count = 196, 400
     batch = batch_of(np.zeros((count, 1, 1, 3), np.uint8))
-    sources, corrupted = Masking(config, 5).inputs(batch, CPU)
+    sources, corrupted = MaskedPatches(build(config), 5).draw(batch, CPU)
     assert sources.shape == (count, N)
     assert corrupted.shape == (count, 98)
     is_corrupted = torch.zeros(count, N, dtype=torch.bool).scatter(1, corrupted, True)
@@ -111,14 +111,14 @@ def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
 
 
 def test_a_sample_is_corrupted_alike_wherever_it_is() -> None:
-    masking = Masking(masked("mean_color"), 1)
+    masking = MaskedPatches(build(masked("mean_color")), 1)
     images = noise(4)
-    whole = masking.inputs(batch_of(images, [3, 9, 27, 81]), CPU)
-    part = masking.inputs(batch_of(images[:2], [27, 81]), CPU)
+    whole = masking.draw(batch_of(images, [3, 9, 27, 81]), CPU)
+    part = masking.draw(batch_of(images[:2], [27, 81]), CPU)
     assert all(torch.equal(a[2:], b) for a, b in zip(whole, part, strict=True))
     for other in (
-        masking.inputs(batch_of(images, [3, 9, 27, 81], 1), CPU),
-        Masking(masking.config, 2).inputs(batch_of(images, [3, 9, 27, 81]), CPU),
+        masking.draw(batch_of(images, [3, 9, 27, 81], 1), CPU),
+        MaskedPatches(masking.backbone, 2).draw(batch_of(images, [3, 9, 27, 81]), CPU),
     ):
         assert not torch.equal(whole[1], other[1])
 
@@ -133,7 +133,7 @@ def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> 
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) * 0.1
             )
     batch = batch_of(noise(2))
-    sources, corrupted = Masking(config, 0).inputs(batch, CPU)
+    sources, corrupted = MaskedPatches(build(config), 0).draw(batch, CPU)
     images = normalise(batch.images, CPU, torch.float32, RGB8)
     found = model(images, sources, corrupted)
     for i in range(2):
@@ -146,7 +146,7 @@ def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> 
 def test_losses_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     for target, outputs in (("mean_color", 512), ("small_patch", 8192)):
-        masking = Masking(masked(target), 0)
+        masking = MaskedPatches(build(masked(target)), 0)
         T = outputs // 512
         predictions = torch.randn(3, 8, outputs, generator=generator)
         targets = torch.randint(0, 512, (3, 8, T), generator=generator)
@@ -158,19 +158,19 @@ def test_losses_by_hand() -> None:
                 for t in range(T)
             ]
             expected.append(torch.stack(each).mean())
-        torch.testing.assert_close(masking.losses(predictions, targets), torch.stack(expected))
+        torch.testing.assert_close(masking.patch_losses(predictions, targets), torch.stack(expected))
         valid = torch.tensor([True, False, True])
         torch.testing.assert_close(
-            mean_of_valid(masking.losses(predictions, targets), valid), (expected[0] + expected[2]) / 3
+            mean_of_valid(masking.patch_losses(predictions, targets), valid), (expected[0] + expected[2]) / 3
         )
         right = F.one_hot(targets, 512).flatten(2).float()
         assert masking.color_accuracy(right, targets).tolist() == [1, 1, 1]
         right[0, 0, :512] = torch.eye(512)[(targets[0, 0, 0] + 1) % 512]
         assert masking.color_accuracy(right, targets).tolist() == pytest.approx([1 - 1 / (8 * T), 1, 1])
-    pixels = Masking(masked("pixels"), 0)
+    pixels = MaskedPatches(build(masked("pixels")), 0)
     predictions, targets = torch.randn(2, 3, 8, 48, generator=generator)
     expected_pixels = [((p - t) ** 2).mean() for p, t in zip(predictions, targets, strict=True)]
-    torch.testing.assert_close(pixels.losses(predictions, targets), torch.stack(expected_pixels))
+    torch.testing.assert_close(pixels.patch_losses(predictions, targets), torch.stack(expected_pixels))
 
 
 def test_weights_of_it_are_a_plain_vit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -197,5 +197,5 @@ def test_a_hybrid_predicts_the_pixels_of_its_cells() -> None:
     assert (config.patch_pixels, config.num_corrupted, config.num_outputs) == (32, 2, 2 * 3 * 32 * 32)
     model = build(config)
     batch = batch_of(noise(2, 64, 64))
-    inputs = Masking(config, 0).inputs(batch, CPU)
+    inputs = MaskedPatches(build(config), 0).draw(batch, CPU)
     assert model(normalise(batch.images, CPU, torch.float32, RGB8), *inputs).shape == (2, 2, 3072)

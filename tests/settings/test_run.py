@@ -27,7 +27,7 @@ from pipeline.experiment.grid import make_run
 from pipeline.experiment.vtab import settings_of
 from pipeline.experiment.vtab_cell import warmup_steps
 from pipeline.model import ViTConfig
-from pipeline.objectives.objective import check_small_views
+from pipeline.objectives.dino import Dino
 from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.settings import schema, yaml_reader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, VtabPrepareConfig
@@ -205,7 +205,7 @@ def test_recipes_for_own_images_suit_the_sizes_they_name() -> None:
 def test_the_row_that_continues_from_dinov2_has_views_that_its_patches_cover() -> None:
     path = ROOT / "configs" / "pretrain" / "dino_own_images.yaml"
     (row,) = [row for row in overrides_in_header(path) if "model.name=null" in row]
-    check_small_views(configure("ViT-S/14"), int(schema.load(RunConfig, path, row).objective["local_size"]))
+    Dino.check_backbone(schema.load(RunConfig, path, row), configure("ViT-S/14"))
 
 
 def overrides_in_header(path: Path) -> list[list[str]]:
@@ -545,7 +545,10 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
             "train.loss = masked_pixels starts with a new model",
         ),
-        (["train.loss=masked_pixels", "checkpoint.best=val_top1"], "must be one of val_loss."),
+        (
+            ["train.loss=masked_pixels", "model.representation=false", "checkpoint.best=val_top1"],
+            "must be one of val_loss.",
+        ),
         (["checkpoint.best=val_top9"], "checkpoint.best = 'val_top9' must be one of val_top1, val_top5, val_loss"),
         (["engine.zero_stage=0"], "wrong first Adam step"),
         (

@@ -1,14 +1,18 @@
 """Small views of an image beside the large ones, as DINO and LeJEPA compare them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.views import Views
-from pipeline.model import Config
-from pipeline.objectives.objective import check_small_views
+from pipeline.model import Config, ViTConfig
+from pipeline.objectives.objective import Objective
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import Settings, setting
+
+# The `embedding_std` that is called a collapse.
+_SAME = 0.05
 
 
 class LocalViewSettings(Settings):
@@ -25,24 +29,51 @@ class LocalViewSettings(Settings):
         needs="local_views",
     )
 
-    def small_views(self, augment: AugmentConfig) -> tuple[Views, ...]:
-        local = replace(augment, area_min=self.local_area_min, area_max=self.local_area_max)
-        return (Views(self.local_views, self.local_size, local),) if self.local_views else ()
-
-    def check_views(self, config: RunConfig, model: Config | None) -> None:
-        """Raise UserError for views that do not fit, and for settings that cut the same crop of an image each time.
-
-        model: the backbone's, None if it is not known.
-        """
-        if config.augment.crop not in ("inception", "random_resized"):
-            raise UserError(
-                f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be"
-                " random_resized or inception."
-            )
+    def check(self) -> None:
         if self.local_area_min > self.local_area_max:
             raise UserError(
                 f"objective.local_area_min = {self.local_area_min} must not be above objective.local_area_max ="
                 f" {self.local_area_max}."
             )
-        if self.local_views and model is not None:
-            check_small_views(model, self.local_size)
+
+    def small_views(self, augment: AugmentConfig) -> tuple[Views, ...]:
+        local = replace(augment, area_min=self.local_area_min, area_max=self.local_area_max)
+        return (Views(self.local_views, self.local_size, local),) if self.local_views else ()
+
+
+class ComparesViews(Objective):
+    """An objective that compares random crops of an image, large and small ones. Its settings are
+    `LocalViewSettings`, and it logs `embedding_std`.
+    """
+
+    # What prevents that all features become the same: the end of a sentence.
+    remedy = ""
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        if config.augment.crop not in ("inception", "random_resized"):
+            raise UserError(
+                f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be"
+                " random_resized or inception."
+            )
+
+    @classmethod
+    def check_backbone(cls, config: RunConfig, model: Config) -> None:
+        given: LocalViewSettings = cls.settings(config)
+        if not given.local_views or not isinstance(model, ViTConfig):
+            return
+        size, patch = given.local_size, model.patch_pixels
+        if size % patch:
+            covered = max(size // patch, 1) * patch
+            raise UserError(
+                f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or"
+                f" {covered + patch}, or objective.local_views=0."
+            )
+        if model.grid_at(size, size) != model.grid:
+            model.check_any_grid()
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        std = values["embedding_std"]
+        same = f"the features of all images are nearly the same (embedding_std {std:.3f}); {self.remedy}"
+        return same if std < _SAME else ""

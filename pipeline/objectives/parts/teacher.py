@@ -43,13 +43,13 @@ class TaughtObjective(Objective):
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        super().check(config)
         if not cls.settings(config).teacher:
             raise UserError(
                 f"train.loss = {config.train.loss} needs objective.teacher: the weights to distill, such as a run"
                 " folder, a .safetensors, or a folder of Hugging Face."
             )
         cls.published(config)
+        super().check(config)
 
     @classmethod
     def check_pixels(cls, config: RunConfig, pixels: Pixels) -> None:
