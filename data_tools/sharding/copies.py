@@ -91,20 +91,17 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
         index = dataset.index(split)
         # The first half of each hash: that two of 100 million images agree by chance has a probability of 0.03 %.
-        has_hashes = len(index.hashes) > 0
-        halves = np.ascontiguousarray(index.hashes).view(np.uint64)[::2] if has_hashes else np.zeros(len(index))
         rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
-        rows = rows[halves[rows] != 0]  # Without a hash in the manifest.
-        digests = halves[rows]
+        digests = np.ascontiguousarray(index.hashes).view(np.uint64)[::2][rows]
         _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
         labels = defaultdict[int, set[bytes]](set)
         repeated = np.flatnonzero(sizes[group] > 1)
         for number, row in zip(group[repeated].tolist(), rows[repeated].tolist(), strict=True):
             labels[number].add(index.labels[index.label_starts[row] : index.label_starts[row + 1]].tobytes())
-        differ = [number for number, sets in labels.items() if len(sets) > 1]
+        num_differ = sum(int(sizes[number]) for number, sets in labels.items() if len(sets) > 1)
         in_splits = {name: num for name, other in earlier.items() if (num := int(np.isin(digests, other).sum()))}
         earlier[split] = digests
-        found[split] = SplitCopies(int(sizes[differ].sum()), in_splits)
+        found[split] = SplitCopies(num_differ, in_splits)
     return {split: found[split] for split in dataset.splits}
 
 

@@ -90,7 +90,9 @@ def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
 
     list_samples: lists the samples of config.source.
     """
-    source, out = _folders(config)
+    source, out = resolve("source", config.source), resolve("out", config.out)
+    if name_inside(out, source) is not None:
+        raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
     with only_writer(out):
         return _run(source, out, config, list_samples)
 
@@ -337,15 +339,6 @@ def resolve(setting: str, value: str) -> AnyPath:
     if setting == "source" and not path.exists():
         raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
     return path
-
-
-def _folders(config: ShardConfig) -> tuple[AnyPath, AnyPath]:
-    source, out = resolve("source", config.source), resolve("out", config.out)
-    if name_inside(out, source) is not None:
-        raise UserError(f"out = {config.out} lies inside source = {config.source}. Choose a folder elsewhere.")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"out = {config.out} is a file. Choose a folder.")
-    return source, out
 
 
 def _unfinished(out: AnyPath) -> dict[str, Any] | None:

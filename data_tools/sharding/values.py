@@ -103,16 +103,18 @@ def measure_values(
     if not all(len(total) for _, total in totals):
         raise UserError(f"{dataset.path}, split {split!r}: a channel has no values, only NaN or nodata.")
     measured = with_values(pixels, values, totals)
-    resumed = f"; {counted(num_resumed, 'shard')} of {len(jobs):,} counted before" if num_resumed else ""
-    print(f"values of {images:,} of {counted(dataset.info['samples'][split], 'image')} of split {split!r}{resumed}:")
+    print(
+        f"values of {images:,} of {counted(dataset.info['samples'][split], 'image')} of split {split!r};"
+        f" {counted(num_resumed, 'shard')} of {len(jobs):,} counted before:"
+    )
     for number, channel in enumerate(pixels.channels):
         low, high = measured.low[number], measured.high[number]
         there, occur = totals[number]
         beyond = occur[(there < low) | (there > high)].sum() / occur.sum()
-        gone = f", {missing[number]:,} missing" if missing[number] else ""
         print(
             f"  channel {channel}: {low:g} to {high:g} become 0 to 1 (mean {measured.mean[number]:.4f}, deviation "
-            f"{measured.std[number]:.4f}); {beyond:.2%} of the values are beyond and clipped{gone}"
+            f"{measured.std[number]:.4f}); {beyond:.2%} of the values are beyond and clipped, {missing[number]:,}"
+            " missing"
         )
     recorded = record_pixels(dataset, measured)
     remove_tree(parts)

@@ -73,8 +73,7 @@ def read_lines(path: str, setting: str) -> list[str]:
         content = shipped(Path(path)).read_bytes()
         text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
-        reason = "no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise UserError(f"{setting} = {path} cannot be read ({reason}).") from None
+        raise UserError(f"{setting} = {path} cannot be read ({error}).") from None
     lines = [line.strip() for line in text.rstrip().splitlines()]
     if setting == "label_names" and "" in lines:
         raise UserError(

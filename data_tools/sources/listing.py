@@ -231,7 +231,6 @@ class Collector:
     its container's prefix.
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
-    inside: put before each name of a file.
     progress: closed by `finish`.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
@@ -250,7 +249,6 @@ class Collector:
     read: set[str] = field(default_factory=set)
     is_labelled: bool = True
     archives: dict[str, str] | None = None
-    inside: str = ""
     skipped: list[Skipped] = field(default_factory=list)
     unpacked: dict[AnyPath, AnyPath] = field(default_factory=dict)
     _mtimes: list[int] = field(default_factory=list)  # Of the containers.
@@ -282,9 +280,8 @@ class Collector:
         name = _clean(name)
         if name and not is_hidden(name):
             split, inner = self.place(name)
-            is_class = split is not None and inner and "/" not in inner and not self._holds_split(name)
-            if is_class and self.rename is None:
-                assert split is not None
+            holds_split = any(f"{folder}/".startswith(f"{name}/") for _, folder in self._folders)
+            if split and inner and "/" not in inner and not holds_split and self.rename is None:
                 self._counts.setdefault((split, inner), 0)
 
     def file(
@@ -294,7 +291,7 @@ class Collector:
 
         fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
-        name = _clean(self.inside + name)
+        name = _clean(name)
         stem, dot, ext = name.rpartition(".")
         if is_hidden(name):
             self._hidden.add(name)
@@ -396,11 +393,12 @@ class Collector:
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
         rows, labels = label_pairs(table)
         table = sorted_by_key(with_columns(table, labels=label_lists(rows, ranks[labels], len(table))))
-        notes = list(self.notes)
+        notes = self.notes
         if self.prefixes and len(repeated(table)):
-            prefixes = pa.array([prefix.replace(".", "_") for prefix in self.prefixes], pa.large_string())
-            of_rows, slash = prefixes.take(table["container"]), pa.scalar("/", pa.large_string())
-            keys = pc.binary_join_element_wise(of_rows, table["key"], slash)
+            prefixes = pa.array([f"{prefix.replace('.', '_')}/" for prefix in self.prefixes], pa.large_string())
+            keys = pc.binary_join_element_wise(
+                prefixes.take(table["container"]), table["key"], pa.scalar("", pa.large_string())
+            )
             table = sorted_by_key(with_columns(table, key=keys))
             notes.append(
                 "keys repeat between tars: each gets the name of its tar as a prefix, such as"
@@ -416,7 +414,7 @@ class Collector:
                 f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
             )
         if len(twice := repeated(table)):
-            first, second = table.slice(int(twice[0]), 2).select(["key", "name"]).to_pylist()
+            first, second = table.slice(int(twice[0]), 2).to_pylist()
             raise UserError(
                 f"{self.source}: {first['name']} and {second['name']} have the same key, {first['key']!r}"
                 f" ({counted(len(twice), 'such key')}). A key is the name without the extension, in tars of samples up"
@@ -461,14 +459,9 @@ class Collector:
     def place(self, name: str) -> tuple[str | None, str]:
         """Returns (split of a name, the name relative to that split's folder)."""
         for split, folder in self._folders:
-            if not folder:
-                return split, name
-            if name == folder or name.startswith(folder + "/"):
-                return split, name[len(folder) + 1 :]
+            if f"{name}/".startswith(f"{folder}/".lstrip("/")):
+                return split, name.removeprefix(folder).lstrip("/")
         return None, name
-
-    def _holds_split(self, name: str) -> bool:
-        return any(folder == name or folder.startswith(name + "/") for _, folder in self._folders)
 
     def _check_folders(self) -> None:
         for split, folder in self.splits.items():

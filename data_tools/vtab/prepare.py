@@ -81,9 +81,10 @@ def run(config: VtabPrepareConfig) -> None:
 
 def _tasks(names: list[str]) -> list[Task]:
     known = {task.name: task for task in TASKS}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"tasks: there is no task {unknown[0]!r}. There are: {', '.join(known)}.")
-    return [known[name] for name in names] or list(TASKS)
+    for name in names:
+        if name not in known:
+            raise UserError(f"tasks: there is no task {name!r}. There are: {', '.join(known)}.")
+    return [known[name] for name in names or known]
 
 
 def _list(

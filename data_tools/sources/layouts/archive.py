@@ -23,7 +23,7 @@ from pipeline.data.images.formats import LFS_POINTER, LFS_REASON
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 
-COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+_COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
 _UNICODE_NAME, _CODE_PAGE = (
     0x800,
@@ -71,22 +71,18 @@ def kind(source: AnyPath) -> str:
 
 
 def plain_path(source: AnyPath, staging: AnyPath) -> AnyPath:
-    """The path of a tar or zip, of an unpacked copy in `staging` for a compressed tar. Raises UserError for any other
-    file.
+    """The path of a tar or zip, of an unpacked copy in `staging` for a compressed file, which is unpacked once. Raises
+    UserError for any other file.
     """
-    found = kind(source)
-    return unpack(source, found, staging) if found in COMPRESSED else source
-
-
-def unpack(source: AnyPath, kind: str, staging: AnyPath) -> AnyPath:
-    """Decompress a tar into `staging`, unless that was done before. Returns the path of the plain tar."""
+    if (found := kind(source)) not in _COMPRESSED:
+        return source
     plain = staged_path(source, staging, ".tar")
     if plain.exists():
         return plain
     with (
         damage_named(source, EOFError, OSError, zlib.error, lzma.LZMAError),
         reading(source, "unpacked") as raw,
-        COMPRESSED[kind](raw, "rb") as packed,
+        _COMPRESSED[found](raw, "rb") as packed,
         replacing(plain) as file,
     ):
         shutil.copyfileobj(packed, file, 2**20)
@@ -125,16 +121,16 @@ def remove_unpacked(staging: AnyPath) -> None:
     remove_if_empty(staging)
 
 
-def walk(source: AnyPath, collector: Collector) -> None:
-    """Report every folder and file of a plain tar or a zip to the collector. Raises tarfile.TarError, or UserError, for
-    a damaged one.
+def walk(source: AnyPath, collector: Collector, inside: str = "") -> None:
+    """Report every folder and file of a plain tar or a zip to the collector, as if in the folder `inside`. Raises
+    tarfile.TarError, or UserError, for a damaged one.
     """
     container = collector.add_container(source)
-    for member in members(source):
-        if member.is_folder:
-            collector.folder(member.name)
+    for name, is_folder, offset, size, fault, _, _, packed in members(source):
+        if is_folder:
+            collector.folder(inside + name)
         else:
-            collector.file(member.name, container, member.offset, member.size, member.packed, member.fault)
+            collector.file(inside + name, container, offset, size, packed, fault)
 
 
 def members(source: AnyPath) -> Iterator[Member]:

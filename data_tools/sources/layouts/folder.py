@@ -68,9 +68,8 @@ def walk_images(source: AnyPath, config: ShardConfig, staging: AnyPath, collecto
         path = source / name
         plain = archive.plain_path(path, staging)
         collector.unpacked[plain] = path
-        collector.inside = f"{name.removesuffix(suffix)}/"
         with archive.damage_named(path, tarfile.TarError):
-            archive.walk(plain, collector)
+            archive.walk(plain, collector, f"{name.removesuffix(suffix)}/")
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:

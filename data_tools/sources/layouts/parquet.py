@@ -7,7 +7,6 @@ costs more.)
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -46,18 +45,15 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             images, sizes = _unpack(path, file, config.image_column, staging)
             collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
-            for row, values in enumerate(_values(file, (columns.label, config.group_column))):
-                names, group = columns.of_row(*values, f"{path}, row {row}")
+            wanted = [name for name in (columns.label, config.group_column) if name]
+            batches = file.iter_batches(_VALUES_AT_ONCE, columns=wanted)
+            for row, values in enumerate(row for batch in batches for row in batch.to_pylist()):
+                label, group_value = values.get(columns.label), values.get(config.group_column)
+                names, group = columns.of_row(label, group_value, f"{path}, row {row}")
                 key, size = f"{name.removesuffix('.parquet')}/{row:06d}", int(sizes[row])
                 collector.sample(split, key, names, f"{name}, row {row}", container, offset, size, group=group)
                 offset += size
     columns.finish()
-
-
-def _values(file: pq.ParquetFile, columns: tuple[str, str]) -> Iterator[tuple[Any, Any]]:
-    """Yields the values of two columns of each row of a file; None for a column that is ""."""
-    for batch in file.iter_batches(_VALUES_AT_ONCE, columns=[name for name in columns if name]):
-        yield from ((row.get(columns[0]), row.get(columns[1])) for row in batch.to_pylist())
 
 
 def _class_label_names(schema: pa.Schema, column: str) -> list[str]:

@@ -142,6 +142,17 @@ def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, 
     )
 
 
+@contextlib.contextmanager
+def _reading(path: AnyPath) -> Iterator[None]:
+    """Turns Arrow's errors into UserError."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # A disk error; Arrow's errors for damaged data have no errno.
+        raise UserError(f"{path} cannot be read: {on_one_line(error)}. A list is in UTF-8.") from None
+
+
 def _column_names(path: AnyPath) -> list[str]:
     with _reading(path):
         if path.suffix == ".parquet":
@@ -162,17 +173,6 @@ def _read(path: AnyPath, columns: list[str]) -> pa.Table:
 
 def _parse_options(path: AnyPath) -> pacsv.ParseOptions:
     return pacsv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True)
-
-
-@contextlib.contextmanager
-def _reading(path: AnyPath) -> Iterator[None]:
-    """Turns Arrow's errors into UserError."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # A disk error; Arrow's errors for damaged data have no errno.
-        raise UserError(f"{path} cannot be read: {on_one_line(error)}. A list is in UTF-8.") from None
 
 
 def _are_numbers(labels: pa.ChunkedArray, separator: str) -> bool:

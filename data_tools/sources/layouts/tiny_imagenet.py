@@ -78,9 +78,6 @@ def _read_texts(source: AnyPath) -> tuple[str, dict[str, list[str]]]:
     before = next((name.removesuffix(ANNOTATIONS) for name in places if name.endswith(ANNOTATIONS)), None)
     if before is None:
         raise UserError(f"{source} is not Tiny-ImageNet: it has no {ANNOTATIONS}.")
-    texts = {}
-    with Reader() as reader:
-        for name in (name for name in (before + ANNOTATIONS, before + WORDS) if name in places):
-            with archive.damage_named(source / name, ValueError):
-                texts[name] = reader.read(*places[name]).decode().splitlines()
-    return before, texts
+    names = [name for name in (before + ANNOTATIONS, before + WORDS) if name in places]
+    with Reader() as reader, archive.damage_named(source, ValueError):
+        return before, {name: reader.read(*places[name]).decode().splitlines() for name in names}

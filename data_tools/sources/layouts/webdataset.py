@@ -85,34 +85,27 @@ def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None,
     first that has one.
     """
     has_labels, bare = False, Few()
-    for split, where, container, sample in _samples(files, collector):
-        has_labels = has_labels or sample.has_label_file
-        if numbers is None and has_labels:
-            return True
-        if not sample.fault or (numbers is None and sample.is_unlabelled):
-            names = [numbers.name(label, where) for label in sample.labels] if numbers else []
-            collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
-        elif sample.fault == NO_LABEL:
-            bare.add(f"{where} ({sample.fault})")
-        else:
-            collector.skip(where, sample.fault)
+    for split, tar, path in files:
+        container = collector.add_container(path)
+        collector.prefixes.append(tar.removesuffix(".tar"))
+        with path.open("rb") as file:
+            for sample in complete_samples(file, path):
+                where = f"{tar}: {sample.name}"
+                has_labels = has_labels or sample.has_label_file
+                if numbers is None and has_labels:
+                    return True
+                if not sample.fault or (numbers is None and sample.is_unlabelled):
+                    names = [numbers.name(label, where) for label in sample.labels] if numbers else []
+                    collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
+                elif sample.fault == NO_LABEL:
+                    bare.add(f"{where} ({sample.fault})")
+                else:
+                    collector.skip(where, sample.fault)
     if bare.count:
         collector.notes.append(f"ignored {bare.counted('sample')}: {bare}")
     if numbers:
         collector.classes = numbers.classes()
     return has_labels
-
-
-def _samples(files: list[tuple[str, str, AnyPath]], collector: Collector) -> Iterator[tuple[str, str, int, TarSample]]:
-    """(split, place for errors, number of the container, sample) of every sample; the collector gets a container for
-    each tar.
-    """
-    for split, name, path in files:
-        container = collector.add_container(path)
-        collector.prefixes.append(name.removesuffix(".tar"))
-        with path.open("rb") as file:
-            for sample in complete_samples(file, path):
-                yield split, f"{name}: {sample.name}", container, sample
 
 
 def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], label_names: str) -> list[str]:

@@ -148,7 +148,7 @@ class DatasetFiles:
         packed = self.find(f"{name}.gz")
         if packed is None or packed.archive:
             raise self.missing(name)
-        return archive.unpack(self.folder / packed.name, "gzip", self._staging)
+        return archive.plain_path(self.folder / packed.name, self._staging)
 
     def missing(self, what: str) -> UserError:
         """Returns an error that names the sources of the data set."""

@@ -101,8 +101,6 @@ def _shards(folder: AnyPath, name: str, pool: str) -> list[tuple[AnyPath, int]]:
     # Numbers are strings, as in JSON of protocol buffers.
     splits = json_record.parse(path.read_bytes(), dict[str, Any], str(path))["splits"]
     counts = [int(length) for split in splits if split["name"] == pool for length in split["shardLengths"]]
-    if not counts:
-        raise UserError(f"{folder} has no split {pool!r}.")
     files = [folder / f"{name}-{pool}.tfrecord-{n:05d}-of-{len(counts):05d}" for n in range(len(counts))]
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]} is missing. Prepare {name} again.")

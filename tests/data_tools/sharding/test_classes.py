@@ -148,8 +148,8 @@ def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -
     assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["cat", "dog"])
     assert dataset.info["samples"] == {"train": 3, "val": 2}
     assert dataset.info["settings"]["min_images"] == 1
-    for names, said in ((text(tmp_path, "n01 cat\nn02 wolf\n"), "'dog', not 'wolf'"), ("", "'cat', not None")):
-        with pytest.raises(UserError, match=f"synset_names: {said}"):
+    for names in (text(tmp_path, "n01 cat\nn02 wolf\n"), ""):
+        with pytest.raises(UserError, match="synset_names"):
             shard.run(settings(source, tmp_path / "out", **{**others, "synset_names": names}))
     for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
         with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
