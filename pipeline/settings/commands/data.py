@@ -14,10 +14,6 @@ from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
-_VALUES = (
-    "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all"
-    " channels, [low,high,low,high,...] for each. Default: full for 8 bits, else percentiles."
-)
 
 
 def _range(values: list[str]) -> list[str]:
@@ -48,9 +44,11 @@ class JobConfig(Settings):
 class ValuesConfig(JobConfig):
     """A job that may measure the range of the images' values."""
 
-    values: ValueRange = setting(
-        list, f"Which values become 0 and 1 in training, for images that are not 8-bit RGB: {_VALUES}"
-    )
+    values: ValueRange = []
+    """Which values become 0 and 1 in training, for images that are not 8-bit RGB: full (the range of the type),
+    percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels,
+    [low,high,low,high,...] for each. Default: full for 8 bits, else percentiles.
+    """
     values_images: NonNegativeInt = 10000
     """Training images whose values are counted for it, evenly from all shards; 0 is all."""
 
@@ -289,9 +287,11 @@ class StatsConfig(ValuesConfig, MlflowConfig):
     """Folder of stats.json, tables and figures; empty is <data>/stats."""
     sheet: NonNegativeInt = 60
     """Images on the contact sheet; 0 makes none and reads no shard."""
-    values: ValueRange = setting(
-        list, f"Measure the range of the values again, and record it in the data set: {_VALUES}"
-    )
+    values: ValueRange = []
+    """Measure the range of the values again, and record it in the data set: full (the range of the type), percentiles
+    (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, [low,high,low,high,...] for each.
+    Default: full for 8 bits, else percentiles.
+    """
 
 
 class DedupConfig(JobConfig):

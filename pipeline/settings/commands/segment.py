@@ -8,16 +8,15 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
+from pipeline.settings.commands.weights import GivenConfig, WeightsConfig
 from pipeline.settings.quantities import Batch, PathText, Seed, Share, Side
 from pipeline.settings.schema import setting
 from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
 
-class SegmentConfig(GroupsConfig, WeightsConfig, MlflowConfig):
+class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
-    images: list[PathText] = setting(doc=f"Images: {IMAGES}")
     masks: list[PathText]
     """Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour
     for each class. A mask has its image's path below the folder, except for the suffix.
@@ -36,7 +35,6 @@ class SegmentConfig(GroupsConfig, WeightsConfig, MlflowConfig):
     """End of the names of images that their masks do not have, as _leftImg8bit."""
     mask_suffix: str = ""
     """End of the names of masks that their images do not have, as _gtFine_labelTrainIds."""
-    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = ["255"]
     """Values of masks that mean no class: numbers, or colours as '#000000'."""
     short_side: Side = 0

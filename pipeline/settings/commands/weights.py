@@ -11,8 +11,6 @@ from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed
 
-IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
-EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
 _ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
@@ -84,7 +82,8 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     split: str = "val"
     """Split to score."""
-    exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
+    exclude: str = "all"
+    """Lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."""
     out: PathText = setting("", output="folder", holds="evaluation")
     """Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its
     checkpoints, and runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).
@@ -140,16 +139,25 @@ class ExportConfig(Settings):
             raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
 
 
-class LookConfig(ViewConfig):
+class GivenConfig(Settings):
+    """The images that are given to a command."""
+
+    images: list[PathText]
+    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"""
+    exclude: str = "all"
+    """If images is a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by
+    commas.
+    """
+
+
+class LookConfig(GivenConfig, ViewConfig):
     """Weights and the images that they are applied to."""
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is
     # said of the others.
     least_bad: ClassVar[int] = 10
-    images: list[PathText] = setting(doc=f"Images: {IMAGES}")
     split: str = "val"
     """If images is a data set: its split."""
-    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     class_names: PathText = ""
     """File of class names, one per line, for weights without class names."""
 
@@ -202,7 +210,10 @@ class ChooseConfig(LookConfig):
 class ExplainConfig(LossConfig, LookConfig, MlflowConfig):
     """Figures that explain weights and their predictions."""
 
-    images: list[PathText] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.")
+    images: list[PathText] = []
+    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL; empty
+    draws only figures that need no image.
+    """
     draw: list[Drawing] = []
     """Figures to draw, as [attention,rollout]; empty is all that the model has."""
     layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")
