@@ -33,14 +33,14 @@ from pipeline.settings.schema import Settings, setting
 
 
 class DemoConfig(Settings):
-    out: PathText = setting(
-        "runs/demo", "Folder for all results of the demo; an earlier demo there is replaced.", output="folder"
-    )
-    num_per_class: int = setting(400, "Number of generated images of each shape.", min=1)
-    finetune_epochs: int = setting(
-        0, "Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml.", min=0
-    )
-    ranks: int = setting(2, "Number of DeepSpeed ranks.", min=1)
+    out: PathText = setting("runs/demo", output="folder")
+    """Folder for all results of the demo; an earlier demo there is replaced."""
+    num_per_class: int = setting(400, min=1)
+    """Number of generated images of each shape."""
+    finetune_epochs: int = setting(0, min=0)
+    """Epochs of fine-tuning; 0 uses train.length of configs/demo/finetune.yaml."""
+    ranks: int = setting(2, min=1)
+    """Number of DeepSpeed ranks."""
 
 
 def demo(config: DemoConfig) -> None:

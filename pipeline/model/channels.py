@@ -33,29 +33,27 @@ def with_channels(
     channels = new.pixels.channels
     named = {place: RGB_CHANNELS.index(name) for place, name in enumerate(channels) if name in RGB_CHANNELS}
     count = len(channels)
-    if rule == "repeat":
-        found = kernel[:, torch.arange(count) % 3] * (3 / count)
-    elif rule == "auto":
-        found = kernel.mean(1, keepdim=True).repeat(1, count, 1, 1)
-        for place, colour in named.items() if count > 1 else ():
-            found[:, place] = kernel[:, colour]
+    if rule == "zero" and not named:
+        raise UserError(
+            f"init.channels = zero, and none of the channels ({', '.join(channels)}) is red, green or blue: the model"
+            " would see nothing. Use init.channels=auto."
+        )
+    if rule == "repeat" or (rule == "auto" and count == 1):
+        named = {}
+    found = torch.zeros(len(kernel), count, *kernel.shape[2:])
+    if rule == "random":
+        lecun_normal(found, torch.Generator("cpu").manual_seed(seed))
+    elif rule != "zero":
+        found[:] = kernel[:, torch.arange(count) % 3] if rule == "repeat" else kernel.mean(1, keepdim=True)
+    for place, colour in named.items():
+        found[:, place] = kernel[:, colour]
+    if rule in ("repeat", "auto"):
         found *= 3 / count
-    else:
-        found = torch.zeros(len(kernel), count, *kernel.shape[2:])
-        if rule == "random":
-            lecun_normal(found, torch.Generator("cpu").manual_seed(seed))
-        elif not named:
-            raise UserError(
-                f"init.channels = zero, and none of the channels ({', '.join(channels)}) is red, green or blue: the"
-                " model would see nothing. Use init.channels=auto."
-            )
-        for place, colour in named.items():
-            found[:, place] = kernel[:, colour]
     if bias is not None:
         half = (0.5,) * count
         fold_normalisation(found, bias, half, half, new.pixels.mean, new.pixels.std)
     added = {name: found} if bias is None else {name: found, bias_name: bias}
-    kept = ", ".join(channels[place] for place in named) if named and rule != "repeat" and count > 1 else "none"
+    kept = ", ".join(channels[place] for place in named) or "none"
     return (
         {**state, **added},
         (

@@ -35,7 +35,7 @@ from pipeline.settings.quantities import (
     Threads,
     one_of,
 )
-from pipeline.settings.schema import REQUIRED, Settings, refuse_without_effect, setting
+from pipeline.settings.schema import Settings, refuse_without_effect, setting
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
@@ -52,7 +52,7 @@ _FREEZE_ALL_BLOCKS = ("backbone", "encoder")  # values of train.freeze
 
 def result_name(holds: Holds, **rule: Any) -> Any:
     """The name of a result, whose folder is in `out`."""
-    return setting(REQUIRED, pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
+    return setting(pattern="^[^./][^/]*$", output="folder", within="out", holds=holds, **rule)
 
 
 def minutes(default: float, **rule: Any) -> Any:
@@ -169,7 +169,7 @@ class MixedSet(Settings):
     """Lists of excluded samples: all, none, or names with commas."""
     limit: Limit = Limit.parse("100%")
     """Train on a random subset: a number of samples or a share."""
-    class_map: dict[str, str] = setting(dict)
+    class_map: dict[str, str] = {}
     """Classes of this set that have another name in the mixture, as {kitty: cat}."""
     labels: bool = True
     """Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then
@@ -199,7 +199,7 @@ class MixedSet(Settings):
 
 
 class DataConfig(Settings):
-    path: PathText = setting(REQUIRED, on_change="comparison")
+    path: PathText = setting(on_change="comparison")
     """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     cache: PathText = setting("", output="folder", on_change="nothing")
     """Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache."""
@@ -373,7 +373,7 @@ class AugmentConfig(Settings):
 
 
 class TrainConfig(Settings):
-    length: Length = setting(REQUIRED, above=0, on_change="comparison")
+    length: Length = setting(above=0, on_change="comparison")
     """Length of the run, for example '90 epochs'"""
     global_batch: Batch = setting(4096, on_change="run")
     """Samples per optimizer step, over all ranks."""
@@ -452,7 +452,7 @@ class OptimizerConfig(Settings):
 class ScheduleConfig(Settings):
     decay: Literal["linear", "cosine", "constant", "drops"] = "linear"
     """Learning rate after warm-up; drops divides it by 10 at each of schedule.drops."""
-    drops: list[Annotated[float, Field(gt=0, lt=1)]] = setting(list)
+    drops: list[Annotated[float, Field(gt=0, lt=1)]] = []
     """With decay=drops: points of the run as shares of its length, as [0.3, 0.6, 0.9]."""
     warmup: Length = Length.parse("10000 steps")
     """Linear warm-up from 0."""
@@ -521,7 +521,7 @@ class ProbeConfig(Settings):
 
     train_split: str = setting("train", needs="shots|neighbours")
     """Split that few-shot images and neighbours are chosen from."""
-    shots: list[NonNegativeInt] = setting([5])
+    shots: list[NonNegativeInt] = [5]
     """Few-shot linear accuracy: images per class, as [1,5,10,25]; 0: off."""
     shots_seeds: PositiveInt = setting(3, needs="shots")
     """Random choices of few-shot images; the score is their mean."""

@@ -50,7 +50,7 @@ _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def setting(
-    default: Any,
+    default: Any = REQUIRED,
     doc: str = "",
     *,
     choices: typing.Iterable[str] = (),

@@ -1,7 +1,6 @@
-"""Settings that several commands have, and kinds of settings with the same range: each declared once."""
+"""Settings that several commands have."""
 
-from typing import Any
-
+from pipeline.settings.quantities import RegularExpression
 from pipeline.settings.schema import Settings, setting
 
 
@@ -14,11 +13,11 @@ class MlflowConfig(Settings):
     """MLflow experiment, with mlflow."""
 
 
-def group_pattern() -> Any:
-    """A setting that finds the groups of images."""
-    return setting(
-        "",
-        "Regular expression that finds the group of an image, such as its patient or video, in its key (the path"
-        " without extension, below its split or folder): what the first parentheses match, or all of it."
-        " '^[^/]+/(patient[0-9]+)' of cat/patient12_3.",
-    )
+class GroupsConfig(Settings):
+    """How a command finds the groups of images."""
+
+    group_pattern: RegularExpression = ""
+    """Regular expression that finds the group of an image, such as its patient or video, in its key (the path without
+    extension, below its split or folder): what the first parentheses match, or all of it.
+    '^[^/]+/(patient[0-9]+)' of cat/patient12_3.
+    """

@@ -57,8 +57,12 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
     if not config_files.config:
         notes.append("no config.json: number of heads, GELU and eps taken as Hugging Face's own")
     kind, tensors = _in_file(tensors, kind)
-    if note := _without_other_head(tensors, kind):
-        notes.append(note)
+    if kind == "clip" and "classifier.weight" in tensors:
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("classifier.")}
+        notes.append(
+            "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these"
+            " are weights without a head. Fine-tune them, or use their features"
+        )
     if (pooled := get("pooler_act", str, "tanh")) != "tanh":
         raise UserError(f"its pooler computes {pooled}; only tanh is supported.")
     has_head = "classifier.weight" in tensors
@@ -104,18 +108,6 @@ def _in_file(tensors: State, kind: str) -> tuple[str, State]:
         return kind, rename(tensors, _NEW_MLP)
     join(tensors, ("gate_proj", "up_proj"), "weights_in")
     return "dinov2", rename(tensors, [(r"mlp\.down_proj\.", "mlp.weights_out.")])
-
-
-def _without_other_head(tensors: State, kind: str) -> str:
-    """Remove CLIP's classifier, whose input our head cannot read, in place; returns a note."""
-    if kind != "clip" or "classifier.weight" not in tensors:
-        return ""
-    for name in ("classifier.weight", "classifier.bias"):
-        tensors.pop(name, None)
-    return (
-        "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these are"
-        " weights without a head. Fine-tune them, or use their features"
-    )
 
 
 def _class_names(labels: dict[str, str]) -> list[str] | None:

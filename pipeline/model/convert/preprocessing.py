@@ -147,20 +147,17 @@ def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB
     (height, width).
     """
     height_width = {"height": image_size[0], "width": image_size[1]}
+    divides = not written_scale(pixels)
     common = {
         "do_resize": True,
         "resample": 3 if view.get("resize_filter") == "bicubic" else 2,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
+        "do_rescale": divides,
+        "rescale_factor": 1 / pixels.high[0] if divides else 1.0,
         "do_normalize": True,
         "image_mean": list(pixels.mean),
         "image_std": list(pixels.std),
-        "do_convert_rgb": True,
+        "do_convert_rgb": pixels.is_rgb8,
     }
-    if not pixels.is_rgb8:
-        divides = not written_scale(pixels)
-        factor = 1 / pixels.high[0] if divides else 1.0
-        common |= {"do_rescale": divides, "rescale_factor": factor, "do_convert_rgb": False}
     if view.get("eval_crop", "center") == "resize":
         return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
     side = eval_resize(view, image_size)

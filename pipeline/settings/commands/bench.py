@@ -13,7 +13,7 @@ class GpuBenchConfig(Settings):
 
     json: PathText = setting("", output="file")
     """File for the results as JSON, replaced after each result; empty: none."""
-    models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = setting([])
+    models: list[Annotated[str, Field(pattern=r"^.+@[1-9]\d{0,3}$")]] = []
     """Models as NAME@PIXELS; all configurations are measured for the first, the best ones for the others. Empty is
     L/16, H/14 at 224 px, L/16 at 384, B/16 at 224; on a CPU ViT-mu/16@32.
     """
@@ -23,7 +23,7 @@ class GpuBenchConfig(Settings):
     """Time for everything; what is left out for lack of time is listed."""
     candidate_seconds: PositiveFloat = 2.0
     """Time in which each configuration's steps are timed."""
-    only: list[Literal["product", "step", "shards", "objectives", "fit"]] = setting([])
+    only: list[Literal["product", "step", "shards", "objectives", "fit"]] = []
     """Parts to measure, by the first word of their names; empty measures all."""
     batch: NonNegativeInt = 0
     """Images per step; 0 is the power of two with at most 32,768 tokens."""

@@ -9,16 +9,11 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import PathText, RegularExpression, Seed, Share, ShareBelow1, Side, Tasks
-from pipeline.settings.schema import REQUIRED, Distinct, Settings, setting
-from pipeline.settings.shared import MlflowConfig, group_pattern
+from pipeline.settings.schema import Distinct, Settings, setting
+from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
-_URL = "Folder or URL (s3://, gs://)"
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
-_VALUES = (
-    "full (the range of the type), percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all"
-    " channels, [low,high,low,high,...] for each. Default: full for 8 bits, else percentiles."
-)
 
 
 def _range(values: list[str]) -> list[str]:
@@ -49,20 +44,21 @@ class JobConfig(Settings):
 class ValuesConfig(JobConfig):
     """A job that may measure the range of the images' values."""
 
-    values: ValueRange = setting(
-        list, f"Which values become 0 and 1 in training, for images that are not 8-bit RGB: {_VALUES}"
-    )
+    values: ValueRange = []
+    """Which values become 0 and 1 in training, for images that are not 8-bit RGB: full (the range of the type),
+    percentiles (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels,
+    [low,high,low,high,...] for each. Default: full for 8 bits, else percentiles.
+    """
     values_images: NonNegativeInt = 10000
     """Training images whose values are counted for it, evenly from all shards; 0 is all."""
 
 
-class ImagesConfig(ValuesConfig):
+class ImagesConfig(GroupsConfig, ValuesConfig):
     """A job that makes a data set's manifest from images."""
 
-    group_pattern: RegularExpression = group_pattern()
     inspect: Inspect = "decode"
     """decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end."""
-    channels: Annotated[Distinct[str], AfterValidator(_names)] = setting(list)
+    channels: Annotated[Distinct[str], AfterValidator(_names)] = []
     """Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else
     c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel: those that are
     used; [1:dapi,3:gfp] renames.
@@ -81,7 +77,8 @@ class ShardConfig(ImagesConfig):
 
     source: PathText
     """Folder, file or URL (s3://, gs://) of images in one of the layouts"""
-    out: PathText = setting(REQUIRED, f"{_URL} of the new data set", output="folder or URL", holds="data set")
+    out: PathText = setting(output="folder or URL", holds="data set")
+    """Folder or URL (s3://, gs://) of the new data set"""
     layout: Literal[
         "auto",
         "folder",
@@ -231,8 +228,9 @@ class VtabPrepareConfig(JobConfig):
     """data_dir of tensorflow_datasets with prepared data sets, for those missing in originals."""
     lists: PathText = ""
     """Folder of vtab-1k lists (train800.txt, ...), for tasks in neither; without proof of splits."""
-    out: PathText = setting(REQUIRED, f"{_URL} of the tasks' data sets", output="folder or URL")
-    tasks: list[str] = setting(list)
+    out: PathText = setting(output="folder or URL")
+    """Folder or URL (s3://, gs://) of the tasks' data sets"""
+    tasks: list[str] = []
     """Names of tasks; empty is all tasks whose files exist."""
     published: bool = True
     """Require the published file sizes, checksums and numbers of images."""
@@ -254,12 +252,12 @@ class VtabPrepareConfig(JobConfig):
 class IndexConfig(ImagesConfig):
     """A manifest for existing WebDataset shards, which are not copied."""
 
-    source: PathText = setting(
-        REQUIRED, f"{_URL} of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or <key>.json"
-    )
-    out: PathText = setting(
-        "", f"{_URL} of the manifest; empty is the folder of the tars.", output="folder or URL", holds="data set"
-    )
+    source: PathText
+    """Folder or URL (s3://, gs://) of tars, or one tar, with <key>.jpg and, if the images have labels, <key>.cls or
+    <key>.json
+    """
+    out: PathText = setting("", output="folder or URL", holds="data set")
+    """Folder or URL (s3://, gs://) of the manifest; empty is the folder of the tars."""
     splits: dict[SplitName, str] = setting({"train": ""}, min_items=1)
     """Mapping from split name to prefix of its tars' names ('' is all)."""
     label_names: PathText = ""
@@ -271,7 +269,8 @@ class IndexConfig(ImagesConfig):
 class VerifyConfig(JobConfig):
     """A check of every byte of a data set."""
 
-    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    data: PathText
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     out: PathText = setting("", output="folder or URL", holds="verification")
     """Folder of report.json and damage.csv; empty is <data>/verify."""
     decode_share: Share = 1.0
@@ -282,23 +281,27 @@ class VerifyConfig(JobConfig):
 class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 
-    data: PathText = setting(REQUIRED, f"{_URL} of a data set, made by launch/shard.py")
+    data: PathText
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     out: PathText = setting("", output="folder or URL", holds="statistics")
     """Folder of stats.json, tables and figures; empty is <data>/stats."""
     sheet: NonNegativeInt = 60
     """Images on the contact sheet; 0 makes none and reads no shard."""
-    values: ValueRange = setting(
-        list, f"Measure the range of the values again, and record it in the data set: {_VALUES}"
-    )
+    values: ValueRange = []
+    """Measure the range of the values again, and record it in the data set: full (the range of the type), percentiles
+    (0.1 and 99.9 of the training split, per channel), or [low,high] for all channels, [low,high,low,high,...] for each.
+    Default: full for 8 bits, else percentiles.
+    """
 
 
 class DedupConfig(JobConfig):
     """A search for images of a data set that are near copies of test images, or of one another."""
 
-    data: PathText = setting(REQUIRED, f"{_URL} of the data set in which copies are marked")
+    data: PathText
+    """Folder or URL (s3://, gs://) of the data set in which copies are marked"""
     split: str = "train"
     """Split that is searched and marked."""
-    against: list[PathText] = setting(list)
+    against: list[PathText] = []
     """Data sets of test images, which are only read: as [datasets/pets,datasets/dtd:test], a folder for all of its
     splits, folder:split for one
     """

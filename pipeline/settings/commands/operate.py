@@ -58,7 +58,7 @@ class SamplesConfig(Settings):
     """List the steps of this sample of the training split, given by its key."""
     data: PathText = ""
     """Folder of the data set, if it is not where the run's settings say."""
-    mix: dict[str, str] = setting(dict)
+    mix: dict[str, str] = {}
     """Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."""
     csv: PathText = setting("", output="file")
     """File for the table; empty prints it."""
@@ -80,7 +80,7 @@ class HostsConfig(Settings):
     """DeepSpeed's hostfile: one line per host, as 'name slots=8'"""
     run: PathText
     """YAML file of the run"""
-    settings: list[str] = setting(list)
+    settings: list[str] = []
     """Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets]."""
     min_free_gb: NonNegativeFloat = 20.0
     """Free space that the output folder needs, in GB."""

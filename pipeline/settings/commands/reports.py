@@ -6,10 +6,9 @@ from pydantic import PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.commands.study import ExperimentConfig, mlflow_of_runs, refuse_overrides
+from pipeline.settings.commands.study import ExperimentConfig, refuse_overrides
 from pipeline.settings.quantities import PathText
-from pipeline.settings.run import result_name
-from pipeline.settings.schema import REQUIRED, Distinct, Seeds, Settings, setting
+from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
@@ -22,7 +21,7 @@ class VtabReportConfig(Settings):
     """Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others
     are compared with it
     """
-    names: list[str] = setting(list)
+    names: list[str] = []
     """Names of the sweeps in the report; empty uses the folders' names."""
     out: PathText = setting("", output="folder", holds="report of sweeps")
     """Folder of the report; empty is <first sweep>/report."""
@@ -35,15 +34,11 @@ class VtabReportConfig(Settings):
             )
 
 
-_RUN = "the folder of a run, a grid or a sweep"
-
-
 class CompareConfig(Settings):
     """A comparison of two or more runs."""
 
-    runs: Distinct[PathText] = setting(
-        REQUIRED, f"Runs, as [runs/vit,runs/resnet]: each {_RUN}; also of different data", min_items=2
-    )
+    runs: Distinct[PathText] = setting(min_items=2)
+    """Runs, as [runs/vit,runs/resnet]: each the folder of a run, a grid or a sweep; also of different data"""
     out: PathText = setting("", output="folder", holds="comparison")
     """Folder of the comparison; empty is runs/compare/<names>."""
 
@@ -51,7 +46,8 @@ class CompareConfig(Settings):
 class RunReportConfig(Settings):
     """The report of one run."""
 
-    run: PathText = setting(REQUIRED, f"The run: {_RUN}")
+    run: PathText
+    """The run: the folder of a run, a grid or a sweep"""
     out: PathText = setting("", output="folder", holds="report of a run")
     """Folder of the report; empty is <run>/review."""
 
@@ -70,23 +66,18 @@ class GridConfig(ExperimentConfig):
     times.
     """
 
-    name: str = result_name("experiment")
-    """Name of the result; all of its runs are in <out>/<name>"""
     run: PathText
     """YAML file of the run, as configs/finetune/pets_384px.yaml"""
-    settings: list[str] = setting(list)
+    settings: list[str] = []
     """Settings that override the run's file, as [init.weights=runs/vit_l16]."""
     lr: list[PositiveFloat]
     """Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]"""
     dev_share: float = setting(0.1, above=0, below=1)
     """Share of the training split held out to choose lr (data.dev_share)."""
-    seeds: Seeds = setting([0, 1, 2])
+    seeds: Seeds = [0, 1, 2]
     """Seeds of the final runs on the whole training split; the first is also used for the trials."""
-    also: list[PathText] = setting(list)
+    also: list[PathText] = []
     """More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test]."""
-    out: PathText = setting("runs", output="folder")
-    """Folder that holds all runs."""
-    mlflow: str = mlflow_of_runs("grid")
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""

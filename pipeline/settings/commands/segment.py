@@ -8,24 +8,22 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from pipeline.base.errors import UserError
-from pipeline.settings.commands.weights import EXCLUDE, IMAGES, WeightsConfig
-from pipeline.settings.quantities import Batch, PathText, RegularExpression, Seed, Share, Side
-from pipeline.settings.schema import REQUIRED, setting
-from pipeline.settings.shared import MlflowConfig, group_pattern
+from pipeline.settings.commands.weights import GivenConfig, WeightsConfig
+from pipeline.settings.quantities import Batch, PathText, Seed, Share, Side
+from pipeline.settings.schema import setting
+from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
 
-class SegmentConfig(WeightsConfig, MlflowConfig):
+class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
-    images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     masks: list[PathText]
     """Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour
     for each class. A mask has its image's path below the folder, except for the suffix.
     """
     split: str = "train"
     """If images is a data set: the split to learn from. Masks are of the split of the same name."""
-    val_images: list[PathText] = setting(list)
+    val_images: list[PathText] = setting(list, needs="val_masks")
     """Images to be scored on; empty is val_split of a data set, else val_share."""
     val_masks: list[PathText] = setting(list, needs="val_images")
     """Their masks."""
@@ -33,13 +31,11 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     """If images or val_images is a data set: the split to be scored on."""
     val_share: Share = 0.1
     """Share of the images that is held out for the score if nothing else says which."""
-    group_pattern: RegularExpression = group_pattern()
     image_suffix: str = ""
     """End of the names of images that their masks do not have, as _leftImg8bit."""
     mask_suffix: str = ""
     """End of the names of masks that their images do not have, as _gtFine_labelTrainIds."""
-    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
-    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = setting(["255"])
+    ignore: list[Annotated[str, Field(pattern="^([0-9]{1,7}|#[0-9a-fA-F]{6})$")]] = ["255"]
     """Values of masks that mean no class: numbers, or colours as '#000000'."""
     short_side: Side = 0
     """Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is
@@ -55,7 +51,7 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     """Seed of the order, the crops and the layer."""
     batch: Batch = 8
     """Windows per forward pass of the score."""
-    apply: list[PathText] = setting(list)
+    apply: list[PathText] = []
     """Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.
     """
     num_drawn: PositiveInt = setting(16, needs="apply")
@@ -66,8 +62,3 @@ class SegmentConfig(WeightsConfig, MlflowConfig):
     """Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its
     checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).
     """
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        if bool(self.val_images) != bool(self.val_masks):
-            raise UserError("val_images and val_masks belong together: set both, or neither.")

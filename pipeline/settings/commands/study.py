@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -18,7 +18,7 @@ from pipeline.settings.quantities import (
     one_of,
 )
 from pipeline.settings.run import result_name
-from pipeline.settings.schema import REQUIRED, Distinct, Seeds, Settings, setting
+from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Each question is a file.
 QUESTIONS = sorted(
@@ -53,15 +53,6 @@ _NOT_COMPARABLE = (
 )
 
 
-def mlflow_of_runs(what: str) -> Any:
-    """Where a command sends what it makes of many runs, and the runs."""
-    return setting(
-        "",
-        f"MLflow tracking URI of the {what} and its runs; none sends no {what}. Empty is track.uri of the runs, else "
-        "sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.",
-    )
-
-
 def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str, ...], reason: str) -> None:
     """Raise UserError for `setting=value` that begins with one of the prefixes. subject: the beginning of the
     sentence.
@@ -71,8 +62,16 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
 
 
 class ExperimentConfig(Settings):
-    """How the runs of an experiment are done."""
+    """How the runs of an experiment are done, and where their results are."""
 
+    name: str = result_name("experiment")
+    """Name of the result; all of its runs are in <out>/<name>"""
+    out: PathText = setting("runs", output="folder")
+    """Folder that holds all runs and results."""
+    mlflow: str = ""
+    """MLflow tracking URI of the result and its runs; none sends no result. Empty is track.uri of the runs, else
+    sqlite:///<out>/mlflow.db, or nothing with track.enabled=false.
+    """
     on: Literal["here", "ray"] = "here"
     """Where runs are done: here, one after the other, or as tasks of a Ray cluster, as many at a time as fit."""
     launcher: ShellWords = ""
@@ -109,11 +108,11 @@ class ExperimentConfig(Settings):
 class StudyModel(Settings):
     """A model of a study, or weights that it fine-tunes."""
 
-    name: str = setting(REQUIRED, pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$")
+    name: str = setting(pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$")
     """Name in figures and run names"""
     family: str = ""
     """Models of one family share a line in figures and a fit; empty is the model's name."""
-    settings: list[str] = setting(list)
+    settings: list[str] = []
     """Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."""
     speed: NonNegativeFloat = 0.0
     """For `minutes`: its images/s in training, as a short run of it prints at its end."""
@@ -124,11 +123,7 @@ class StudyModel(Settings):
 class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    name: str = result_name("experiment")
-    """Name of the study; all of its runs are in <out>/<name>"""
-    out: PathText = setting("runs", output="folder")
-    """Folder that holds all runs and studies."""
-    question: Annotated[str, one_of(QUESTIONS)] = setting(REQUIRED, choices=QUESTIONS)
+    question: Annotated[str, one_of(QUESTIONS)] = setting(choices=QUESTIONS)
     """data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute
     budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure
     8); labels: what pre-trained weights gain over the first model, by the number of labelled images
@@ -137,19 +132,19 @@ class StudyConfig(ExperimentConfig):
     """YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells
     share
     """
-    settings: list[str] = setting(list)
+    settings: list[str] = []
     """Settings over those of that file, for all cells, as [data.path=datasets/photos]."""
     models: list[StudyModel]
     """The models that are compared"""
-    data_sizes: Distinct[Limit] = setting(list)
+    data_sizes: Distinct[Limit] = []
     """Sizes of the training set to compare, as [1000,10000,100%]; larger ones contain smaller ones. Empty is data.limit
     of the run.
     """
-    lengths: Distinct[PositiveLength] = setting(list)
+    lengths: Distinct[PositiveLength] = []
     """Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."""
-    budgets: Distinct[PositiveFloat] = setting(list)
+    budgets: Distinct[PositiveFloat] = []
     """In place of lengths: compute of pre-training in exaFLOPs, the same for each model."""
-    minutes: Distinct[PositiveFloat] = setting(list)
+    minutes: Distinct[PositiveFloat] = []
     """In place of lengths: time of training, the same for each model; its `speed` says how many steps that is."""
     cooldown: ShareBelow1 = setting(0.0, needs="lengths|budgets|minutes")
     """Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then
@@ -159,15 +154,14 @@ class StudyConfig(ExperimentConfig):
     """question = labels: models without weights train for as many more steps as the longest pre-training of the others
     is worth in compute.
     """
-    seeds: Seeds = setting([0])
+    seeds: Seeds = [0]
     """Seeds; each gives a run with its own subset, weights and order."""
     score: str = "top1"
     """Score that figures and fits show: top1 or top5 of the run's last evaluation, best_top1 of all (early stopping,
     with checkpoint.best=val_top1), 5shot, 20nn, ... of its probe, or finetune:NAME.
     """
-    finetune: list[PathText] = setting(list)
+    finetune: list[PathText] = []
     """YAML files of runs that fine-tune the weights of each cell, as [configs/finetune/pets_384px.yaml]."""
-    mlflow: str = mlflow_of_runs("study")
 
     @property
     def num_lengths(self) -> int:

@@ -20,15 +20,15 @@ from pipeline.settings.quantities import (
     Threads,
 )
 from pipeline.settings.run import AugmentConfig, Precision, ScheduleConfig, check_augment
-from pipeline.settings.schema import REQUIRED, Seeds, Settings, setting
+from pipeline.settings.schema import Seeds, Settings, setting
 
 
 class ProtocolConfig(Settings):
     """How a model is adapted to a task and scored. All combinations of the lists are tried on train800 and val200."""
 
-    name: str = setting(REQUIRED, pattern="^[a-z0-9_]+$")
+    name: str = setting(pattern="^[a-z0-9_]+$")
     """Name in results, as vit_paper"""
-    image_size: int = setting(REQUIRED, min=1, max=MAX_SIDE)
+    image_size: int = setting(min=1, max=MAX_SIDE)
     """Side of the square input images in pixels"""
     small_image_size: Side = 0
     """image_size for tasks whose images have fewer than 96 x 96 pixels (BiT), for which augment.eval_resize is scaled
@@ -41,13 +41,13 @@ class ProtocolConfig(Settings):
     and standard deviation.
     """
     augment: AugmentConfig = setting(AugmentConfig, needs="method=finetune")
-    batch: Batch = setting(REQUIRED, needs="method=finetune")
+    batch: Batch = setting(needs="method=finetune")
     """Samples per optimizer step"""
-    length: list[PositiveLength] = setting(REQUIRED, needs="method=finetune")
+    length: list[PositiveLength] = setting(needs="method=finetune")
     """Training lengths to try, as [2500 steps, 10000 steps]"""
     optimizer: Literal["sgd", "adam"] = setting("sgd", needs="method=finetune")
     """SGD with momentum, or Adam with decoupled weight decay."""
-    lr: list[PositiveFloat] = setting(REQUIRED, needs="method=finetune")
+    lr: list[PositiveFloat] = setting(needs="method=finetune")
     """Peak learning rates to try, as [0.1, 0.01]"""
     momentum: ShareBelow1 = setting(0.9, needs="optimizer=sgd")
     """SGD: momentum."""
@@ -106,14 +106,14 @@ class VtabConfig(Settings):
     """finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of the
     unchanged weights.
     """
-    tasks: list[str] = setting(list)
+    tasks: list[str] = []
     """Names of tasks; empty is all tasks whose data sets exist."""
     seeds: Seeds = setting([0], needs="method=finetune")
     """Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do
     not depend on seeds.
     """
     protocol: ProtocolConfig = setting(ProtocolConfig)
-    pretrained_on: list[PathText] = setting(list)
+    pretrained_on: list[PathText] = []
     """Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as
     [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py marked in
     them. Without a split it is that of the weights' run, or train.

@@ -1,18 +1,16 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
 from pipeline.settings.run import Precision, ProbeConfig
-from pipeline.settings.schema import REQUIRED, Settings, setting
+from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed
 
-IMAGES = "image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"
-EXCLUDE = "lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."
 _ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
@@ -30,13 +28,13 @@ MAX_CANDIDATES = 40_000
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
-def loss_setting() -> Any:
-    """The setting `loss` of the commands that compute probabilities."""
-    return setting(
-        "auto",
-        "Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax"
-        " if they have none.",
-    )
+class LossConfig(Settings):
+    """How a command computes probabilities."""
+
+    loss: TrainedLoss = "auto"
+    """Loss that the weights were trained with, which determines probabilities; auto is the weights' own, or softmax if
+    they have none.
+    """
 
 
 class WeightsConfig(Settings):
@@ -77,15 +75,15 @@ class ViewConfig(WeightsConfig):
     """
 
 
-class ScoreConfig(ViewConfig, ProbeConfig, MlflowConfig):
+class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Scores of trained weights on a split of a data set, with a report."""
 
-    loss: TrainedLoss = loss_setting()
     data: PathText
     """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     split: str = "val"
     """Split to score."""
-    exclude: str = setting("all", EXCLUDE[0].upper() + EXCLUDE[1:])
+    exclude: str = "all"
+    """Lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas."""
     out: PathText = setting("", output="folder", holds="evaluation")
     """Folder of the report; empty is <run>/evaluate/<data>-<split>, <run>/evaluate/<step>-... for one of its
     checkpoints, and runs/evaluate/<weights>-... for others (refused if it holds those of other weights of this name).
@@ -115,7 +113,7 @@ class ExportConfig(Settings):
     BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and
     transformers load it
     """
-    out: PathText = setting(REQUIRED, output="new")
+    out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
     image_size: Side = 0
     """Side of the input images in pixels; 0 is the weights' own."""
@@ -141,24 +139,32 @@ class ExportConfig(Settings):
             raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
 
 
-class LookConfig(ViewConfig):
+class GivenConfig(Settings):
+    """The images that are given to a command."""
+
+    images: list[PathText]
+    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"""
+    exclude: str = "all"
+    """If images is a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by
+    commas.
+    """
+
+
+class LookConfig(GivenConfig, ViewConfig):
     """Weights and the images that they are applied to."""
 
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is
     # said of the others.
     least_bad: ClassVar[int] = 10
-    images: list[PathText] = setting(REQUIRED, f"Images: {IMAGES}")
     split: str = "val"
     """If images is a data set: its split."""
-    exclude: str = setting("all", f"If images is a data set: {EXCLUDE}")
     class_names: PathText = ""
     """File of class names, one per line, for weights without class names."""
 
 
-class PredictConfig(LookConfig):
+class PredictConfig(LossConfig, LookConfig):
     """The most likely classes of images."""
 
-    loss: TrainedLoss = loss_setting()
     top: PositiveInt = 5
     """Number of classes per image, the most likely first."""
     out: PathText = setting("", output="file", pattern=r"^$|\.(csv|parquet)$")
@@ -168,7 +174,7 @@ class PredictConfig(LookConfig):
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: PathText = setting(REQUIRED, output="file", pattern=r"\.parquet$")
+    out: PathText = setting(output="file", pattern=r"\.parquet$")
     """File for the table, .parquet"""
     like: PathText = ""
     """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
@@ -178,13 +184,13 @@ class FeaturesConfig(LookConfig):
 class ChooseConfig(LookConfig):
     """The images that are worth labelling first."""
 
-    num: int = setting(REQUIRED, min=1, max=MAX_CANDIDATES)
+    num: int = setting(min=1, max=MAX_CANDIDATES)
     """Number of images to choose; the first of more are the same."""
     candidates: int = setting(10_000, min=1, max=MAX_CANDIDATES)
     """Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of
     memory for 10,000, four times as much for twice as many.
     """
-    labelled: list[PathText] = setting(list)
+    labelled: list[PathText] = []
     """Images that have labels already: what resembles them is not chosen again. As for images; of a data set with
     labels, those that have one. All are read.
     """
@@ -192,7 +198,7 @@ class ChooseConfig(LookConfig):
     """If labelled is a data set: its split."""
     seed: Seed = 0
     """Seed of the random part."""
-    out: PathText = setting(REQUIRED, output="new")
+    out: PathText = setting(output="new")
     """New folder for the chosen images, their table and their sheet"""
 
     def check(self) -> None:
@@ -201,12 +207,14 @@ class ChooseConfig(LookConfig):
             raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
-class ExplainConfig(LookConfig, MlflowConfig):
+class ExplainConfig(LossConfig, LookConfig, MlflowConfig):
     """Figures that explain weights and their predictions."""
 
-    loss: TrainedLoss = loss_setting()
-    images: list[PathText] = setting(list, f"Images: {IMAGES}; empty draws only figures that need no image.")
-    draw: list[Drawing] = setting(list)
+    images: list[PathText] = []
+    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL; empty
+    draws only figures that need no image.
+    """
+    draw: list[Drawing] = []
     """Figures to draw, as [attention,rollout]; empty is all that the model has."""
     layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")
     """attention: block, a number from 1, all, or mean."""
