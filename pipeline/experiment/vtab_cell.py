@@ -35,10 +35,9 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.checksum_cache import checksum_of
-from pipeline.evaluate.classify import label_table, predict, score
+from pipeline.evaluate.classify import extract, label_table, predict, score
 from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
-from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.experiment.vtab_tasks import Task

@@ -20,10 +20,9 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.trained_on import TrainedSet, trained_by
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.evaluate.classify import is_any, label_table
+from pipeline.evaluate.classify import Features, extract, is_any, label_table
 from pipeline.evaluate.intervals import effective_number, sample_deviation
 from pipeline.evaluate.probes import fewshot
-from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.split_reader import SplitReader
