@@ -272,13 +272,11 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
 
-    @cache
-    def regression(train: str) -> fewshot.Ridge:
-        return fewshot.fit(values[train], labels[train], dataset.num_classes)
+    regression = cache(lambda train: fewshot.fit(values[train], labels[train], dataset.num_classes))
 
     def accuracy(choice: float, train: str, tested: str) -> float:
         if config.method == "linear":
-            found = regression(train).classify(values[tested], choice)
+            found = regression(train)(values[tested], choice).argmax(1)
         else:
             x, y, tests = map(torch.from_numpy, (values[train], labels[train], values[tested]))
             found = knn_predict(x, y, tests, dataset.num_classes, int(choice), protocol.temperature).argmax(1).numpy()

@@ -209,7 +209,8 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     axes.plot(blocks, distances, "o", markersize=4, color=MAP(0.5), alpha=0.6)
     axes.plot(blocks, distances.mean(1), color="black", label="mean of heads")
     axes.axhline(uniform, color=GREY, linestyle="--", label="uniform attention")
-    axes.set(xlabel="block", ylabel="mean attention distance (pixels)", ylim=(0, 1.25 * max(uniform, distances.max())))
+    axes.set(xlabel="block", ylabel="mean attention distance (pixels)")
+    axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
     style_axes(axes)
     figure.suptitle(title, fontsize=TITLE, weight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.
