@@ -12,7 +12,7 @@ import pyarrow as pa
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output, table_csv
-from pipeline.base.gallery import DPI, MAX_IMAGES, Tile
+from pipeline.base.gallery import DPI, MAX_IMAGES, Tile, sheet
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
@@ -23,7 +23,6 @@ from pipeline.evaluate import coverage
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_places
 from pipeline.evaluate.loaded_model import LoadedModel, load_model, print_unreadable
 from pipeline.evaluate.predict import read_class_names, with_readable_labels
-from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -129,7 +128,7 @@ def _draw(
     config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, Any]]
 ) -> bytes:
     """A PNG of the first images. table: a line for each of the rows."""
-    kept, pixels = read_shown(config, loaded, images.split, rows[:_MAX_DRAWN])
+    kept, pixels = loaded.shown(config, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)
     lines = [table[place] for place in np.flatnonzero(np.isin(rows, kept)).tolist()]
     tiles = []

@@ -1,6 +1,7 @@
-"""Scores of a split, of classification or as an objective defines them, exact on any number of ranks.
+"""Predictions, features and scores of a split, of classification or as an objective defines them, exact on any number
+of ranks.
 
-Shapes: B batch, K classes, M labels, n samples.
+Shapes: B batch, K classes, M labels, D features, n samples.
 
 A prediction is correct if it is any of the sample's labels. An unreadable image counts as wrong, and so do
 non-finite logits.
@@ -18,7 +19,7 @@ from torch import Tensor
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import Batch, eval_requests
+from pipeline.data.loading.loader import Batch, Loader, eval_requests
 from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
@@ -135,6 +136,32 @@ def requests(
         start = min(first + rank, last) * batch
         part = rows[start : start + batch]
         yield part, np.zeros(len(part), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of n images. values: float32 (n, D). readable: bool (n,), False where values are invalid. problems: row
+    -> reason.
+    """
+
+    values: np.ndarray
+    readable: np.ndarray
+    problems: dict[int, str]
+
+
+def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
+    """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`; see `each_sample`."""
+    (values,), readable, problems = each_sample(lambda batch: [features(batch.images).float()], reader, rows)
+    return Features(values, readable, problems)
+
+
+def read_pixels(loader: Loader, rows: np.ndarray, batch: int) -> tuple[np.ndarray, Tensor]:
+    """Those of the rows that can be read, in their order, and their pixels, (n, H, W, C)."""
+    kept, pixels = [], []
+    for loaded in loader.batches(requests(rows, batch)):
+        kept.append(loaded.rows[loaded.valid.numpy()])
+        pixels.append(loaded.images[loaded.valid])
+    return np.concatenate(kept), torch.cat(pixels)
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:

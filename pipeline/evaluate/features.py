@@ -13,13 +13,14 @@ import pyarrow.parquet as pq
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
-from pipeline.base.gallery import DPI, Tile
+from pipeline.base.gallery import DPI, Tile, sheet
 from pipeline.base.page import png
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.classify import extract
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
     check_outputs,
@@ -28,8 +29,6 @@ from pipeline.evaluate.loaded_model import (
     refuse_none_readable,
 )
 from pipeline.evaluate.predict import open_images
-from pipeline.evaluate.probes.features import extract
-from pipeline.evaluate.shown import read_shown, sheet
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import try_output
@@ -123,8 +122,8 @@ def _draw_neighbours(
     rows: np.ndarray,
     similarities: np.ndarray,
 ) -> list[tuple[str, float]]:
-    _, (image,) = read_shown(config, loaded, query, np.zeros(1, np.int64))
-    _, pixels = read_shown(config, loaded, images.split, rows)
+    _, (image,) = loaded.shown(config, query, np.zeros(1, np.int64))
+    _, pixels = loaded.shown(config, images.split, rows)
     keys, labels = images.split.keys(rows), images.labels(rows)
     about = list(zip(keys, similarities.tolist(), labels, strict=True))
     tiles = [

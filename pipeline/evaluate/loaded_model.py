@@ -23,9 +23,10 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.loading.loader import normalise
-from pipeline.evaluate.classify import Predictions
-from pipeline.evaluate.probes.features import Features, extract
+from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.values import to_rgb
+from pipeline.data.loading.views import read_by, shown_view
+from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.files import FILES
@@ -34,7 +35,7 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
+from pipeline.settings.commands.weights import LookConfig, TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -101,6 +102,19 @@ class LoadedModel:
             seen = extract(self.features, reader, rows)
         check_outputs(config.weights, where, seen, split, rows)
         return seen
+
+    def shown(self, config: LookConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that can be read, and what the model sees of them, with enough pixels to look at, uint8 (n, H, W,
+        3).
+
+        The others are printed. Raises UserError for none.
+        """
+        view = shown_view(self.view, self.image_size, *read_by(self.pixels, split))
+        with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
+            kept, images = read_pixels(loader, rows, config.batch)
+        print_unreadable(loader.bad, split.keys, "left out")
+        refuse_none_readable(f"images = {', '.join(config.images)} that were chosen", loader.bad, split, len(rows))
+        return kept, to_rgb(images.numpy(), self.pixels)
 
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K)."""

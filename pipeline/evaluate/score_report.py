@@ -22,7 +22,9 @@ from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, render
 from pipeline.evaluate.classify import (
+    Features,
     Predictions,
+    extract,
     label_map,
     label_table,
     names_in_mixture,
@@ -32,7 +34,6 @@ from pipeline.evaluate.classify import (
     score,
 )
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
-from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.model.files import find_file

@@ -35,10 +35,9 @@ from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
 from pipeline.data.storage.checksum_cache import checksum_of
-from pipeline.evaluate.classify import label_table, predict, score
+from pipeline.evaluate.classify import extract, label_table, predict, score
 from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
-from pipeline.evaluate.probes.features import extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.experiment.vtab_tasks import Task
@@ -279,7 +278,7 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
 
     def accuracy(choice: float, train: str, tested: str) -> float:
         if config.method == "linear":
-            found = ridges[train].classify(values[tested], choice)
+            found = ridges[train](values[tested], choice).argmax(1)
         else:
             x, y, tests = map(torch.from_numpy, (values[train], labels[train], values[tested]))
             found = knn_predict(x, y, tests, dataset.num_classes, int(choice), protocol.temperature).argmax(1).numpy()

@@ -30,7 +30,6 @@ from pipeline.evaluate.loaded_model import (
     refuse_none_readable,
 )
 from pipeline.evaluate.predict import open_images, predict_all
-from pipeline.evaluate.shown import read_shown
 from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
@@ -169,7 +168,7 @@ def _draw_images(
     refuse_none_readable(", ".join(config.images), problems, split, len(rows))
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
-    _, shown = read_shown(config, loaded, split, rows)
+    _, shown = loaded.shown(config, split, rows)
     numbers["images"] = keys = split.keys(rows)
     labels = pictures.labels(rows)
     captions = [[label or PurePosixPath(key).stem] for label, key in zip(labels, keys, strict=True)]
@@ -223,5 +222,5 @@ def _draw_predictions(
         names,
         _NUM_PREDICTIONS,
         loaded.image_size,
-        partial(read_shown, config, loaded, split),
+        partial(loaded.shown, config, split),
     )

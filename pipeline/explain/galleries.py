@@ -12,17 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, folded, gallery, lines_of
+from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, folded, gallery, lines_of, sheet
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.segmentation.linear import between_centres
-from pipeline.evaluate.shown import sheet
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.explain.components import PatchComponents
 from pipeline.explain.parameters import Filters
 from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
-from pipeline.settings.quantities import ImageSize
 
 _MAX_MAPS = 12  # of one image in a row
 _CHANNELS = ("red", "green", "blue")
@@ -140,14 +138,14 @@ def draw_predictions(
     confidence: np.ndarray,
     names: Sequence[str],
     most: int,
-    image_size: ImageSize | int,
+    size: tuple[int, int],
     read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> Figure:
     """At most `most` images with true class and prediction, in green or red, in the order of `order_by_mistake`; if no
     true class is known, in black, the most confident first.
 
     true, predicted: int64 (n,), -1 if unknown. confidence: float (n,). names: of all classes, of which some may have
-    the same one, as ImageNet's two cranes. image_size: of the model. read: int64 numbers of images -> (those that can
+    the same one, as ImageNet's two cranes. size: that the model reads. read: int64 numbers of images -> (those that can
     be read, their pixels).
     """
     known = np.flatnonzero((true >= 0) & (predicted >= 0))
@@ -171,7 +169,7 @@ def draw_predictions(
         else:
             mark, colour = ("✓", _RIGHT) if true[number] == predicted[number] else ("✗", _WRONG)
             tiles.append(Tile(image, [names[true[number]], f"{mark} {said}"], colour))
-    return sheet(tiles, "Predictions", note, image_size)
+    return sheet(tiles, "Predictions", note, size)
 
 
 def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
@@ -211,7 +209,8 @@ def draw_distances(distances: Tensor, uniform: float, title: str) -> Figure:
     axes.plot(blocks, distances, "o", markersize=4, color=MAP(0.5), alpha=0.6)
     axes.plot(blocks, distances.mean(1), color="black", label="mean of heads")
     axes.axhline(uniform, color=GREY, linestyle="--", label="uniform attention")
-    axes.set(xlabel="block", ylabel="mean attention distance (pixels)", ylim=(0, 1.25 * max(uniform, distances.max())))
+    axes.set(xlabel="block", ylabel="mean attention distance (pixels)")
+    axes.set_ylim(0, 1.25 * max(uniform, float(distances.max())))
     style_axes(axes)
     figure.suptitle(title, fontsize=TITLE, weight="bold")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # Else one block has fractions of a block.

@@ -13,11 +13,11 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import shown_view
-from pipeline.evaluate.classify import per_class
-from pipeline.evaluate.probes.features import read_pixels
+from pipeline.evaluate.classify import per_class, read_pixels
 from pipeline.explain import galleries
 from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of
 from pipeline.review.record import LastPredictions, RunRecord, Series
+from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 # Metric -> part of a step, in the order in which they follow each other.
@@ -114,7 +114,6 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
             rows, pixels = read_pixels(loader, found.rows[chosen], 16)
         return chosen[np.isin(found.rows[chosen], rows)], to_rgb(pixels.numpy(), split.pixels)
 
-    figure = galleries.draw_predictions(
-        found.true, found.predicted, found.probability, names, _NUM_IMAGES, config.model.image_size, read
-    )
+    size = ImageSize.parse(config.model.image_size)
+    figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_IMAGES, size, read)
     return png(figure, DPI, split.pixels.describe_shown())

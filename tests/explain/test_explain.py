@@ -13,10 +13,11 @@ from PIL import Image
 
 from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
+from pipeline.base import gallery as base_gallery
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.evaluate import features, shown
+from pipeline.evaluate import features
 from pipeline.explain import explain, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
@@ -119,7 +120,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
     named = {"classes": CLASSES, "class_names": ["crane", "crane", "fly"], "loss": "softmax"}
     models.save(model, tmp_path / "cranes.pt", named)
     tiles = list[galleries.Tile]()
-    monkeypatch.setattr(shown, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
+    monkeypatch.setattr(base_gallery, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
     found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", f"images={photos}")["predictions"]
     assert (found["images"], found["wrong"]) == (9, 6)
     signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
@@ -166,13 +167,13 @@ def test_drawings_that_do_not_apply_are_reported(
 def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, monkeypatch) -> None:
     """A run in training commits a checkpoint while its figures are drawn: MLflow is told which weights these are of."""
     weights, sent = save(tmp_path / "pytorch_model.bin"), []
-    draw = explain._draw_weights
+    draw = explain.principal_filters
 
     def draw_slowly(*arguments: Any) -> Any:
         save(tmp_path / "new.pt").rename(tmp_path / "model.safetensors")  # comes first
         return draw(*arguments)
 
-    monkeypatch.setattr(explain, "_draw_weights", draw_slowly)
+    monkeypatch.setattr(explain, "principal_filters", draw_slowly)
     monkeypatch.setattr(explain, "send_report", lambda uri, folder, facts, *more: sent.append(facts))
     run(tmp_path, tmp_path / "out", "draw=filters", "mlflow=sqlite:///x.db")
     assert sent[0].origin.path == str(weights)

@@ -174,7 +174,7 @@ def test_an_index_that_is_not_what_training_should_read(
     else:
         overwrite(folder / "labels", 8, b"\x03")
 
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise RuntimeError("killed")
 
     monkeypatch.setattr(verify, "write_files", kill)

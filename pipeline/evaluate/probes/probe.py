@@ -5,7 +5,6 @@ Shapes: m test samples, M labels of each, D features, K classes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,9 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.trained_on import TrainedSet, trained_by
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.evaluate.classify import is_any, label_table
+from pipeline.evaluate.classify import Features, extract, is_any, label_table
 from pipeline.evaluate.intervals import effective_number, sample_deviation
 from pipeline.evaluate.probes import fewshot
-from pipeline.evaluate.probes.features import Features, extract
 from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.split_reader import SplitReader
@@ -93,16 +91,16 @@ def probe(
     of_rows = np.zeros(len(values), np.int64) if groups is None else groups
     sizes = np.bincount(of_rows)
 
-    def count_right(score: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
-        """How many samples of each group are right; without groups, of all together. score: features (m, D) -> scores
-        of the classes (m, K); None if no training sample is left.
+    def count_right(score: Callable[..., np.ndarray] | None, *strength: float) -> np.ndarray:
+        """How many samples of each group are right; without groups, of all together. score: features (m, D) and
+        strength -> scores of the classes (m, K); None if no training sample is left.
         """
         if score is None:
             return np.full(len(sizes), np.nan)
         right = np.zeros(len(sizes))
         for first in range(ranks.rank * _CHUNK, len(values), ranks.world_size * _CHUNK):
             part = slice(first, first + _CHUNK)
-            hits = is_any(score(values[part]).argmax(1)[:, None], labels[part])[:, 0]
+            hits = is_any(score(values[part], *strength).argmax(1)[:, None], labels[part])[:, 0]
             right += np.bincount(of_rows[part], weights=hits, minlength=len(sizes))
         return np.array(ranks.sum(*right.tolist()))
 
@@ -117,19 +115,19 @@ def probe(
             places = places[usable[places]]
             learnt = train.values[places], choice.labels[places]
             ridge = fewshot.fit(*learnt, choice.num_classes) if len(places) else None
-            of_seeds.append([count_right(partial(ridge, l2=l2) if ridge else None) for l2 in config.l2])
+            of_seeds.append([count_right(ridge, l2) for l2 in config.l2])
         for l2, rights in zip(config.l2, np.swapaxes(of_seeds, 0, 1), strict=True):
             column = (rights.sum(1) / len(values)).tolist()
             row = {"shots": shots, "l2": l2, "top1": float(np.mean(column)), "std": sample_deviation(column)}
             found["fewshot"].append({**row, "top1_of_seeds": column, **effective(rights.mean(0))})
     if len(choice.neighbours):
         places = choice.neighbours[usable[choice.neighbours]]
-        neighbours = [torch.from_numpy(of[places]).to(ranks.device) for of in (train.values, choice.labels)]
+        features, classes = (torch.from_numpy(of[places]).to(ranks.device) for of in (train.values, choice.labels))
 
         def votes(part: np.ndarray) -> np.ndarray:
             tested = torch.from_numpy(part).to(ranks.device)
-            found = knn_predict(*neighbours, tested, choice.num_classes, config.neighbours, config.temperature)
-            return found.cpu().numpy()
+            settings = choice.num_classes, config.neighbours, config.temperature
+            return knn_predict(features, classes, tested, *settings).cpu().numpy()
 
         right = count_right(votes if len(places) else None)
         found["knn"] = {

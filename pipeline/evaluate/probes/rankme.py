@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pipeline.evaluate.probes.features import Features
+from pipeline.evaluate.classify import Features
 
 _EPSILON = 1e-7  # RankMe's, for float32 embeddings.
 # A RankMe below 2 is less than two equal directions, which tell at most two groups of images apart.

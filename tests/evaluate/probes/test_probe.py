@@ -13,9 +13,8 @@ from tiny import make_dataset
 
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import intervals, score_report
-from pipeline.evaluate.classify import requests
+from pipeline.evaluate.classify import Features, requests
 from pipeline.evaluate.intervals import effective_number
-from pipeline.evaluate.probes.features import Features
 from pipeline.evaluate.probes.probe import choose_samples, metrics_in_words, probe, probe_metrics
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.process.distributed import Ranks

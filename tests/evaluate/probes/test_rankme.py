@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluate.probes.features import Features
+from pipeline.evaluate.classify import Features
 from pipeline.evaluate.probes.rankme import collapse, feature_std, rankme, spread
 
 
