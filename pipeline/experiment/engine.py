@@ -173,12 +173,9 @@ class Experiment:
     @cached_property
     def _varied(self) -> list[str]:
         """Names of the settings by which the runs differ."""
-        found = list(self.settings(self.specs).values())
-        return [
-            name
-            for name in dict.fromkeys(n for one in found for n in one)
-            if len({str(one.get(name)) for one in found}) > 1
-        ]
+        found = self.settings(self.specs).values()
+        names = dict.fromkeys(name for one in found for name in one)
+        return [name for name in names if len({str(one.get(name)) for one in found}) > 1]
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
         """The settings of runs by name, see `claim`."""
@@ -225,9 +222,8 @@ def claim(
             raise UserError(
                 f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
             ) from None
-    before_of = {"kind": then["kind"], **then["shared"]}
-    pairs = [(name, before_of.get(name, of), of) for name, of in {"kind": kind, **now["shared"]}.items()]
-    changed = [f"{name} was {before}, is {of}" for name, before, of in pairs if before != of]
+    was, is_now = {"kind": then["kind"], **then["shared"]}, {"kind": kind, **now["shared"]}
+    changed = list(map(str, schema.differences(is_now | was, is_now, {})))
     for name, settings in now["runs"].items():
         before = then["runs"].get(name, settings)
         changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]

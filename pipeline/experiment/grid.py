@@ -76,7 +76,7 @@ class Grid(Experiment):
     def _choose(self, seed: int, rows: Mapping[str, Row]) -> RunSpec | None:
         if any(rows[name].state in TO_RUN for name in self.rates):
             return None
-        best, _ = best_rate(self._tried(rows.values()))
+        best = best_rate(self._tried(rows.values()))
         return replace(make_run(self.config, f"final-seed-{seed}", best, seed, 0.0), facts=self.specs[-1].facts)
 
     def _tried(self, rows: Any) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Grid(Experiment):
             raise UserError(f"{lost[0].folder}: {lost[0].reason} Or leave its learning rate out of lr.")
         finals = [row for row in rows if row.group == "finals" and row.state == "done"]
         answer = ExperimentAnswer({"runs_done": len(tried) + len(finals)})
-        best = best_rate(tried)[0] if finals else None
+        best = best_rate(tried) if finals else None
         accuracies = {trial["lr"]: trial.get("top1", np.nan) for trial in tried}
         about = "without a point: diverged; dotted: the chosen one"
         pictures = [draw_rates({"dev": [accuracies]}, about, best)] if tried else []
@@ -245,16 +245,15 @@ def _refuse_other_weights(rows: Sequence[Row]) -> None:
         )
 
 
-def best_rate(tried: list[dict[str, Any]]) -> tuple[float, int]:
-    """Returns (learning rate with the highest dev accuracy, number of dev images). Ties: the lower loss.
+def best_rate(tried: list[dict[str, Any]]) -> float:
+    """The learning rate with the highest dev accuracy. Ties: the lower loss.
 
     Raises UserError if all diverged.
     """
     scored = [trial for trial in tried if "diverged" not in trial]
     if not scored:
         raise UserError(f"every learning rate diverged; of the first: {tried[0]['diverged']} Add lower ones to lr.")
-    best = min(scored, key=lambda trial: (-trial["top1"], trial["loss"]))
-    return best["lr"], best["num_samples"]
+    return float(min(scored, key=lambda trial: (-trial["top1"], trial["loss"]))["lr"])
 
 
 def summary_of(accuracies: list[float], num_test: int) -> dict[str, Any]:

@@ -97,9 +97,8 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
         usual = median(per_flop.values())
         hours = {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
         return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'run')} of these")
-    rate, source = 0.0, "at the models' speeds"
-    if config.tflops:
-        rate, source = config.tflops * 1e12 * max(1, config.gpus), f"with {config.tflops:g} TFLOP/s (tflops) a device"
+    rate = config.tflops * 1e12 * max(1, config.gpus)
+    source = f"with {config.tflops:g} TFLOP/s (tflops) a device" if rate else "at the models' speeds"
     rates = [experiment.rates.get(spec.group, rate) for spec in specs]
     if not all(rates) or not all(spec.flops for spec in specs):
         return CostEstimate(

@@ -99,7 +99,7 @@ class Study(Experiment):
             probed = run.probe.metrics("").items()
             found |= {name.removeprefix("_"): on for name, metric in probed if metric.better and metric.is_share}
         tuned = [spec for spec in self.specs if cell.name in spec.needs]
-        return found | {f"finetune:{_tuned_name(s.name, cell.name)}": _evaluated(s.config) for s in tuned}
+        return found | {f"finetune:{s.name.removeprefix(f'{cell.name}-')}": _evaluated(s.config) for s in tuned}
 
     @cached_property
     def shared(self) -> dict[str, Any]:  # type: ignore[override]
@@ -139,10 +139,6 @@ def _evaluated(config: RunConfig) -> str:
     return f"{Path(config.data.path).name}:{config.data.evaluated[0]}"
 
 
-def _tuned_name(name: str, cell: str) -> str:
-    return name.removeprefix(f"{cell}-")
-
-
 def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     """The report of a study: the answer to its question, all cells, and how it was made."""
     states = [cell.state for cell in results.cells]
@@ -177,7 +173,7 @@ def joined(rows: Sequence[Row]) -> list[Row]:
         if row.state != "done":
             cells[cell.name] = replace(cell, state=row.state, reason=f"{row.name}: {row.reason}" * bool(row.reason))
             continue
-        own, merged = f"finetune:{_tuned_name(row.name, cell.name)}", {}
+        own, merged = f"finetune:{row.name.removeprefix(f'{cell.name}-')}", {}
         for name in ("scores", "num_test", "effective_images"):
             values = getattr(row, name)
             merged[name] = getattr(cell, name) | ({own: values["top1"]} if "top1" in values else {})
@@ -454,6 +450,8 @@ def compute_of_runs(weights: Path) -> list[float]:
     found: list[float] = []
     folders = set[Path]()
     while True:
+        with contextlib.suppress(UserError):
+            weights = find_file(weights).parent
         checkpoint = next((path for path in (weights, weights.parent) if NAME.fullmatch(path.name)), None)
         folder = (run_of_checkpoint(checkpoint) or checkpoint.absolute().parents[1]) if checkpoint else weights
         try:
@@ -463,20 +461,10 @@ def compute_of_runs(weights: Path) -> list[float]:
         if end is None or folder in folders:
             return [*found, 0.0]
         folders.add(folder)
-        step = step_of(checkpoint) if checkpoint else _newest_step(weights) or end.step
+        step = step_of(checkpoint) if checkpoint else end.step
         found.append(settings.train.global_batch * (step * facts.flops_per_image))
         # The weights that the run found at its first start.
         before = facts.origin.path if facts.origin else settings.init.weights
         if before is None:
             return found
         weights = Path(before)
-
-
-def _newest_step(run: Path) -> int:
-    """The step of a run's newest checkpoint, 0 if there is none: status.json of a killed run has the step of its last
-    log line.
-    """
-    with contextlib.suppress(UserError):
-        folder = find_file(run).parent
-        return step_of(folder) if NAME.fullmatch(folder.name) else 0
-    return 0

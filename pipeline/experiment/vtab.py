@@ -149,7 +149,8 @@ class Sweep(Experiment):
         self.contamination = _contamination(self, weights.extra)
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
-        stage, settings, seeds = "final", settings_of(protocol), config.seeds
+        settings: list[Setting | None] = [*settings_of(protocol)]
+        stage, seeds = "final", config.seeds
         if config.method != "finetune":  # A probe draws nothing.
             stage, settings, seeds = "probe", [None], [0]
         tried = settings if len(settings) > 1 else []

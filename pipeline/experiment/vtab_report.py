@@ -73,8 +73,13 @@ class Column:
 
     def choice(self, task: str) -> str:
         """What was chosen for a task, in words; all choices if the seeds differ."""
-        choices = {choice_in_words(score) for score in self.facts["scores"] if score["task"] == task}
-        return "; ".join(sorted(choices - {""}))
+        names = ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy")
+        texts = set[str]()
+        for score in self.facts["scores"]:
+            if score["task"] == task:
+                known = (name for name in names if score.get(name) is not None)
+                texts.add(", ".join(f"{name.replace('_', ' ')} {score[name]:g}" for name in known))
+        return "; ".join(sorted(texts - {""}))
 
     # ---------------------------------------------------------------- what a page shows
     def caveats(self) -> Iterator[str]:
@@ -138,12 +143,6 @@ def column_of(name: str, results: dict[str, Any]) -> Column:
     complete = {mean: names for mean, names in MEMBERS.items() if set(names) <= set(tasks)}
     means = {mean: _mean_of([by_task[name] for name in names]) for mean, names in complete.items()}
     return Column(name, tasks, means, results)
-
-
-def choice_in_words(score: dict[str, Any]) -> str:
-    """What a row of results.json chose: 'learning rate 0.01, weight decay 0, steps 2500, val accuracy 0.615'."""
-    names = ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy")
-    return ", ".join(f"{name.replace('_', ' ')} {score[name]:g}" for name in names if score.get(name) is not None)
 
 
 def column_as_published(published: Published) -> Column:

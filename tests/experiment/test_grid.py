@@ -351,7 +351,7 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
         {"lr": 3.0, "top1": 0.7, "loss": 1.4, "num_samples": 9},
         {"lr": 4.0, "diverged": "4 steps were skipped."},
     ]
-    assert grid.best_rate(tried) == (3.0, 9)
+    assert grid.best_rate(tried) == 3.0
     with pytest.raises(UserError, match=r"every learning rate diverged; of the first: 4 steps were skipped\."):
         grid.best_rate(tried[3:])
     several = grid.summary_of([0.9, 0.92, 0.94], 1000)
