@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from block_pairs import COLOURS, Write, settings
-from mlflow.tracking import MlflowClient
 from PIL import Image
 from safetensors import safe_open
 from tiny import make_dataset as make_pixels
@@ -25,8 +24,6 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import run
 from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
 from pipeline.process.outputs import holding_outputs
-from pipeline.review import compare, table
-from pipeline.review.reader import read
 from pipeline.settings.commands.segment import SegmentConfig
 
 
