@@ -69,7 +69,7 @@ class Point:
     """The runs of one model at one data size and length, which differ in their seed only. scores: in the order of
     seeds, shares.
 
-    x: what the study compares by: the number of training images, or exaFLOPs of training. num_test: test
+    x: what the study compares by: the number of training images, or compute in `StudyResults.unit`. num_test: test
     images of each score; 0 if unknown, or if it is not a proportion of images. effective: of images in groups, their
     `effective_number`; else num_test.
     """
@@ -129,7 +129,7 @@ def points_of(results: StudyResults) -> list[Point]:
         first = cells[0]
         nums = [cell.num_test.get(name, 0) for cell in cells]
         effective = min(cell.effective_images.get(name, num) for cell, num in zip(cells, nums, strict=True))
-        x = float(data_size) if results.counts_images else first.exaflops
+        x = float(data_size) if results.counts_images else first.exaflops / results.unit[0]
         seeds, scores = zip(*((cell.seed, cell.scores[name]) for cell in cells), strict=True)
         found.append(Point(model, first.family, data_size, first.exaflops, x, seeds, scores, min(nums), effective))
     return found
@@ -195,7 +195,7 @@ def table(found: Sequence[Tested], results: StudyResults, first: str, second: st
         for a, b in [(one.first, one.second)]
     ]
     scores = (f"{results.score}, %", second, "its, %")
-    return Table((results.unit, first, "seeds", *scores, "difference, points", "p, corrected", "difference"), rows)
+    return Table((results.unit[1], first, "seeds", *scores, "difference, points", "p, corrected", "difference"), rows)
 
 
 def percent(score: float, *ends: float) -> str:
@@ -354,7 +354,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda x, _: results.number(x))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(results.unit if results.counts_images else f"compute of pre-training, {results.unit}")
+    axes.set_xlabel(results.unit[1] if results.counts_images else f"compute of pre-training, {results.unit[1]}")
     axes.set_ylabel(f"{results.score}, %", parse_math=False)
     style_axes(axes)
     add_legend(figure, loc="outside right upper", fontsize=8)

@@ -30,7 +30,7 @@ from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec, settings_of
-from pipeline.experiment.table import Row, StudyResults
+from pipeline.experiment.table import Row, StudyResults, unit_of
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
@@ -183,6 +183,7 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cells_table(results: StudyResults) -> Table:
+    size, unit = results.compute_unit
     names = list(dict.fromkeys([results.score, *(name for cell in results.cells for name in cell.scores)]))
     rows = [
         (
@@ -191,7 +192,7 @@ def _cells_table(results: StudyResults) -> Table:
             f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
             f"{cell.data_size:,}",
-            f"{cell.exaflops:.3g}",
+            f"{cell.exaflops / size:.3g}",
             f"{cell.steps:,}",
             f"{cell.images_seen:,}",
             f"{cell.parameters:,}",
@@ -199,7 +200,7 @@ def _cells_table(results: StudyResults) -> Table:
         )
         for cell in results.cells
     ]
-    last = ("training images", "exaFLOPs", "steps", "images seen", "parameters", "hours")
+    last = ("training images", unit, "steps", "images seen", "parameters", "hours")
     return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
@@ -429,17 +430,18 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
             before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
             notes.append(
                 f"{model.name} starts from {model.weights}, "
-                + (
-                    f"pre-trained for {compute / EXA:.4g} exaFLOPs{before}."
-                    if compute
-                    else "whose pre-training is not known."
-                )
+                + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
             )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {found[longest] / EXA:.4g} exaFLOPs more, those of {longest}.")
+    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
     return found[longest]
+
+
+def _in_words(flops: float) -> str:
+    size, unit = unit_of(flops / EXA)
+    return f"{flops / EXA / size:.4g} {unit}"
 
 
 def compute_of_runs(weights: Path) -> list[float]:

@@ -5,6 +5,7 @@ question read only this.
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,17 @@ import pyarrow.parquet as pq
 
 TABLE = "results.parquet"
 TEMPLATES = Path(__file__).parent / "templates"
+# Units of compute, the largest first: (in exaFLOPs, name).
+_UNITS = ((1.0, "exaFLOPs"), (1e-3, "petaFLOPs"), (1e-6, "teraFLOPs"), (1e-9, "gigaFLOPs"))
 # damaged: its run has ended, and what its files say cannot be used.
 State = Literal["done", "diverged", "failed", "damaged", "not run"]
 # States of runs that a start does (again). A diverged run would diverge again.
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
+
+
+def unit_of(exaflops: float) -> tuple[float, str]:
+    """The largest unit of which this amount is at least one: (in exaFLOPs, name)."""
+    return next((unit for unit in _UNITS if exaflops >= unit[0]), _UNITS[-1])
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,15 @@ class StudyResults:
         """Seed of the report's random draws."""
         return min((cell.seed for cell in self.cells), default=0)
 
+    @cached_property
+    def compute_unit(self) -> tuple[float, str]:
+        """The unit in which the compute of all cells is shown, that of the longest: (in exaFLOPs, name)."""
+        return unit_of(max((cell.exaflops for cell in self.cells), default=1.0))
+
     @property
-    def unit(self) -> str:
-        """What cells are compared by."""
-        return "training images" if self.counts_images else "exaFLOPs"
+    def unit(self) -> tuple[float, str]:
+        """The unit of what cells are compared by: (size, name)."""
+        return (1.0, "training images") if self.counts_images else self.compute_unit
 
     def number(self, x: float) -> str:
         """An amount in this unit."""
