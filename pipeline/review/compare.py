@@ -40,6 +40,8 @@ _MAX_COLUMNS = 6
 _MAX_PAIRS = 30
 # Length of the folder's name; file systems allow 255 bytes.
 _MAX_CHARACTERS = 60
+# Budgets of two runs whose ratio is nearer to 1 count as the same.
+_SAME_BUDGET = 0.01
 
 
 def run(config: CompareConfig) -> dict[str, RunRecord]:
@@ -214,9 +216,19 @@ def _told(pair: Pair) -> tuple[str, ...]:
     d = pair.difference
     points = [f"{100 * value:+.2f}" for value in (d.value, d.low, d.high)]
     p, corrected = ("<0.0001" if value < 0.0001 else f"{value:.4f}" for value in (d.p, pair.corrected))
-    verdict = in_words(d, pair.corrected)
+    verdict = in_words(d, pair.corrected) + _budget(pair)
     interval = f"{points[1]} to {points[2]}"
     return pair.first.title, pair.second.title, points[0], interval, p, corrected, verdict, d.method
+
+
+def _budget(pair: Pair) -> str:
+    """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if equal."""
+    told, (first, second) = [], (of.record.axes(of.record.last_step) for of in (pair.first, pair.second))
+    for axis, name in (("images_seen", "images"), ("exaflops", "FLOPs")):
+        ratio = first[axis] / second[axis] if first.get(axis) and second.get(axis) else 1.0
+        if abs(ratio - 1) > _SAME_BUDGET:
+            told.append(f"{ratio:.3g} times the {name}")
+    return f", with {' and '.join(told)}" if told else ""
 
 
 def _pair_row(pair: Pair) -> dict[str, Any]:
