@@ -89,6 +89,8 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
         uris = list(dict.fromkeys([*uris, default_uri(out), default_uri(Path("runs"))]))
     for uri in uris:
         if (database := sqlite_file(uri)) and not database.is_file():  # MLflow would create it.
+            if uri in given and uri != default_uri(out.parent):
+                raise UserError(f"{weights}: there is no MLflow database {database}. Set {setting}MLFLOW_TRACKING_URI.")
             continue
         try:
             client = connect(uri)
