@@ -164,7 +164,7 @@ def measured(record: RunRecord) -> Table | None:
     planned, so_far = (record.axes(step)["exaflops"] for step in (steps, done))
     # Those of data.path, of which a batch of a mixture holds a share, as the run planned them.
     in_all = float(record.parameters.get("epochs", 0)) or (steps * batch / train.num_samples if train else 0.0)
-    memory = record.series.get("peak_memory_gib")
+    memory, waits = record.series.get("peak_memory_gib"), record.median("data_wait")
     rows = [
         ("steps", f"{steps:,}", f"{done:,}"),
         ("images", f"{steps * batch:,}", f"{done * batch:,}"),
@@ -175,7 +175,7 @@ def measured(record: RunRecord) -> Table | None:
         ("time of training steps", "–", duration(record.training_seconds)),
         ("ranks", shown(record.ranks), f"{record.ranks} ({record.tags.get('device', '')})"),
         ("peak memory of a rank", "–", f"{np.nanmax(memory.values):.2f} GiB" if memory else "–"),
-        ("share of time that waits for data, median", "–", shown(record.median("data_wait"))),
+        ("share of time that waits for data, median", "–", "–" if waits is None else f"{waits:.1%}"),
     ]
     return Table(("", "planned", "measured"), rows)
 

@@ -78,7 +78,8 @@ def write_run(
     timing = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
     tracker = Tracker(track, folder.parent, folder, facts, None, timing)
     for step in range(every, steps + 1, every):
-        tracker.log(step, {"loss": 1 / step, "images_per_second": 100.0 + step, "mfu": 0.2, "skipped_steps": 0.0})
+        speed = {"images_per_second": 100.0 + step, "mfu": 0.2, "data_wait": 0.125}
+        tracker.log(step, {"loss": 1 / step, **speed, "skipped_steps": 0.0})
         own = {
             group: [n for n, m in (declared or {}).items() if m.group == group] for group in ("train", "eval", "probe")
         }

@@ -111,6 +111,7 @@ def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytes
     assert all((file.parent / name).is_file() for name in re.findall(r"\]\((\S+)\)", text))
     out = capsys.readouterr().out
     assert "50.00 %" in out
+    assert re.search(r"waits for data.*12\.5%", text)
     assert "report.html (the earlier one there is replaced)" in out
 
 
