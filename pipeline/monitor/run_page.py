@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -250,7 +251,7 @@ def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
     program = "/".join(Path(sys.argv[0]).resolve().parts[-2:])  # As one would type it: launch/pretrain.py.
     return {
-        "mlflow.user": psutil.Process().username(),
+        "mlflow.user": os.environ.get("USER") or psutil.Process().username(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
         "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
         "mlflow.source.type": "LOCAL",

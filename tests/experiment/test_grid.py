@@ -131,7 +131,7 @@ def test_grid_from_trials_to_table_and_comparison(
     with pytest.raises(SystemExit) as stopped:
         grid.run(config)
     assert stopped.value.code == RESUME
-    with pytest.raises(UserError, match=r"tiny is an experiment that has not ended"):
+    with pytest.raises(UserError, match=r"tiny is not the folder of a run, or of an experiment that has ended"):
         from_folder(tmp_path / "tiny")
     instead_of_commands(monkeypatch, start)
     result = grid.run(config)

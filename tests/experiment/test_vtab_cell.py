@@ -249,7 +249,7 @@ def test_a_probe_chooses_on_200_and_learns_from_all(data: Dataset, method: str) 
     def accuracy(choice: float, *train: str, tested: str) -> float:
         x, y = (np.concatenate([part[name] for name in train]) for part in (values, labels))
         if method == "linear":
-            found = fewshot.fit(x, y, NUM_CLASSES).classify(values[tested], choice)
+            found = fewshot.fit(x, y, NUM_CLASSES)(values[tested], choice).argmax(1)
         else:
             unit, others = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (values[tested], x))
             cosines = unit @ others.T

@@ -44,7 +44,7 @@ def test_verify_finds_what_it_finds_on_a_disk(dataset: Dataset, tmp_path: Path, 
     assert {"checksum": 1, "missing": 1}.items() <= {kind: of["count"] for kind, of in there["kinds"].items()}.items()
     assert comparable(there) == comparable(here)
     assert (bucket_path(url) / "verify/damage.csv").read_bytes() == (local / "verify/damage.csv").read_bytes()
-    assert json.loads((bucket_path(url) / "verify/report.json").read_text()) == there
+    assert json.loads((bucket_path(url) / "verify/report.json").read_bytes()) == there
     lists = [read_lists(open_dataset(place))["damaged"].to_pylist() for place in (local, url)]
     assert lists[0] == lists[1]
     # Shards came whole, once, but for the two answers that failed: nothing was asked for sample by sample.
