@@ -1,7 +1,6 @@
 """Opens image files, folders, tars of samples or a data set as a split, which the loader reads like any other."""
 
 import glob
-import io
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -236,9 +235,9 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
     paths, labels = [run[0].path for run in runs], np.array([image.label for image in images], np.int32)
     # Arrow holds UTF-8 only.
     names = [as_bytes(image.key).decode() for image in images]
-    keys = io.BytesIO()
+    keys = pa.BufferOutputStream()  # Arrow's threads may free a buffer of Python's after its end, and abort.
     pq.write_table(pa.table({"key": names}), keys)
-    table = pq.ParquetFile(keys)
+    table = pq.ParquetFile(pa.BufferReader(keys.getvalue()))
     index = ManifestIndex(
         np.array([image.offset for image in images]),
         np.array([image.size for image in images]),
