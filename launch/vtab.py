@@ -23,7 +23,7 @@ of a GPU.
 After an interruption, run the same command again: finished cells are kept, and the results are the same. A cell that
 fails is retried, then reported; the others continue, and the exit code is 2.
 The result folder holds results.json, with protocol, weights and data and their checksums, and one file per cell. The
-sweep is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as a run, with a run below it for each cell.
+sweep is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as one run.
 """
 
 import sys
