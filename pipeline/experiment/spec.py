@@ -220,16 +220,23 @@ def _steps_of(spec: RunSpec) -> list[int]:
 
 
 def _plant(spec: RunSpec) -> None:
-    """Give a run the checkpoint of its trunk, from which it resumes."""
+    """Give a run the checkpoint of its trunk, from which it resumes. Its files are links, where a disk has them."""
     assert spec.trunk
     (source,) = [path for path in _checkpoints(spec.trunk).candidates() if step_of(path) == spec.trunk_steps]
     target = _checkpoints(spec)
     path = Path(str(target.begin(spec.trunk_steps, "planted")))  # study.py refuses checkpoints in a bucket.
     shutil.rmtree(path)  # What a killed call left.
-    shutil.copytree(str(source), path)
+    shutil.copytree(str(source), path, copy_function=_link)
     final = path.parent / source.name
     path.rename(final)
     target.point_at(final)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 # -------------------------------------------------------------------- what became of one
