@@ -643,6 +643,10 @@ class InitConfig(Settings):
     its weight decay chosen on held-out fifths), and saved and scored as step 0. With train.length='0 steps', that is
     the whole run.
     """
+    fit_views: PositiveInt = setting(1, needs="fit_head")
+    """1: each image as it is evaluated. More: so many views of it as in training (augment), which help a few hundred
+    images, and take so many times as long.
+    """
     attentive_pool: bool = setting(False, needs="weights")
     """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
     channels: ChannelRule = setting("auto", needs="weights")
