@@ -126,6 +126,8 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in one line for the log."""
+        if not self.steps:
+            return f"no step of training: a head is fitted to {counted(self.num_samples, 'image')} (init.fit_head)"
         return (
             f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x"
             f" {self.accumulation} x {counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of"
@@ -142,14 +144,14 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     train = config.train
     accumulation, micro_batch = cut_batch(config, world_size)
     steps = train.length.steps(num_samples, train.global_batch)
-    if steps < 1:
+    if steps < (0 if config.init.fit_head else 1):
         raise UserError(
             f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on"
             f" {counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
     cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
-    if warmup >= steps or warmup + cooldown > steps:
+    if steps and (warmup >= steps or warmup + cooldown > steps):
         raise UserError(
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown ="
             f" {config.schedule.cooldown} ({counted(cooldown, 'step')}) do not fit into train.length = {train.length}"

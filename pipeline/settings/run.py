@@ -373,8 +373,8 @@ class AugmentConfig(Settings):
 
 
 class TrainConfig(Settings):
-    length: Length = setting(above=0, on_change="comparison")
-    """Length of the run, for example '90 epochs'"""
+    length: Length = setting(on_change="comparison")
+    """Length of the run, for example '90 epochs'; '0 steps' with init.fit_head trains no further"""
     global_batch: Batch = setting(4096, on_change="run")
     """Samples per optimizer step, over all ranks."""
     micro_batch: Batch = setting(64, on_change="comparison")
@@ -386,9 +386,10 @@ class TrainConfig(Settings):
     half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average
     of the weights is sure of in images without one (pseudo_labels).
     """
-    freeze: str = setting("none", pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$", on_change="run")
+    freeze: str = setting("none", pattern=r"^(none|backbone|encoder|(all but )?[1-9]\d{0,3} blocks?)$", on_change="run")
     """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the
-    attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks).
+    attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks),
+    or all but so many last ones (all but 2 blocks).
     """
     lora_rank: NonNegativeInt = setting(0, on_change="run")
     """With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the
@@ -637,6 +638,15 @@ class InitConfig(Settings):
     """With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes
     (model.pool_norm).
     """
+    fit_head: bool = setting(False, needs="weights")
+    """With a new head: before the first step it is fitted to the features of all training images (logistic regression,
+    its weight decay chosen on held-out fifths), and saved and scored as step 0. With train.length='0 steps', that is
+    the whole run.
+    """
+    fit_views: PositiveInt = setting(1, needs="fit_head")
+    """1: each image as it is evaluated. More: so many views of it as in training (augment), which help a few hundred
+    images, and take so many times as long.
+    """
     attentive_pool: bool = setting(False, needs="weights")
     """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
     channels: ChannelRule = setting("auto", needs="weights")
@@ -784,6 +794,11 @@ class RunConfig(Settings):
             raise UserError(
                 "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with"
                 " init.new_head=true."
+            )
+        if init.fit_head and (not init.new_head or init.attentive_pool or self.data.mix):
+            raise UserError(
+                "init.fit_head fits a new head to the features of data.path: use init.new_head=true, and leave out"
+                " init.attentive_pool and data.mix."
             )
         if init.attentive_pool and freeze == "backbone":
             raise UserError(

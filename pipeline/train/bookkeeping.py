@@ -146,7 +146,9 @@ class StartingPoint(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(StartingPoint):
-    """Everything that the training loop uses; made by `set_up`. tracker, drawing: rank 0 only."""
+    """Everything that the training loop uses; made by `set_up`. tracker, drawing: rank 0 only. head_metrics: of a head
+    that this start fitted (`fit_head_on_all_ranks`), else empty.
+    """
 
     engine: "Engine"
     feed: Feed
@@ -162,6 +164,7 @@ class TrainingRun(StartingPoint):
     drawing: DrawingProcess | None
     saver: Saver
     progress: Progress
+    head_metrics: dict[str, float]
     evaluators: list["Evaluator"] = field(default_factory=list)
 
     # ------------------------------------------------------------------ around the step

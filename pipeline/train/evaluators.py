@@ -59,7 +59,7 @@ class Evaluator:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and
         evaluation.
         """
-        if not start or self.name not in self.run.plan.due(start).evaluations:
+        if not self._is_due(start):
             return False
         last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
         tracker = self.run.tracker
@@ -67,6 +67,10 @@ class Evaluator:
         if last and last.step > start and tracker:
             return all(tracker.value_at_start(name) is None for name in objectives.metrics(self.run.config)[self.name])
         return last is None or last.step < start
+
+    def _is_due(self, start: int) -> bool:
+        """Whether the model of step `start` is to be measured: that of step 0 if its head is fitted."""
+        return (start > 0 or self.run.config.init.fit_head) and self.name in self.run.plan.due(start).evaluations
 
     def evaluate_on_all_ranks(self, step: int) -> None:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
@@ -97,7 +101,7 @@ class Evaluator:
         and kept.json.
         """
         tracker = self.run.tracker
-        if start and tracker and self.run.plan.best_from == self.name:
+        if self._is_due(start) and tracker and self.run.plan.best_from == self.name:
             value = tracker.value_at_start(self.run.config.checkpoint.best)
             if value is not None:
                 self._mark_best(start, value)

@@ -83,22 +83,23 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         stop.leave(progress.step, reason)
     stop.show_end("finished", stop.caveat)
     but = f", but {stop.caveat}" if stop.caveat else ""
-    if progress.start >= prepared.plan.steps:
+    if run.resumed is not None and progress.start >= prepared.plan.steps:
         console.say(f"nothing left to do: the run is finished{but}")
         return
-    console.say(
-        f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in"
-        f" {run.folder}{but}"
-    )
+    speed = f"{run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in "
+    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}{but}")
 
 
 def _train_until_stopped(run: "TrainingRun") -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
-    from pipeline.train.loop import train_on_all_ranks  # Late: imports torch.
+    from pipeline.train.fitted_head import save_fitted_head_on_all_ranks  # Late: these import torch.
+    from pipeline.train.loop import train_on_all_ranks
 
     progress, stop = run.progress, run.stop
     try:
         stop.begin_training(progress.start)
+        if run.head_metrics:
+            save_fitted_head_on_all_ranks(run)
         for evaluator in run.evaluators:
             if run.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
