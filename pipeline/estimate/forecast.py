@@ -271,7 +271,7 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: P
         try:
             found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
         except UserError as error:
-            raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
+            raise UserError(f"init.weights = {error} (Or plan without weights: variant=ViT-L/16.)") from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))
 
 

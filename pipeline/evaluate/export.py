@@ -91,7 +91,7 @@ def run(config: ExportConfig) -> LogitDifference:
         else:
             _write(model, config.format, unfinished, extra)
         # After the model is accepted.
-        for note in filter(None, _notes(config.format, model, view, extra.get("loss"))):
+        for note in filter(None, _notes(config.format, model, extra)):
             print(f"{config.format}: {note}")
         if isinstance(model, Mae):
             name, ours, theirs = _compare_mae(model, config.format, unfinished)
@@ -108,13 +108,16 @@ def run(config: ExportConfig) -> LogitDifference:
     return difference
 
 
-def _notes(form: str, model: Model | Mae, view: dict[str, Any], loss: str | None) -> Iterator[str]:
+def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str]:
     """What is to know where the file is used; "" is nothing."""
+    view = extra.get("preprocessing", {})
     if form in _FOLDERS:
         yield written_filter(view)
     if isinstance(model, Mae):
         return
     config = model.config
+    if config.num_classes and not extra.get("classes"):
+        yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
     if form == "huggingface":
         yield written_crop(view, config.image_size)
     if form in ("huggingface", "timm"):
@@ -130,12 +133,12 @@ def _notes(form: str, model: Model | Mae, view: dict[str, Any], loss: str | None
             "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
             " launch/features.py among them, are the class token alone"
         )
-    if form == "timm" and loss == "sigmoid" and config.num_classes:
+    if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
         yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
     if form in _ARRAYS:
         yield (
-            "it holds neither class names nor how images are read: where it is used, set class_names, image_size,"
-            " eval_crop, eval_resize, resize_filter and loss as of these weights"
+            "it holds neither class names nor how images are read: where it is used, set class_names (in the order of"
+            " these weights' classes), image_size, eval_crop, eval_resize, resize_filter and loss as of these weights"
         )
 
 

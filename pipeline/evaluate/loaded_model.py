@@ -30,6 +30,7 @@ from pipeline.evaluate.classify import Features, Predictions, extract, read_pixe
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.files import FILES
+from pipeline.model.published import SUFFIXES
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
@@ -211,7 +212,8 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     """
     path = _named(weights)
     parent = path.absolute().parent
-    label = f"{path.resolve().stem}-{name}" if name else path.resolve().stem
+    own = path.resolve().stem if path.suffix in SUFFIXES else path.resolve().name
+    label = f"{own}-{name}" if name else own
     if out:
         folder = Path(out)
     elif (path / "checkpoints").is_dir() or (path / "status.json").is_file():

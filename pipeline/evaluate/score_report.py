@@ -244,7 +244,7 @@ def _in_classes_of_weights(
                 " names differ: match_classes=false."
             )
     if config.match_classes:
-        print(unnamed_note(config.weights, config.data))
+        print(unnamed_note(config.weights, config.data, own))
     return dataset, split
 
 

@@ -631,7 +631,9 @@ class HealthConfig(Settings):
 
 class InitConfig(Settings):
     weights: PathText | None = None
-    """Start from these weights: a run, a checkpoint, or those of other projects (docs/weights.md)."""
+    """Start from these weights: a run, a checkpoint, those of other projects, or OWNER/NAME on the Hugging Face hub
+    (docs/weights.md).
+    """
     new_head: bool = setting(True, needs="weights")
     """With init.weights: replace the head by a zero-initialised linear layer."""
     mean_pool: bool = setting(False, needs="weights")

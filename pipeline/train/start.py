@@ -181,4 +181,7 @@ def _find_weights(config: RunConfig, weights: str) -> None:
     from pipeline.monitor.mlflow.weights import is_uri
 
     if not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
-        find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
+        try:
+            find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
+        except UserError as error:
+            raise UserError(f"init.weights = {error}") from error

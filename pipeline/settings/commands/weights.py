@@ -41,7 +41,7 @@ class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
     weights: PathText
-    """Weights: a run, a checkpoint, or other projects' (docs/weights.md)"""
+    """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
     image_size: Side = 0
     """Side of the input images in pixels; 0 is the weights' own."""
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = "auto"
@@ -107,7 +107,7 @@ class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
     weights: PathText
-    """Weights: a run, a checkpoint, .npz, timm, Hugging Face, DINOv2"""
+    """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
     format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"]
     """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
     BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and
@@ -159,7 +159,7 @@ class LookConfig(GivenConfig, ViewConfig):
     split: str = "val"
     """If images is a data set: its split."""
     class_names: PathText = ""
-    """File of class names, one per line, for weights without class names."""
+    """File of class names, one per line in the order of the head, for weights without class names."""
 
 
 class PredictConfig(LossConfig, LookConfig):
