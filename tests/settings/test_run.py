@@ -442,18 +442,18 @@ def test_a_path_on_the_command_line_may_have_any_character(path: str) -> None:
     """`source="trip #2"` once read the folder `trip`: the rest was a YAML comment."""
     assert load(f"data.path={path}").data.path == path
     assert load(f"track.parent_run={path}").track.parent_run == path
-    one = schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", f"images={path}"])
+    one = schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", f"source={path}"])
     assert one.images == [path]
 
 
 def test_a_list_with_a_comment_in_it_is_refused() -> None:
-    with pytest.raises(UserError, match=r"images = \[a #1, b\]"):
-        schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=[a #1, b]"])
-    assert schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=['a #1', b]"]).images == [
+    with pytest.raises(UserError, match=r"source = \[a #1, b\]"):
+        schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "source=[a #1, b]"])
+    assert schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "source=['a #1', b]"]).images == [
         "a #1",
         "b",
     ]
-    assert schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "images=[ab]*.jpg"]).images == ["[ab]*.jpg"]
+    assert schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "source=[ab]*.jpg"]).images == ["[ab]*.jpg"]
 
 
 @pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
