@@ -68,8 +68,8 @@ def run(config: PredictConfig) -> pa.Table:
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
-    """Open the images of the settings, and print what is left out. Returns them and the class names of the weights, readable ones
-    where they are known.
+    """Open the images of the settings, and print what is left out. Returns them and the class names of the weights,
+    readable ones where they are known.
 
     Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
 
