@@ -12,6 +12,7 @@ import pyarrow.types as types
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
+from pipeline.base.missing import missing
 from pipeline.process.installed import shipped
 from pipeline.settings.commands.data import ShardConfig
 
@@ -72,6 +73,8 @@ def read_lines(path: str, setting: str) -> list[str]:
     try:
         content = shipped(Path(path)).read_bytes()
         text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
+    except FileNotFoundError:
+        raise UserError(f"{setting} = {missing(path, 'file')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} = {path} cannot be read ({error}).") from None
     lines = [line.strip() for line in text.rstrip().splitlines()]

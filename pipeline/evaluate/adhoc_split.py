@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
+from pipeline.base.missing import missing
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
@@ -157,7 +158,7 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
     if not path.exists():
         found = [Path(name) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()]
         if not found:
-            raise UserError(f"{setting} = {place}: no such file or folder.")
+            raise UserError(f"{setting} = {missing(place)}")
         yield from found
     elif (path / INFO).is_file():
         raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")

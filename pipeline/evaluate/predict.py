@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 
 from pipeline.base.errors import UserError
+from pipeline.base.missing import missing
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
@@ -116,6 +117,8 @@ def read_class_names(file: str) -> list[str] | None:
         return None
     try:
         names = Path(file).read_bytes().decode("utf-8-sig").splitlines()  # Notepad may write a mark.
+    except FileNotFoundError:
+        raise UserError(f"class_names = {missing(file, 'file')}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {file} cannot be read: {reason}.") from None
