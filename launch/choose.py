@@ -4,8 +4,8 @@ Choose NUM of many images so that each of the others resembles a chosen one, by 
 these teach more than labels of as many images at random, if they are few (docs/measurements.md). Runs
 in one process, on a GPU or a CPU.
 
-  python launch/choose.py weights=runs/lejepa_own_images images=datasets/unlabelled split=train num=100 out=to_label
-  python launch/choose.py weights=runs/lejepa_own_images images=datasets/unlabelled split=train num=100 out=more \\
+  python launch/choose.py weights=runs/lejepa_own_images data=datasets/unlabelled split=train num=100 out=to_label
+  python launch/choose.py weights=runs/lejepa_own_images data=datasets/unlabelled split=train num=100 out=more \\
       labelled=datasets/labelled                                          # 100 more, unlike those that have labels
 
 The new folder has the images as files (images/001.jpg, ...), the most typical first, a sheet of the first ones, and

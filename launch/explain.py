@@ -5,11 +5,11 @@ similarity of position embeddings, the patches' features as colours; with MAE's 
 ResNet: filters of the first layer, and a sheet of predictions with the most confident mistakes first. See
 docs/explain.md.
 
-  python launch/explain.py weights=runs/photos images=datasets/photos
-  python launch/explain.py weights=runs/photos images=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
+  python launch/explain.py weights=runs/photos data=datasets/photos
+  python launch/explain.py weights=runs/photos source=[cat.jpg,dog.jpg] draw=attention layer=12 head=all
   python launch/explain.py weights=ViT-L_32.npz draw=[filters,positions]
-  python launch/explain.py weights=mae_visualize_vit_large.pth images=photos draw=reconstruction normalise=false
-  python launch/explain.py weights=runs/photos images=datasets/photos mlflow=http://mlflow:5000
+  python launch/explain.py weights=mae_visualize_vit_large.pth source=photos draw=reconstruction normalise=false
+  python launch/explain.py weights=runs/photos data=datasets/photos mlflow=http://mlflow:5000
 
 Writes a PNG per figure, and explain.json with the numbers in the figures.
 """

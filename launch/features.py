@@ -5,9 +5,9 @@ without. Images are files, folders, tars or a data set, preprocessed exactly as 
 like=IMAGE, the images whose features are most similar (by cosine) are listed, and drawn on a sheet beside the table
 (holiday.similar.png). Runs in one process, on a GPU or a CPU.
 
-  python launch/features.py weights=runs/photos images=datasets/photos split=train out=train.parquet
-  python launch/features.py weights=facebook/dinov2-base images=holiday out=holiday.parquet image_size=224
-  python launch/features.py weights=runs/photos images=holiday out=holiday.parquet like=cat.jpg
+  python launch/features.py weights=runs/photos data=datasets/photos split=train out=train.parquet
+  python launch/features.py weights=facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
+  python launch/features.py weights=runs/photos source=holiday out=holiday.parquet like=cat.jpg
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as
 launch/predict.py writes it), vector (float32), problem. The same images, weights and settings give the same bytes on

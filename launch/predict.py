@@ -3,9 +3,9 @@
 Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
 preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
 
-  python launch/predict.py weights=runs/photos images=holiday
-  python launch/predict.py weights=ViT-B_16.npz class_names=imagenet.txt 'images=[cat.jpg,dog.jpg]' top=3
-  python launch/predict.py weights=runs/photos images=datasets/photos split=test out=predictions.parquet
+  python launch/predict.py weights=runs/photos source=holiday
+  python launch/predict.py weights=ViT-B_16.npz class_names=imagenet.txt 'source=[cat.jpg,dog.jpg]' top=3
+  python launch/predict.py weights=runs/photos data=datasets/photos split=test out=predictions.parquet
 
 The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
 probability. An unreadable image has one row, with the reason in column problem. More of them than max_bad_share, and

@@ -4,8 +4,8 @@ Train a linear layer on the patch tokens of frozen weights to tell the class of 
 images: mIoU with its interval. apply=... writes the masks of other images. It measures what a score of whole images
 does not: whether features say where things are. Runs in one process, on a GPU or a CPU.
 
-  python launch/segment.py weights=runs/photos images=photos masks=masks image_size=512
-  python launch/segment.py weights=runs/photos images=datasets/streets masks=datasets/street_masks
+  python launch/segment.py weights=runs/photos source=photos masks=masks image_size=512
+  python launch/segment.py weights=runs/photos data=datasets/streets masks=datasets/street_masks
   python launch/segment.py --config configs/segment/ade20k.yaml mlflow=http://mlflow:5000 \\
       weights=facebook/dinov3-vitb16-pretrain-lvd1689m
 

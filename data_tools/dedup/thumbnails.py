@@ -186,8 +186,7 @@ class ComparedSplit:
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
     """folder: of the thumbnails. Raises UserError for a split without images, and values that were not measured."""
     if not dataset.info["samples"].get(split, 0):
-        known = ", ".join(name for name, count in dataset.info["samples"].items() if count) or "none"
-        raise UserError(f"{dataset.path} has no images of a split {split!r}. It has: {known}.")
+        raise UserError(dataset.without_split(split))
     dataset.refuse_unmeasured()
     return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
 

@@ -41,6 +41,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
+from pipeline.base.missing import missing
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, of_classes, printable
 from pipeline.cluster import ray_tasks
@@ -337,7 +338,7 @@ def resolve(setting: str, value: str) -> AnyPath:
     """The absolute path or URL of the folder or file in a setting."""
     path = ray_tasks.shared_path(setting, value)
     if setting == "source" and not path.exists():
-        raise UserError(f"source = {value}: no such file or folder. Give the path of your images: source=...")
+        raise UserError(f"source = {missing(value, way_out='Give the path of your images.')}")
     return path
 
 

@@ -12,6 +12,7 @@ import pyarrow.types as types
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
+from pipeline.base.missing import missing
 from pipeline.process.installed import shipped
 from pipeline.settings.commands.data import ShardConfig
 
@@ -72,6 +73,8 @@ def read_lines(path: str, setting: str) -> list[str]:
     try:
         content = shipped(Path(path)).read_bytes()
         text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
+    except FileNotFoundError:
+        raise UserError(f"{setting} = {missing(path, 'file')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} = {path} cannot be read ({error}).") from None
     lines = [line.strip() for line in text.rstrip().splitlines()]
@@ -122,6 +125,7 @@ class TableColumns:
         self._are_numbers: bool | None = None
         self._numbers: ClassNumbers | None = None
         self._missing = Counter[Any]()  # Texts that were read as a missing label, without empty ones.
+        self._has_labels = False
 
     def choose(self, there: list[str], where: str, others: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Choose the label column of a table with these columns; returns (setting, column or "") of each that is read.
@@ -184,6 +188,7 @@ class TableColumns:
         errors.
         """
         names = self._class_names(label, where) if self.label else []
+        self._has_labels |= bool(names)
         if not self._config.group_column:
             return names, ""
         group = str(group).strip()
@@ -210,7 +215,15 @@ class TableColumns:
         return [self._numbers.name(number, where) for number in numbers]
 
     def finish(self) -> None:
-        """Gives the collector all class names in order, if labels are numbers, and a note about missing labels."""
+        """Gives the collector all class names in order, if labels are numbers, and a note about missing labels.
+
+        Raises UserError for a label column in which no row has a label.
+        """
+        if self.label and not self._has_labels:
+            raise UserError(
+                f"{self._first}: no row has a label in the column {self.label!r}. Fill it in, or read the images without"
+                " labels: label_column= (empty)."
+            )
         self._collector.classes = self._numbers.classes() if self._numbers else []
         if self._missing:
             some = ", ".join(f"{text!r} ({count:,})" for text, count in self._missing.most_common())

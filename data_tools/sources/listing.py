@@ -435,7 +435,7 @@ class Collector:
             )
         num_bare = len(table) - len(np.unique(rows))
         if num_bare and self.is_labelled:
-            notes.append(f"{counted(num_bare, 'image')} without any label")
+            notes.append(f"{num_bare:,} of {counted(len(table), 'image')} without a label, of which no class is learnt")
         return Listing(
             self.source,
             self.root or self.source,

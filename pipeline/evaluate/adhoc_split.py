@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
+from pipeline.base.missing import missing
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
@@ -23,7 +24,7 @@ from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.schema import Settings
+from pipeline.settings.commands.weights import GivenConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def open_adhoc_split(
     split: str,
     exclude: str,
     names: Sequence[str],
-    setting: str = "images",
+    setting: str = "source",
     pixels: Pixels = RGB8,
 ) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
@@ -68,7 +69,7 @@ def open_adhoc_split(
     setting: that names the places, for errors. pixels: how files are read; a data set says it itself.
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
-    if is_dataset(places):
+    if setting == "data" or is_dataset(places):
         dataset = open_dataset(places[0])
         opened = dataset.split(split, exclude)
         if not len(opened):
@@ -102,13 +103,14 @@ def open_adhoc_split(
     return AdhocSplit(_as_split(images, note, pixels), list(of_labels))
 
 
-def open_places(config: Settings, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
+def open_places(config: GivenConfig, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
     """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`, and as of
     `refuse_without_dataset`, which is called.
     """
     given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
     opened = [
-        open_adhoc_split(given[of], given[split], given["exclude"], names, of, pixels) for split, of in splits.items()
+        open_adhoc_split(given[of], given[split], given["exclude"], names, config.setting_of(of), pixels)
+        for split, of in splits.items()
     ]
     refuse_without_dataset(config, **splits)
     for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
@@ -116,7 +118,7 @@ def open_places(config: Settings, names: Sequence[str], pixels: Pixels, **splits
     return opened
 
 
-def refuse_without_dataset(config: Settings, **splits: str) -> None:
+def refuse_without_dataset(config: GivenConfig, **splits: str) -> None:
     """Raise UserError for settings that select samples of a data set, where only files are read.
 
     splits: setting of a split -> setting of the places that it is of. `exclude` is of all of them.
@@ -156,7 +158,7 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
     if not path.exists():
         found = [Path(name) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()]
         if not found:
-            raise UserError(f"{setting} = {place}: no such file or folder.")
+            raise UserError(f"{setting} = {missing(place)}")
         yield from found
     elif (path / INFO).is_file():
         raise UserError(f"{setting} = {place} is a data set: give it alone, or give its tars.")

@@ -114,7 +114,7 @@ class LoadedModel:
         with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
             kept, images = read_pixels(loader, rows, config.batch)
         print_unreadable(loader.bad, split.keys, "left out")
-        refuse_none_readable(f"images = {', '.join(config.images)} that were chosen", loader.bad, split, len(rows))
+        refuse_none_readable(f"{', '.join(config.images)}, as chosen", loader.bad, split, len(rows))
         return kept, to_rgb(images.numpy(), self.pixels)
 
     def logits(self, pixels: Tensor) -> Tensor:

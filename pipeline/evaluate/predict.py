@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 
 from pipeline.base.errors import UserError
+from pipeline.base.missing import missing
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
@@ -70,8 +71,8 @@ def run(config: PredictConfig) -> pa.Table:
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
-    """Open `config.images`, and print what is left out. Returns them and the class names of the weights, readable ones
-    where they are known.
+    """Open the images of the settings, and print what is left out. Returns them and the class names of the weights,
+    readable ones where they are known.
 
     Labels of a data set whose classes are among those of the weights become labels of these, as in launch/evaluate.py.
 
@@ -133,6 +134,8 @@ def read_class_names(file: str) -> list[str] | None:
         return None
     try:
         names = Path(file).read_bytes().decode("utf-8-sig").splitlines()  # Notepad may write a mark.
+    except FileNotFoundError:
+        raise UserError(f"class_names = {missing(file, 'file')}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"class_names = {file} cannot be read: {reason}.") from None

@@ -88,8 +88,10 @@ def run_job(job: Job) -> None:
             continue
         begin, note = time.monotonic(), {"hours": note.get("hours") or 0.0}
         write_note(job.folder, spec.name, note)
+        file = job.folder / OUTPUT / f"{spec.name}.txt"
+        print(f"{spec.name} trains for {spec.config.train.length}; its output: {file}", flush=True)
         try:
-            with open(job.folder / OUTPUT / f"{spec.name}.txt", "ab") as output:
+            with open(file, "ab") as output:
                 run_spec(spec, job.shared, output, job.track)
         except DivergedError as error:
             note["diverged"] = str(error)

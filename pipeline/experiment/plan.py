@@ -102,7 +102,8 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
     rates = [experiment.rates.get(spec.group, rate) for spec in specs]
     if not all(rates) or not all(spec.flops for spec in specs):
         return CostEstimate(
-            {}, "of unknown speed: set tflops=..., what a device keeps up in training (launch/plan.py predicts it)"
+            {},
+            "known when the first has ended, or by tflops=..., what a device keeps up (launch/plan.py predicts it)",
         )
     if any(spec.config.engine.compile for spec in specs):  # Measured hours include it.
         source += ", without the time to compile the models (engine.compile)"
@@ -129,14 +130,15 @@ def plan_lines(
     left = [name for name, row in rows.items() if row.state in TO_RUN]
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
+    gpus = experiment.config.gpus
+    where = f"{at_a_time} at a time on {counted(gpus, 'GPU') if gpus else 'the CPU'}"
     if cost.hours and left:
         hours_left = [cost.hours[name] for name in left]
         alone = max(sum(hours_left) / at_a_time, *hours_left)  # They may not divide evenly.
-        summary += f"; those left take {duration(3600 * alone)} {cost.source}, {at_a_time} at a time"
-        gpus = experiment.config.gpus
+        summary += f"; those left take {duration(3600 * alone)} {cost.source}, {where}"
         summary += f", {sum(hours_left) * gpus:,.3g} GPU hours" if gpus else ""
     elif left:
-        summary += f"; {cost.source}"
+        summary += f"; those left train {where}. Time: {cost.source}"
     return aligned(table, 1), [f"{summary}.", *experiment.notes]
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.missing import missing
 from pipeline.base.page import COLOURS, Paragraph, PngImage, Table, add_legend, markdown, png, render, style_axes
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
@@ -129,7 +130,7 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         return json_record.read(file, dict[str, Any])
     except FileNotFoundError:
-        raise UserError(f"{file}: no such file. Name the folder of a sweep of launch/vtab.py.") from None
+        raise UserError(missing(file, way_out="Name the folder of a sweep of launch/vtab.py.")) from None
     except UserError as error:
         raise UserError(f"{error} Run its launch/vtab.py again: that writes the file anew from its cells.") from None
 

@@ -130,7 +130,7 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
     elif mae.backbone.config.image_size != model.config.image_size:
         why_not["reconstruction"] = f"its decoder paints images of {ImageSize.parse(mae.backbone.config.image_size)} px"
     if not config.images:
-        why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "images=... is not set")
+        why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "neither source=... nor data=... is set")
     if not model.config.num_classes:
         why_not["predictions"] = "these weights have no head"
     if not isinstance(model, VisionTransformer):

@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, replacing
+from pipeline.base.missing import missing
 from pipeline.base.words import on_one_line
 from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
@@ -60,7 +61,7 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
         return index if index.is_file() else path
     if not path.exists():
-        raise UserError(f"{repository or path}: no such file or folder. {published.remedy(path)}")
+        raise UserError(missing(repository or path, way_out=published.remedy(path)))
     if (file := _weights_in(path)) is not None:
         return file
     folder = path if newest_complete(path) else checkpoints_of(path)

@@ -88,7 +88,7 @@ def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     with tempfile.TemporaryDirectory() as out:
         settings = [
             f"weights={folder}",
-            f"images={json.dumps([data.path])}",
+            f"data={json.dumps(data.path)}",
             f"split={split}",
             f"draw=[{','.join(drawn)}]",
             f"out={out}",

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.missing import missing
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of
@@ -96,5 +97,5 @@ def read(address: str) -> RunRecord:
     path = Path(address)
     path = path.parent if path.suffix == ".json" else path
     if not path.exists():
-        raise UserError(f"{address} does not exist. Name the folder of a run.")
+        raise UserError(missing(address, way_out="Name the folder of a run."))
     return from_folder(path)

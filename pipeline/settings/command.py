@@ -109,7 +109,8 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str | None = No
         sys.exit()
     if unknown:
         raise UserError(
-            f"{as_typed(unknown[0])} is not an option. Settings are written as setting=value: --help lists them."
+            f"{as_typed(unknown[0])} is not an option: settings are written as setting=value."
+            + schema.did_you_mean(cls, unknown[0].strip("-").partition("=")[0])
         )
     if subject and given.overrides and "=" not in given.overrides[0]:
         given.overrides[0] = f"{subject}={given.overrides[0]}"

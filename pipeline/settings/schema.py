@@ -28,8 +28,9 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 from pipeline.architecture.variants import as_yaml
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import shortened
-from pipeline.process.outputs import Holds, Output
+from pipeline.process.outputs import Holds, Output, kind_of
 from pipeline.settings.quantities import PathText, Seed
+from pipeline.settings.synonyms import advice, synonyms
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -
     """
     tree = {} if path is None else read_yaml(Path(path).expanduser())
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, override, cls)
     config: Any = build(cls, tree, "the command line" if path is None else str(path), overrides=overrides)
     config.check()
     if not getattr(cls, "notes_without_effect", False):
@@ -179,7 +180,12 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
     if any(f"{of}.".startswith(f"{name}.") or name.startswith(of) for of in given):
         where = "the command line"  # So that errors do not blame the file.
     if found["type"] == "unexpected_keyword_argument":
-        raise UserError(f"{where}: unknown setting {as_typed(name)}.{_did_you_mean(cls, name, section)}")
+        raise UserError(f"{where}: unknown setting {as_typed(name)}.{did_you_mean(cls, name, section)}")
+    if found["type"] in ("dataclass_type", "dict_type"):
+        given = f"{where}: {name} = {as_typed(found['input'])}"
+        raise UserError(f"{given}: must be a mapping, as {name}.NAME=value.{did_you_mean(cls, name)}")
+    if isinstance(found["input"], dict) and found["type"].endswith("_type"):
+        raise UserError(f"{where}: {name} = {as_typed(found['input'])}: must be one value, as {name}=value.")
     docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
     doc = docs.get(name.partition("[")[0], "in this section")
     if found["type"] == "missing":
@@ -306,20 +312,17 @@ def type_name(kind: Any) -> str:
     return {bool: "true|false", str: "text", int: "whole number", float: "number"}.get(kind) or kind.__name__
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Put an override into a tree of settings."""
+def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
+    """Put an override into a tree of settings of a class."""
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise UserError(
-            f"{shortened(repr(override))} must be setting=value, as train.global_batch=512; a file is given by --config"
-            " FILE."
-        )
+        raise UserError(f"{as_typed(override)} must be {_example(override, cls)}.")
     *sections, last = name.split(".")
     for section in sections:
         if tree.get(section) is None:
             tree[section] = {}
         if not isinstance(tree := tree[section], dict):
-            raise UserError(f"{section} is {as_typed(tree)} in the file, so {name} cannot be set in it.")
+            raise UserError(f"{section} = {as_typed(tree)}: leave it out to set {name}.")
     # What is neither a list, a mapping, quoted nor null is taken as typed: name=true is the name "true", and out="trip
     # #2" has no comment.
     is_yaml = text == "null" or re.fullmatch(r"\[.*\]|\{.*\}|'.*'|\".*\"", text, re.DOTALL)
@@ -329,15 +332,47 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"the command line: {name} = {as_typed(text)} is not valid YAML: {error}") from None
 
 
-def _did_you_mean(cls: type, name: str, section: str) -> str:
-    """The hint of an error about an unknown setting: those of the same name in other sections, else a similar one."""
+def _example(word: str, cls: type) -> str:
+    """How a word that is given alone, often a path, may be meant."""
+    if word.endswith((".yaml", ".yml")):
+        return f"setting=value, or a file of settings: --config {word}"
+    read = [
+        name
+        for name, kind, field, _ in leaves(cls)
+        if type_name(kind) in ("path", "list of path") and not field.metadata["output"]
+    ]
+    usual = ("weights", "init.weights") if kind_of(Path(word)) == "run" else ("source", "data", "data.path")
+    name = next((name for name in (*usual, *read) if name in read), "")
+    if not name or "=" in word:
+        return "setting=value; --help lists all settings"
+    return f"setting=value, as {name}={shortened(word)}"
+
+
+def did_you_mean(cls: type, name: str, section: str = "") -> str:
+    """The hint of an error about an unknown setting, or about a section that has a value."""
     known = [of for of, *_ in leaves(cls, f"{section}." if section else "")]
-    last, sections = name.split(".")[-1], {of.rpartition(".")[0] for of in known}
-    near = difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
-    near = [*dict.fromkeys([*near, *(of for of in known if of.split(".")[-1] == last)])]
     if not known:
         return " There are none here: leave it out."
-    return f" Did you mean {' or '.join(near[:4])}?" if near else " --help lists all settings."
+    if "." in name and name in known:
+        return f" In a file it is nested: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+    name = name.lower().replace("-", "_")
+    if near := _similar(name, known):
+        return f" Did you mean {' or '.join(near)}?"
+    if (runs := getattr(cls, "settings_are_of", None)) and (near := _similar(name, [of for of, *_ in leaves(runs)])):
+        return f" Did you mean settings=[{near[0]}=...]?"
+    return f" {advice(name.rpartition('.')[2], known) or '--help lists all settings.'}"
+
+
+def _similar(name: str, known: list[str]) -> list[str]:
+    """Up to four settings, or a section, that may be meant: of the same last name, of a synonym, else a similar one."""
+    owner, _, last = name.rpartition(".")
+    sections = {of.rpartition(".")[0] for of in known}
+    near = [of for of in known if of.split(".")[-1] == last] + synonyms(last, known)
+    near = near or difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
+    near = [of for of in near if of != name]
+    # Of optimizer.learning_rate and model=ViT-B/16, the section is known.
+    near = [of for of in near if of.startswith(f"{name if name in sections else owner}.")] or near
+    return [*dict.fromkeys(near)][:4]
 
 
 # ---------------------------------------------------------------------- changed settings

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from pipeline.base.errors import UserError, naming
 from pipeline.base.json_record import quoted, shortened
+from pipeline.base.missing import missing
 from pipeline.base.words import on_one_line
 from pipeline.process.installed import shipped
 
@@ -53,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         with naming(path):
             tree = parse_yaml(shipped(path).read_text("utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such config file. Shipped ones are in configs/.") from None
+        raise UserError(missing(path, "config file", "Shipped ones are in configs/.")) from None
     except ValueError as error:  # Also raised for bytes that are not UTF-8.
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):

@@ -17,9 +17,9 @@ from tests.evaluate.conftest import MakeDataset
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
-    "predict": ["images=IMAGES"],
+    "predict": ["data=IMAGES"],
     "explain": ["out=OUT"],
-    "features": ["images=IMAGES", "out=TABLE"],
+    "features": ["data=IMAGES", "out=TABLE"],
     "evaluate": ["data=IMAGES", "out=OUT", "shots=0"],
     "export": ["format=huggingface", "out=OUT"],
 }
@@ -87,8 +87,8 @@ def test_broken_weights_are_one_line(
 @pytest.mark.parametrize(
     ("script", "given", "is_file"),
     [
-        ("predict", ["images=IMAGES", "out=TABLE"], True),
-        ("features", ["images=IMAGES", "out=TABLE"], True),
+        ("predict", ["data=IMAGES", "out=TABLE"], True),
+        ("features", ["data=IMAGES", "out=TABLE"], True),
         ("evaluate", COMMANDS["evaluate"], False),
         ("explain", COMMANDS["explain"], False),
     ],
@@ -135,7 +135,7 @@ def test_a_second_command_that_writes_the_same_is_refused(
 def test_preprocessing_that_the_weights_do_not_know_is_the_default(tmp_path: Path, preprocessing: dict | None) -> None:
     """Null in the file of another writer: it ended in a TypeError, or a refusal of `eval_crop = None`."""
     save(create("ViT-mu/4", 8, 3), tmp_path / "a.safetensors", {"preprocessing": preprocessing, "loss": None})
-    loaded = load_model(FeaturesConfig(weights=str(tmp_path / "a.safetensors"), images=["a"], out="a"))
+    loaded = load_model(FeaturesConfig(weights=str(tmp_path / "a.safetensors"), source=["a"], out="a"))
     expected = 9 if (preprocessing or {}).get("eval_resize") else 0
     assert (loaded.view.eval_crop, loaded.view.eval_resize, loaded.view.resize_filter) == ("center", expected, "linear")
     assert loaded.loss_kind == "softmax"

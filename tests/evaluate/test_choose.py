@@ -15,6 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate import choose, coverage
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ChooseConfig
+from tests.helpers.given_images import images as images_given
 
 SIDE = 8
 COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
@@ -88,7 +89,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def run(weights: Path, images: Path, out: Path, num: int, *more: str) -> list[str]:
-    given = [f"weights={weights}", f"images={images}", f"out={out}", f"num={num}", "device=cpu", "batch=8", *more]
+    given = [f"weights={weights}", images_given(images), f"out={out}", f"num={num}", "device=cpu", "batch=8", *more]
     return choose.run(schema.load(ChooseConfig, None, given))
 
 

@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate import features
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import FeaturesConfig
+from tests.helpers.given_images import images as images_given
 
 SIDE, NUM_IMAGES, BAD = 8, 9, 4
 CLASSES = ["ant", "bee"]
@@ -43,7 +44,7 @@ def save(path: Path, num_classes: int = 2, **changes: object) -> Path:
 
 
 def settings(weights: Path, images: object, out: Path, *more: str) -> list[str]:
-    return [f"weights={weights}", f"images={images}", f"out={out}", "device=cpu", "batch=2", *more]
+    return [f"weights={weights}", images_given(images), f"out={out}", "device=cpu", "batch=2", *more]
 
 
 def run(weights: Path, images: object, out: Path, *more: str) -> list[tuple[str, float]]:

@@ -22,6 +22,7 @@ from pipeline.evaluate import features, predict
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import FeaturesConfig, PredictConfig
+from tests.helpers.given_images import images as images_given
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 8
@@ -49,7 +50,7 @@ def save(path: Path, num_classes: int = 3, **extra: object) -> Path:
 
 
 def run(weights: Path, images: object, *more: str) -> list[dict]:
-    settings = [f"weights={weights}", f"images={images}", "device=cpu", *more]
+    settings = [f"weights={weights}", images_given(images), "device=cpu", *more]
     return predict.run(schema.load(PredictConfig, None, settings)).to_pylist()
 
 
@@ -60,7 +61,7 @@ def files_of(data: Dataset) -> list[bytes]:
 
 
 def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
-    settings = [f"weights={weights}", f"images={data.path}", "device=cpu", "top=2", f"out={tmp_path / 'table.csv'}"]
+    settings = [f"weights={weights}", f"data={data.path}", "device=cpu", "top=2", f"out={tmp_path / 'table.csv'}"]
     predict.run(schema.load(PredictConfig, None, settings))
     said = capsys.readouterr().out
     assert "val3  cannot be read: no image: begins with b'no image'" in said
@@ -130,7 +131,7 @@ def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_
         schema.load(
             FeaturesConfig,
             None,
-            [f"weights={weights}", f"images={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"],
+            [f"weights={weights}", f"source={tmp_path}", "device=cpu", f"out={tmp_path / 'f.parquet'}"],
         )
     )
     assert capsys.readouterr().out.count("2 images with an alpha") == 2
@@ -164,14 +165,14 @@ def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tm
     part = make_dataset({"val": [[1], [0], []]}, [CLASSES[2], CLASSES[0]])
     for own, expected in ((CLASSES, [[0], [2], []]), ([*CLASSES[:2], CLASSES[0], CLASSES[2]], [[], [], []])):
         path = save(tmp_path / "some.pt", len(own), classes=own)
-        config = schema.load(PredictConfig, None, [f"weights={path}", f"images={part.path}", "device=cpu"])
+        config = schema.load(PredictConfig, None, [f"weights={path}", f"data={part.path}", "device=cpu"])
         images, names = predict.open_images(config, load_model(config))
         true = images.true_classes(names).split
         assert [true.labels_of(row).tolist() for row in range(3)] == expected
         assert images.labels(range(3)) == [CLASSES[0], CLASSES[2], None]
     # A set of the mixture whose own name of a class is another one's there (class_map).
     mixed = save(tmp_path / "mixed.pt", classes=CLASSES, class_maps={part.fingerprint: {CLASSES[2]: CLASSES[1]}})
-    config = schema.load(PredictConfig, None, [f"weights={mixed}", f"images={part.path}", "device=cpu"])
+    config = schema.load(PredictConfig, None, [f"weights={mixed}", f"data={part.path}", "device=cpu"])
     images, names = predict.open_images(config, load_model(config))
     assert [images.true_classes(names).split.labels_of(row).tolist() for row in range(3)] == [[0], [1], []]
     assert images.labels(range(3)) == [CLASSES[0], CLASSES[1], None]
@@ -244,7 +245,7 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
         str(ROOT / "launch" / "predict.py"),
         f"weights={weights}",
         f"out={out}",
-        f"images={folder}/*",
+        f"source={folder}/*",
         "device=cpu",
     ]
     monkeypatch.setattr(sys, "stdout", stdout)

@@ -139,6 +139,7 @@ def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert all(f"\n{name} " in said for name in names(Study(config)))
     assert "8 runs, 0 of them done" in said
+    assert "1 at a time on 8 GPUs" in said
     assert "GPU hours" in said
     assert not (base.parent / "runs").exists(), "a plan writes nothing"
 

@@ -190,7 +190,8 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     assert "bad-seed0.txt" in bad.reason
     assert ("finetune", "good-seed0-tuned") in started
     said = capsys.readouterr().out
-    assert "good-seed0-tuned: " in said
+    assert said.index("output/good-seed0-tuned.txt") < said.index("good-seed0-tuned: "), "where a run is to be seen"
+    assert said.index("1 at a time on the CPU") < said.index("output/")
     # Again: what is done is not run again, nor what diverged; what failed is.
     del started[:]
     with pytest.raises(UserError):

@@ -22,6 +22,7 @@ from pipeline.explain import explain, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
+from tests.helpers.given_images import images as images_given
 
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]
@@ -85,7 +86,7 @@ def test_command_to_folder_and_mlflow(
     shutil.copy(database, tmp_path / "mlflow.db")
     client = MlflowClient(uri)
     client.create_experiment("explain", artifact_location=(tmp_path / "artifacts").as_uri())
-    settings = [f"weights={weights}", f"images={photos}", f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
+    settings = [f"weights={weights}", images_given(photos), f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
     explain.run(schema.load(ExplainConfig, None, settings))
 
     said = capsys.readouterr().out
@@ -121,7 +122,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
     models.save(model, tmp_path / "cranes.pt", named)
     tiles = list[galleries.Tile]()
     monkeypatch.setattr(base_gallery, "gallery", lambda rows, *about, **more: [tiles.extend(row) for row in rows])
-    found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", f"images={photos}")["predictions"]
+    found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", images_given(photos))["predictions"]
     assert (found["images"], found["wrong"]) == (9, 6)
     signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
     assert {tile.pixels.shape for tile in tiles} == {(192, 192, 3)}  # More than the 16 px of the model.
@@ -132,7 +133,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
 def test_drawings_that_do_not_apply_are_reported(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = f"images={photos}"
+    images = images_given(photos)
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_drawn=2")
@@ -154,7 +155,7 @@ def test_drawings_that_do_not_apply_are_reported(
 
     for weights, words, *more in (
         (bit, "rollout", images, "draw=[filters,rollout]"),
-        (whole, "images=", "draw=attention"),
+        (whole, "source=", "draw=attention"),
         (whole, "layer = 2", "layer=2"),
     ):
         with pytest.raises(UserError, match=words) as error:
@@ -185,11 +186,11 @@ def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: p
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((20, 24, 4), 1000 * number, np.uint16))
     weights = save(tmp_path / "bands.pt", pixels=Pixels.full_range(("blue", "green", "red", "nir"), "uint16"))
-    found = run(weights, tmp_path / "out", f"images={tmp_path}", "draw=[attention,predictions,positions]")
+    found = run(weights, tmp_path / "out", images_given(tmp_path), "draw=[attention,predictions,positions]")
     assert found["shown_channels"] == ["red", "green", "blue"]
     asked = [
         f"weights={weights}",
-        f"images={tmp_path}",
+        images_given(tmp_path),
         f"out={tmp_path / 'out/a.parquet'}",
         f"like={tmp_path / '1.npy'}",
     ]
@@ -201,12 +202,12 @@ def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("not_drawn")
 def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path, capsys) -> None:
     weights, out = save(tmp_path / "random.pt", depth=2), tmp_path / "out"
-    run(weights, out, f"images={photos}", "draw=attention", "layer=all", "head=all", "num_drawn=2")
+    run(weights, out, images_given(photos), "draw=attention", "layer=all", "head=all", "num_drawn=2")
     assert drawn(out) == ["attention-1", "attention-2"]
-    few = run(weights, out, f"images={photos}", "draw=[attention,components]", "layer=2", "head=1", "num_drawn=4")
+    few = run(weights, out, images_given(photos), "draw=[attention,components]", "layer=2", "head=1", "num_drawn=4")
     assert drawn(out) == ["attention", "components"]
     # A smaller choice is part of a larger one; given files keep their order. No figure of an earlier command stays.
-    more = run(weights, out, f"images={photos}", "draw=components", "num_drawn=6")
+    more = run(weights, out, images_given(photos), "draw=components", "num_drawn=6")
     assert drawn(out) == ["components"]
     assert more["images"][:4] == few["images"]
     order = random_numbers.permutation(11, 0, Purpose.EXPLAINED_IMAGES)  # As everywhere: the seed, then the purpose.
@@ -214,11 +215,11 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path, cap
     readable = [names[row] for row in order[:6] if names[row] != "ant/9.png"]
     assert ["/".join(Path(key).parts[-2:]) for key in more["images"]] == readable
     files = [str(photos / "unsorted" / "10.png"), str(photos / "ant" / "0.png")]
-    assert run(weights, out, f"images=[{','.join(files)}]", "draw=components")["images"] == files
+    assert run(weights, out, f"source=[{','.join(files)}]", "draw=components")["images"] == files
     Image.open(files[0]).convert("RGBA").save(tmp_path / "see_through.png")
     capsys.readouterr()
     for drawing in ("components", "predictions"):
-        run(weights, out, f"images=[{files[1]},{tmp_path / 'see_through.png'}]", f"draw={drawing}")
+        run(weights, out, f"source=[{files[1]},{tmp_path / 'see_through.png'}]", f"draw={drawing}")
     assert capsys.readouterr().out.count("1 image with an alpha") == 2
 
 
@@ -234,7 +235,7 @@ def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: 
     run(
         save(tmp_path / "random.pt"),
         tmp_path / "out",
-        f"images={photos}",
+        images_given(photos),
         "draw=[attention,components]",
         "batch=4",
     )

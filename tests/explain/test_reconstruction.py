@@ -17,6 +17,7 @@ from pipeline.objectives.mae import Mae, MaeSettings, patches_of
 from pipeline.objectives.objective import stored_name
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
+from tests.helpers.given_images import images as images_given
 
 SETTINGS = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
 
@@ -34,7 +35,7 @@ def save(model: Mae, path: Path, extra: dict) -> None:
 def draw(weights: Path, images: Path, out: Path, *more: str) -> dict:
     settings = [
         f"weights={weights}",
-        f"images={images}",
+        images_given(images),
         f"out={out}",
         "device=cpu",
         "draw=[reconstruction]",

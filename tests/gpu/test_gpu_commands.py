@@ -24,6 +24,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
+from tests.helpers.given_images import images as images_given
 
 TASK = TASKS[2]
 SPLITS = {"train800": 32, "val200": 16, "train800val200": 48, "test": 40}
@@ -40,7 +41,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_predictions(weights: Path, dataset: Path, device: torch.device) -> None:
     def probabilities(device: str) -> dict[tuple[str, str], float]:
-        given = [f"weights={weights}", f"images={dataset}", "split=val", "top=4", f"device={device}"]
+        given = [f"weights={weights}", f"data={dataset}", "split=val", "top=4", f"device={device}"]
         rows = predict.run(schema.load(PredictConfig, None, given)).to_pylist()
         return {(row["image"], row["class"]): row["probability"] for row in rows}
 
@@ -53,7 +54,7 @@ def test_drawings(weights: Path, dataset: Path, tmp_path: Path, device: torch.de
     numbers = []
     for kind in {device.type, "cpu"}:
         out = tmp_path / kind
-        given = [f"weights={weights}", f"images={dataset}", "split=val", f"out={out}", f"device={kind}", "num_drawn=2"]
+        given = [f"weights={weights}", f"data={dataset}", "split=val", f"out={out}", f"device={kind}", "num_drawn=2"]
         explain.run(schema.load(ExplainConfig, None, given))
         numbers.append(json.loads((out / "explain.json").read_text()))
         assert len(list(out.glob("*.png"))) == 7
@@ -69,7 +70,7 @@ def test_segmentation(weights: Path, tmp_path: Path, device: torch.device) -> No
     for kind, out in ((device.type, "first"), (device.type, "again"), ("cpu", "cpu")):
         given = [
             f"weights={weights}",
-            f"images={images}",
+            images_given(images),
             f"masks={masks}",
             f"out={tmp_path / out}",
             f"device={kind}",

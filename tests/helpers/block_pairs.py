@@ -8,6 +8,7 @@ from PIL import Image
 
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
+from tests.helpers.given_images import images as images_given
 
 Write = Callable[..., tuple[Path, Path]]
 SIDE, NUM_CLASSES = 8, 3
@@ -33,4 +34,4 @@ def write_block_pairs(folder: Path, number: int, size: tuple[int, int] = (24, 32
 
 def settings(images: object = "i", masks: object = "m", *more: str) -> SegmentConfig:
     short = ["steps=30", "train_batch=4", "device=cpu", "lr=0.05"]
-    return schema.load(SegmentConfig, None, ["weights=w", f"images={images}", f"masks={masks}", *short, *more])
+    return schema.load(SegmentConfig, None, ["weights=w", images_given(images), f"masks={masks}", *short, *more])

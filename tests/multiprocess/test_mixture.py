@@ -115,14 +115,14 @@ def test_sets_of_other_channels_and_types_resume_and_are_scored(forge: Forge, tm
         given = [weights, f"data={tmp_path / name}", "shots=0", "threads=1", f"out={tmp_path / 'scores'}"]
         scores = score_report.run(schema.load(ScoreConfig, None, given))
         assert scores["loss"] == pytest.approx(metrics(tmp_path / "whole", f"{prefix}_loss")[6])
-        found = predict.run(schema.load(PredictConfig, None, [weights, f"images=[{tmp_path / name}]", "top=1"]))
+        found = predict.run(schema.load(PredictConfig, None, [weights, f"data={tmp_path / name}", "top=1"]))
         assert len(found) == 10
         assert ("has no nir" in capsys.readouterr().out) == (name == "a")
     with pytest.raises(UserError, match=r"nir.*\(depth\)"):
-        predict.run(schema.load(PredictConfig, None, [weights, f"images=[{tmp_path / 'depth'}]"]))
+        predict.run(schema.load(PredictConfig, None, [weights, f"data={tmp_path / 'depth'}"]))
     Image.new("RGB", (16, 16)).save(tmp_path / "photo.png")
     with pytest.raises(UserError, match=r"launch/shard\.py"):
-        predict.run(schema.load(PredictConfig, None, [weights, f"images=[{tmp_path / 'photo.png'}]"]))
+        predict.run(schema.load(PredictConfig, None, [weights, f"source=[{tmp_path / 'photo.png'}]"]))
 
 
 def test_a_set_is_scored_afterwards_by_the_names_of_its_class_map(runs: tuple[Path, str], tmp_path: Path) -> None:

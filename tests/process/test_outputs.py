@@ -22,7 +22,7 @@ from pipeline.settings.commands import data, operate, reports, segment, transfer
 
 ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
-WEIGHTS = ["weights=w", "images=i"]
+WEIGHTS = ["weights=w", "source=i"]
 SWEEP = ["weights=w", "--config", str(ROOT / "configs/vtab/vit_paper.yaml")]
 
 
@@ -176,13 +176,13 @@ def test_pictures_are_not_written_among_the_images(cls: type, given: list[str], 
     """The sheet of a segmentation was an image of the next one, and had no mask."""
     photos = tmp_path / "photos"
     (photos / "cat").mkdir(parents=True)
-    settings = ["weights=w", *given, f"images={photos}"]
+    settings = ["weights=w", *given, f"source={photos}"]
     for out in (photos / "new", photos / "cat" / "new"):
         assert f"out = {out} is in the folder of the images" in problem(cls, *settings, f"out={out}")
     for out in (tmp_path / "new", tmp_path / "photos-2"):
         try_outputs(load(cls, *settings, f"out={out}"))
     (photos / "dataset.json").touch()  # A data set is read by its manifest.
-    try_outputs(load(cls, *settings, f"out={photos}/new"))
+    try_outputs(load(cls, "weights=w", *given, f"data={photos}", f"out={photos}/new"))
 
 
 def test_every_output_is_declared() -> None:

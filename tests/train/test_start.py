@@ -108,7 +108,8 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
         command, *([*run, wrong] for wrong in ("data.path=nowhere", "data.eval_split=test", "train.length=0.01 epochs"))
     )
     assert "nowhere: no such data set. Shard it first" in data
-    assert "has no split 'test'. It has: train, val. To evaluate on none: data.eval_split= (empty)." in split
+    assert "data.eval_split = test: " in split
+    assert "It has: train, val. Did you mean val?" in split
     assert "is 0 steps of train.global_batch = 24" in plan
     assert not list(tmp_path.iterdir())
 

@@ -13,6 +13,7 @@ from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
+from pipeline.base.missing import missing
 from pipeline.base.words import counted, on_one_line
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
@@ -40,7 +41,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
-            raise UserError(f"{path} is not a file (split {split!r}). Name the list: splits.{split}=FILE.csv")
+            raise UserError(f"splits.{split} = {missing(path, 'file', 'Name a list, as FILE.csv.')}")
         setting = "channel_columns" if config.channel_columns else "path_column"
         others = [*((setting, name) for name in of_paths), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)

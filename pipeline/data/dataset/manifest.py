@@ -12,6 +12,7 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -30,6 +31,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.missing import missing
 from pipeline.base.words import counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
@@ -151,7 +153,7 @@ class Dataset:
     def table(self, split: str) -> SampleTable:
         """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
         if split not in self.splits:
-            raise UserError(f"{self.path} has no split {split!r}. It has: {', '.join(self.splits)}.")
+            raise UserError(self.without_split(split))
         self._verify(SAMPLES_FILE)
         path, counts = self.path / SAMPLES_FILE, self.info["samples"]
         with reading(path):
@@ -215,6 +217,16 @@ class Dataset:
             left_out=self.left_out,
         )
 
+    def without_split(self, name: str) -> str:
+        """What is said of a split that the data set does not have: those that it has, and which one may be meant."""
+        there = [split for split, count in self.info["samples"].items() if count]
+        near = difflib.get_close_matches(name, there, 1)
+        near = near or [split for split in there if not split.startswith("train") and name != "train"]
+        has = f"{self.path} has no split {name!r}. It has: {', '.join(there)}."
+        if near:
+            return f"{has} Did you mean {near[0]}?"
+        return f"{has} launch/shard.py holds out images as val with val_share=0.1 and another out=..."
+
     def refuse_unmeasured(self) -> None:
         """Raise UserError if the range of the values of its images is not known."""
         if not self.pixels.is_measured:
@@ -246,7 +258,8 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     storage = storage or Storage()
     path = to_path(path, storage.retry)
     if not path.exists():
-        raise UserError(f"{path}: no such data set. Shard it first: python launch/shard.py source=... out={path}")
+        way_out = f"Shard it first: python launch/shard.py source=... out={path}"
+        raise UserError(missing(str(path), "data set", way_out))
     remedy = (
         f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was"
         " interrupted, run its command again."

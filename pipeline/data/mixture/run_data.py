@@ -180,8 +180,8 @@ def run_splits(dataset: Dataset, data: DataConfig, seed: int) -> tuple[Split, Sp
     name = held_out_split(dataset, data)
     if name and name not in dataset.splits:
         raise UserError(
-            f"data.eval_split = {name}: {dataset.path} has no split {name!r}. It has: {', '.join(dataset.splits)}. To"
-            " evaluate on none: data.eval_split= (empty)."
+            f"data.eval_split = {name}: {dataset.without_split(name)} To evaluate on a tenth of the training images:"
+            " data.dev_share=0.1; on none: data.eval_split= (empty)."
         )
     return train, dataset.split(name, data.exclude) if name else None
 

@@ -184,14 +184,14 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     """(pairs to learn from, pairs to be scored on). Prints what is left out. Raises UserError where there are none,
     and for images that the model cannot read.
 
-    The second are of `val_images` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of
+    The second are of `val_source` and `val_masks`; else, of a data set, of its split `val_split`; else `val_share` of
     the others, chosen by a hash of their names, or of their groups' names, so that more images move none from one part
     to the other; at least one.
     model: what the weights read.
     """
     train = _paired(config, model, config.split)
-    if config.val_images or (is_dataset(config.images) and config.val_split):
-        return train, _paired(config, model, config.val_split, "val_" * bool(config.val_images))
+    if config.val_source or (is_dataset(config.images) and config.val_split):
+        return train, _paired(config, model, config.val_split, "val_" * bool(config.val_source))
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
@@ -201,15 +201,15 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     if held_out.all() or not held_out.any():
         raise UserError(
             f"val_share = {config.val_share} of {counted(len(train), 'image')} leaves none to learn from or none to be"
-            " scored on. Give more images, or val_images and val_masks."
+            " scored on. Give more images, or val_source and val_masks."
         )
     return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
 
 
 def _paired(config: SegmentConfig, model: Pixels, split: str, prefix: str = "") -> MaskedPairs:
     """prefix: of the settings that name the places."""
-    settings = f"{prefix}images", f"{prefix}masks"
-    images, masks = (f"{setting} = {', '.join(getattr(config, setting))}" for setting in settings)
+    settings = f"{prefix}source" if prefix else "images", f"{prefix}masks"
+    images, masks = (f"{config.setting_of(name)} = {', '.join(getattr(config, name))}" for name in settings)
     opened, of_images = open_named(config, settings[0], split, config.exclude, config.image_suffix, model)
     opened_masks, of_masks = open_named(config, settings[1], split, "none", config.mask_suffix)
     pixels = model.reading(opened.split.pixels, config.weights, images)
@@ -237,24 +237,24 @@ def _paired(config: SegmentConfig, model: Pixels, split: str, prefix: str = "") 
 
 
 def open_named(
-    config: SegmentConfig, setting: str, split: str, exclude: str, ending: str = "", model: Pixels | None = None
+    config: SegmentConfig, name: str, split: str, exclude: str, ending: str = "", model: Pixels | None = None
 ) -> tuple[AdhocSplit, dict[str, int]]:
-    """Open the places of a setting. Returns them, and name -> row of those whose names have this ending: the path below
-    their place, without suffix and ending.
+    """Open the places that an attribute of the settings has. Returns them, and name -> row of those whose names have
+    this ending: the path below their place, without suffix and ending.
 
     model: what the weights read; None for masks. Prints what is left out. Raises UserError for names that are not
     unique.
     """
-    places = getattr(config, setting)
+    places, setting = getattr(config, name), config.setting_of(name)
     opened = open_adhoc_split(places, split, exclude, [], setting, model or RGB8)
     for note in opened.split.notes() + (model.filled_notes(opened.split.pixels, setting) if model else []):
         print(note)
     found: dict[str, int] = {}
     for row, key in enumerate(opened.split.keys(np.arange(len(opened.split)))):
         path = PurePosixPath(key if opened.fingerprint else _below(key, places))
-        name = str(path.with_suffix("") if path.suffix.lower() in EXTENSIONS else path)
-        if name.endswith(ending) and found.setdefault(name.removesuffix(ending), row) != row:
-            raise UserError(f"{setting} = {', '.join(places)}: several files are named {name!r}. Rename or remove one.")
+        stem = str(path.with_suffix("") if path.suffix.lower() in EXTENSIONS else path)
+        if stem.endswith(ending) and found.setdefault(stem.removesuffix(ending), row) != row:
+            raise UserError(f"{setting} = {', '.join(places)}: several files are named {stem!r}. Rename or remove one.")
     return opened, found
 
 

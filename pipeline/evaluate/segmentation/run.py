@@ -113,7 +113,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
         "weights": config.weights,
         "run": loaded.extra.get("run"),
         "step": loaded.extra.get("step"),
-        "data": ", ".join(config.val_images or config.images),
+        "data": ", ".join(config.val_source or config.images),
         TRAINED_BY: runs,
         "miou": found.miou,
         "interval": [found.low, found.high],
@@ -159,7 +159,7 @@ def _send(
     """Send the score to MLflow. digest: of the masks that are scored on."""
     data, split = _scored_on(config)
     notes = {TRAINED_BY: results[TRAINED_BY]} if results[TRAINED_BY] else {}
-    place, metric = str((config.val_images or config.images)[0]), f"{split}_miou"
+    place, metric = str((config.val_source or config.images)[0]), f"{split}_miou"
     facts = DatasetFacts(
         data, place, digest, split, results["num_samples"], len(results["classes"]), "evaluation", notes
     )
@@ -203,13 +203,13 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
     """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path,
     without wildcards.
     """
-    place = (config.val_images or config.images)[0].rstrip("/")
+    place = (config.val_source or config.images)[0].rstrip("/")
     parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
     names = [part.removesuffix(".tar") for part in parts] or ["images"]
     if is_dataset([place]):
         return names[-1], config.val_split or _HELD_OUT
     split = names.pop() if names[-1].lower() in _SPLITS and len(names) > 1 else "val"
-    return names[-1], split if config.val_images else _HELD_OUT
+    return names[-1], split if config.val_source else _HELD_OUT
 
 
 def _warn(loaded: LoadedModel, learnt: MaskedPairs, scored: MaskedPairs) -> str:
@@ -277,7 +277,7 @@ def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> tuple[Spl
     for name in names:
         if not (target / name).resolve().is_relative_to(target):
             raise UserError(f"{apply}: {name!r} would be written outside of {folder}.")
-    for place in (*config.images, *config.masks, *config.val_images, *config.val_masks, *config.apply):
+    for place in (*config.images, *config.masks, *config.val_source, *config.val_masks, *config.apply):
         if "://" not in place and Path(place).resolve().is_relative_to(target):
             raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")
     return opened.split, model.reading(opened.split.pixels, config.weights, apply), names

@@ -18,17 +18,17 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """A linear layer on the frozen patch tokens of weights, trained and scored on images with masks."""
 
     masks: list[PathText]
-    """Their masks, in the same forms: each pixel has the number of its class (PNG, also with a palette) or one colour
-    for each class. A mask has its image's path below the folder, except for the suffix.
+    """Their masks, files and folders or one data set: each pixel has the number of its class (PNG, also with a palette)
+    or one colour for each class. A mask has its image's path below the folder, except for the suffix.
     """
     split: str = "train"
-    """If images is a data set: the split to learn from. Masks are of the split of the same name."""
-    val_images: list[PathText] = setting(list, needs="val_masks")
-    """Images to be scored on; empty is val_split of a data set, else val_share."""
-    val_masks: list[PathText] = setting(list, needs="val_images")
+    """Of a data set, also of masks: the split to learn from."""
+    val_source: list[PathText] = setting(list, needs="val_masks")
+    """Images to be scored on, files and folders or one data set; empty is val_split of data, else val_share."""
+    val_masks: list[PathText] = setting(list, needs="val_source")
     """Their masks."""
     val_split: str = "val"
-    """If images or val_images is a data set: the split to be scored on."""
+    """Of data, or if val_source is a data set: the split to be scored on."""
     val_share: Share = 0.1
     """Share of the images that is held out for the score if nothing else says which."""
     image_suffix: str = ""
@@ -52,7 +52,8 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     batch: Batch = 8
     """Windows per forward pass of the score."""
     apply: list[PathText] = []
-    """Images without masks, in the same forms: their predicted masks are written into predicted_masks/ of the results.
+    """Images without masks, files and folders or one data set: their predicted masks are written into predicted_masks/
+    of the results.
     """
     num_drawn: PositiveInt = setting(16, needs="apply")
     """The first images of apply that sheet.png shows with their masks."""

@@ -1,10 +1,12 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
+from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from pydantic import PositiveInt
 
 from pipeline.base.errors import UserError
+from pipeline.process.outputs import kind_of
 from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
 from pipeline.settings.run import Precision, ProbeConfig
 from pipeline.settings.schema import Settings, setting
@@ -142,12 +144,33 @@ class ExportConfig(Settings):
 class GivenConfig(Settings):
     """The images that are given to a command."""
 
-    images: list[PathText]
-    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL"""
+    needs_images: ClassVar[bool] = True
+    source: list[PathText] = []
+    """Images: image files, folders, tars of samples (with wildcards * and ?)."""
+    data: PathText = ""
+    """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
     exclude: str = "all"
-    """If images is a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by
-    commas.
+    """Of a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas.
     """
+
+    @property
+    def images(self) -> list[str]:
+        """Where the images are: the places of source, or the data set."""
+        return [self.data] if self.data else self.source
+
+    def setting_of(self, name: str) -> str:
+        """The setting that gives the places which the attribute `name` has."""
+        return name if name != "images" else "data" if self.data else "source"
+
+    def check(self) -> None:
+        """Check that images are named, by the right setting. Raises UserError."""
+        if self.needs_images and not self.images:
+            raise UserError("source is not set. Set source=FOLDER of image files, or data=FOLDER of a data set.")
+        if self.source and self.data:
+            raise UserError("source and data both say where the images are: set one of them.")
+        for place in self.source:
+            if "://" in place or kind_of(Path(place)) == "data set":
+                raise UserError(f"source = {place} is a data set, and source is for image files. Set data={place}")
 
 
 class LookConfig(GivenConfig, ViewConfig):
@@ -156,8 +179,8 @@ class LookConfig(GivenConfig, ViewConfig):
     # A folder of photographs has some that cannot be read. Each is reported with its reason, and none changes what is
     # said of the others.
     least_bad: ClassVar[int] = 10
-    split: str = "val"
-    """If images is a data set: its split."""
+    split: str = setting("val", needs="data")
+    """Split of the data set."""
     class_names: PathText = ""
     """File of class names, one per line in the order of the head, for weights without class names."""
 
@@ -191,8 +214,8 @@ class ChooseConfig(LookConfig):
     memory for 10,000, four times as much for twice as many.
     """
     labelled: list[PathText] = []
-    """Images that have labels already: what resembles them is not chosen again. As for images; of a data set with
-    labels, those that have one. All are read.
+    """Images that have labels already: what resembles them is not chosen again. Files and folders as of source, or one
+    data set; of one with labels, those that have one. All are read.
     """
     labelled_split: str = setting("train", needs="labelled")
     """If labelled is a data set: its split."""
@@ -203,17 +226,16 @@ class ChooseConfig(LookConfig):
 
     def check(self) -> None:
         """Check the number of images. Raises UserError."""
+        super().check()
         if self.num > self.candidates:
             raise UserError(f"num = {self.num:,} is more than candidates = {self.candidates:,}. Raise candidates, too.")
 
 
 class ExplainConfig(LossConfig, LookConfig, MlflowConfig):
-    """Figures that explain weights and their predictions."""
+    """Figures that explain weights and their predictions; without images, those that need none."""
 
-    images: list[PathText] = []
-    """Images: image files, folders, tars of samples (with wildcards * and ?), or one data set, a folder or URL; empty
-    draws only figures that need no image.
-    """
+    needs_images: ClassVar[bool] = False
+
     draw: list[Drawing] = []
     """Figures to draw, as [attention,rollout]; empty is all that the model has."""
     layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")

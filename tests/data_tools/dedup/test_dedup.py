@@ -274,8 +274,8 @@ def test_mistakes_are_told(sets: tuple[Dataset, Dataset], tmp_path: Path) -> Non
     mistakes = {
         "no such data set": config(train, tmp_path / "nothing"),
         "every image would be its own copy.*within_split=true": config(train, train.path),
-        "no images of a split 'val'. It has: train": config(train, f"{tests.path}:val"),
-        "no images of a split 'test'": config(train, tests.path, split="test"),
+        "has no split 'val'. It has: train": config(train, f"{tests.path}:val"),
+        "has no split 'test'": config(train, tests.path, split="test"),
     }
     for message, made in mistakes.items():
         with pytest.raises(UserError, match=message):

@@ -451,7 +451,7 @@ def test_list(ending: str, tmp_path: Path) -> None:
         "dog/2": ("train", ("dog",), FILES["dog/2.jpg"]),
         str(tmp_path / "3").removeprefix("/").replace(".", "_"): ("train", (), FILES["3.png"]),
     }
-    assert listing.notes == ["1 image without any label"]
+    assert listing.notes == ["1 of 3 images without a label, of which no class is learnt"]
 
 
 def test_a_list_gives_the_table_of_its_folder(tmp_path: Path) -> None:
@@ -517,13 +517,22 @@ def test_numbers_in_the_text_of_a_list(labels: list[str], expected: list, num_cl
     assert listing.classes == sorted(listing.classes, key=lambda name: int(name) if name.isdecimal() else 99)
 
 
+def test_a_list_whose_labels_are_not_filled_in_is_refused(tmp_path: Path) -> None:
+    """launch/choose.py writes such a list; it became a data set without labels, and training said so an hour later."""
+    write_folder(FILES, tmp_path)
+    path = table(tmp_path / "choice.csv", [(name, "") for name in FILES])
+    assert f"{path}: " in (said := refused(path))
+    assert "label_column=" in said
+    assert not listed(path, label_column="").is_labelled
+
+
 def test_bad_list(tmp_path: Path) -> None:
     path = table(tmp_path / "list.csv", [("gone.jpg", "cat")])
     # A missing file is the job's to find, count and name.
     assert listed(path).table["size"].to_pylist() == [0]
     table(path, [("a.jpg", "cat"), ("a.png", "cat")])
     assert "a.jpg and a.png have the same key, 'a'" in refused(path)
-    assert "(split 'train')" in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
+    assert "splits.train = " in refused(tmp_path, layout="list", splits={"train": "nowhere.csv"})
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_what_has_no_partner_is_counted(write_pairs: Write, capsys: pytest.Captu
         (masks / f"part.1/{i}.png").unlink()
     train, val = opened(images, masks, "val_share=0.3")
     assert len(train) + len(val) == 17
-    assert f"left out: 2 of images = {images} and 1 of masks = {masks} without a partner\n" in capsys.readouterr().out
+    assert f"left out: 2 of source = {images} and 1 of masks = {masks} without a partner\n" in capsys.readouterr().out
 
 
 def test_endings_of_names(write_pairs: Write) -> None:
@@ -101,7 +101,7 @@ def test_endings_of_names(write_pairs: Write) -> None:
 def test_held_out_images_of_their_own(write_pairs: Write) -> None:
     images, masks = write_pairs(5)
     others, their_masks = write_pairs(3, "val")
-    train, val = opened(images, masks, f"val_images={others}", f"val_masks={their_masks}")
+    train, val = opened(images, masks, f"val_source={others}", f"val_masks={their_masks}")
     assert (len(train), len(val)) == (5, 3)
 
 
@@ -116,7 +116,7 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
     images, masks = write_pairs(6)
     Image.new("L", (5, 24)).save(masks / "part.0/0.png")
     (masks / "part.1/1.png").write_bytes(b"no image")
-    config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
+    config = settings(images, masks, f"val_source={images}", f"val_masks={masks}")
     train, _ = open_pairs(config, RGB8)
     classes = scan(config, BadBudget(0.5), train)
     assert classes.names == ["0", "1", "2"]
@@ -144,7 +144,7 @@ def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int
         (images / f"{name}.png").unlink()
     drawn_upright = upright(np.asarray(Image.open(masks / "part.1/1.png")), orientation)
     Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
-    config = settings(images, masks, f"val_images={images}", f"val_masks={masks}")
+    config = settings(images, masks, f"val_source={images}", f"val_masks={masks}")
     train, _ = open_pairs(config, RGB8)
     read = pair_reader(train, scan(config, BUDGET, train))
     found = {name: read(number) for number, name in enumerate(train.names)}
@@ -174,7 +174,7 @@ def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) 
 def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write, tmp_path: Path) -> None:
     images, masks = write_pairs(6)
     (tmp_path / "link").symlink_to(images)
-    train, val = open_pairs(settings(images, masks, f"val_images={tmp_path / 'link'}", f"val_masks={masks}"), RGB8)
+    train, val = open_pairs(settings(images, masks, f"val_source={tmp_path / 'link'}", f"val_masks={masks}"), RGB8)
     assert len(train.places() & val.places()) == 6
     train, val = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     assert not train.places() & val.places()

@@ -170,7 +170,7 @@ def test_masks_are_not_written_over_masks_that_are_read(write_pairs: Write, tmp_
 def test_classes_that_only_the_masks_scored_on_have(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
     places, (others, their_masks) = write_pairs(4), write_pairs(2, "val")
     Image.new("L", (32, 24), 100).save(their_masks / "part.1/1.png")
-    given = settings(*places, f"val_images={others}", f"val_masks={their_masks}", f"weights={weights}", "steps=2")
+    given = settings(*places, f"val_source={others}", f"val_masks={their_masks}", f"weights={weights}", "steps=2")
     assert run.run(replace(given, out=str(tmp_path / "out")))["classes"] == ["0", "1", "2", "100"]
 
 
