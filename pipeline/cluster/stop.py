@@ -393,6 +393,8 @@ class Stop:
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
                 self._tell(
+            if self._training and not self.reason:
+                self._tell(f"{reason}: saving a checkpoint after this step, then ending (a second Ctrl-C ends at once)")
                     f"stopped by {reason} before training began: the same command starts it again (exit code {RESUME})"
                 )
                 if self._store is not None and self.folder.rank == 0:
@@ -402,7 +404,8 @@ class Stop:
     def _tell(self, line: str) -> None:
         if self.folder.rank == 0:
             with contextlib.suppress(OSError):  # Not print(), which the main thread may be in.
-                os.write(2, f"{line}\n".encode())
+                begin = "\n" * os.isatty(2)  # A progress bar has left the cursor at its end.
+                os.write(2, f"{begin}{line}\n".encode())
 
     def _leave_ended(self, how: Ending, line: str) -> NoReturn:
         """End with the error of one rank, which rank 0 says for all."""
