@@ -570,7 +570,7 @@ class ProbeConfig(Settings):
 
 class RunProbeConfig(ProbeConfig):
     every: Length = Length.parse("0 steps")
-    """Interval between probes, with one at the end; 0: off."""
+    """Interval between probes, with one before the first step and one at the end; 0: off."""
     data: PathText = setting("", needs="shots|neighbours")
     """Folder or URL of the data set for probes; empty is the run's own."""
     split: str = "val"

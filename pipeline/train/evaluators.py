@@ -48,6 +48,7 @@ class Evaluator:
 
     name: ClassVar[str]
     file: ClassVar[str]
+    is_due_at_start: ClassVar[bool] = False  # Also before the first step.
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to
@@ -59,7 +60,8 @@ class Evaluator:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and
         evaluation.
         """
-        if not start or self.name not in self.run.plan.due(start).evaluations:
+        due = self.is_due_at_start if start == 0 else self.name in self.run.plan.due(start).evaluations
+        if not due:
             return False
         last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
         tracker = self.run.tracker
@@ -73,14 +75,14 @@ class Evaluator:
         run = self.run
         with run.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        if run.plan.best_from == self.name:
+        if step and run.plan.best_from == self.name:  # There is no checkpoint of step 0.
             self._mark_best(step, found.metrics[run.config.checkpoint.best])
         for line in [f"step {step:,}: {found.line}", *run.collapses.changed(self.name, step, found.collapse)]:
             run.console.say(line)
         if run.tracker:
             run.tracker.log(step, found.metrics)
             write_text(run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content})))
-        if run.drawing:
+        if step and run.drawing:
             run.drawing.begin(found.predictions, run.data.evaluation)
 
     def watched(self, step: int, where: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -152,6 +154,7 @@ class ProbeEvaluator(Evaluator):
 
     name = "probe"
     file = "probe.json"
+    is_due_at_start = True
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         probe = self.run.run_probe
@@ -161,8 +164,8 @@ class ProbeEvaluator(Evaluator):
         features = self.watched(step, "probe", run.engine.features)
         scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
         metrics = probe_metrics(scores, run.config.probe.prefix)
-        # Classes may well collapse to a few directions: of two classes, one is enough.
-        is_judged = "spread" in scores and not run.config.needs_labels
+        # Classes may well collapse to a few directions: of two classes, one is enough. New weights may seem to.
+        is_judged = step > 0 and "spread" in scores and not run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
         line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
