@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -418,8 +419,14 @@ class TrainingRun(StartingPoint):
             )
         scores = json_record.read_or_none(self.folder / "scores.json", dict[str, Any]) or {}
         count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
-        if top1 is not None and count and scores["step"] == step and of_samples(top1, count).low <= 1 / num_classes < 1:
-            told.append(
-                f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
-            )
+        if top1 is not None and count and scores["step"] == step and (split := self.data.evaluation):
+            # What always naming the most common class would score.
+            constant = float(np.bincount(split.label_values, minlength=1).max()) / len(split)
+            chance = max(constant, 1 / num_classes)
+            if (found := of_samples(top1, count)).low <= chance < 1:
+                told.append(
+                    f"top-1 {top1:.2%} (95% interval {found.low:.2%} to {found.high:.2%} on"
+                    f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
+                    f" {chance:.2%}"
+                )
         return "; ".join(told)
