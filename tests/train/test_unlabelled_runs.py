@@ -1,6 +1,7 @@
 """Runs on a data set without labels or without a held-out split: what they measure, what they refuse, exact resume."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,10 @@ def test_a_run_on_images_alone_is_probed_and_resumes_exactly(
     said = forge.start(1, [*overrides, "name=cut"]).finish()
     assert "step-00000002 at step 2 of 4" in said
     assert "step 0:" not in said
-    forge.start(1, settings(photos, tmp_path, "unprobed", *MASKED, *FOUR_STEPS)).finish()
+    by_time = ("train.log_every=900 s",)
+    forge.start(1, settings(photos, tmp_path, "unprobed", *MASKED, *FOUR_STEPS, *by_time)).finish()
+    lines = re.findall(r" step (\d)/4 ", (tmp_path / "unprobed" / "log.txt").read_text())
+    assert lines == ["1", "4"], "after the first step, by the clock, and after the last; every step is recorded"
     assert metrics(whole, "loss") == metrics(tmp_path / "unprobed", "loss"), "a probe changes no bit of the training"
     name = "checkpoints/step-00000004/model.safetensors"
     assert load_file(whole / name).keys() == load_file(cut / name).keys()
