@@ -38,7 +38,7 @@ class ProgressMeter:
         self._made_images = self._made_bytes = 0
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
+        self._bar = tqdm(total=total, desc=done or None, unit=" images") if is_terminal else None
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)

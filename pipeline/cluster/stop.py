@@ -394,7 +394,9 @@ class Stop:
     def _want(self, reason: str) -> None:
         with self._lock:
             if self._training and not self.reason:
-                self._tell(f"{reason}: saving a checkpoint after this step, then ending (a second Ctrl-C ends at once)")
+                self._tell(
+                    f"{reason}: saves a checkpoint after this step or the next, and ends (a second Ctrl-C: at once)"
+                )
             self.reason = self.reason or reason
             with contextlib.suppress(RuntimeError):
                 if self._store is not None:

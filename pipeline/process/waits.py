@@ -95,13 +95,14 @@ class Work:
 
             shown = {"total": self.total, "unit": f" {plural(self.unit)}", "delay": NOTICE_SECONDS}
             self._bar = tqdm(desc=self.what, leave=False, dynamic_ncols=True, **shown)
-        else:
-            self._board.work[id(self)] = self
-            self._board.start()
+        self._board.work.append(self)
+        self._board.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._board.work.pop(id(self), None)
+        self._board.work.remove(self)
+        for outer in self._board.work[-1:]:  # It was not silent until now.
+            outer.next_line = max(outer.next_line, time.monotonic() + NOTICE_SECONDS)
         if self._bar is not None:
             self._bar.close()
 
@@ -111,16 +112,21 @@ class Work:
             self._bar.set_postfix_str(self.note, refresh=False)
             self._bar.update(self.done - self._bar.n)
 
-    def line(self) -> str:
-        """How far it is; the next line is due later."""
+    def tell(self, say: Say) -> None:
+        """Say how far it is, or show the bar, which by itself waits until something is counted."""
         now = time.monotonic()
+        if self._bar is not None:
+            self.next_line = now + NOTICE_SECONDS
+            self._bar.refresh()
+            return
         self.next_line = now + _LINE_SECONDS if self.total else math.inf
         if not self.total:
-            return f"{self.what} ..."
+            say(f"{self.what} ...")
+            return
         left = (now - self.begin) * (self.total - self.done) / self.done if self.done else math.inf
         told = [f"{self.done:,} of {counted(self.total, self.unit)}", self.note]
         told.append(f"{duration(left)} left" if self.done else "")
-        return f"{self.what}: {', '.join(filter(None, told))}"
+        say(f"{self.what}: {', '.join(filter(None, told))}")
 
 
 def worked(items: Iterable[T], what: str, total: int, unit: str = "image") -> Iterator[T]:
@@ -174,7 +180,7 @@ class _Board:
     def __init__(self, say: Say = _print) -> None:
         self.say = say
         self.waits: dict[int, Wait] = {}
-        self.work: dict[int, Work] = {}
+        self.work: list[Work] = []  # The innermost, which is said, is the last.
         self.said: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -193,10 +199,10 @@ class _Board:
                     wait.is_silent = True  # Said once.
                     with contextlib.suppress(OSError):  # A full disk, or a closed terminal: the next line may arrive.
                         say(wait.kind or wait.what, f"waiting for {wait}", wait.say)
-            for work in self.work.copy().values():
+            for work in self.work[-1:]:
                 if time.monotonic() >= work.next_line:
                     with contextlib.suppress(OSError):
-                        self.say(work.line())
+                        work.tell(self.say)
 
 
 _board = _Board()

@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     go_on(run)
     ends(run)
     assert status() == Status("stopped", 16, RESUME, "SIGINT")
-    assert "SIGINT: saving" in run.said(0), "at once, before the rank has agreed with the others"
+    assert "SIGINT: saves" in run.said(0), "at once, before the rank has agreed with the others"
     assert not (folder / "scores.json").exists()
 
     # While a checkpoint is being written: it is the one that counts.
