@@ -43,7 +43,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.missing import missing
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, of_classes, printable
+from pipeline.base.words import counted, of_classes, printable, significant
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
@@ -413,7 +413,7 @@ def _print_done(
     if changed := _changed(results):
         print(f"{changed} since the last start: their shards were written again")
     num_images = sum(len(plan[number].rows) for number in made)
-    rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
+    rate = f" ({significant(num_images / seconds)} images/s)" if num_images else ""
     print_summary(dataset, results, f"{duration(seconds)}{rate}", None if verified else listing.skipped)
 
 

@@ -148,7 +148,7 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as
     `check_outputs`.
     """
-    with loaded.reading(split, config, len(split)) as reader:
+    with loaded.reading(split, config) as reader:
         done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
     check_outputs(config.weights, ", ".join(config.images), done, split)
     return done

@@ -250,7 +250,7 @@ def _in_classes_of_weights(
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
     """Returns predictions if the head is scored, features if they are probed."""
-    with loaded.reading(split, config, len(split)) as reader:
+    with loaded.reading(split, config) as reader:
         if not config.classify:
             return None, extract(loaded.features, reader, np.arange(len(split)))
         features_seen: list[np.ndarray] = []
@@ -273,7 +273,7 @@ def _probe(
     choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
         raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
-    with loaded.reading(train, config, len(choice.rows)) as reader:
+    with loaded.reading(train, config) as reader:
         seen = extract(loaded.features, reader, choice.rows)
     scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}

@@ -160,7 +160,7 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     rows = order[: max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)]
-    with loaded.reading(split, config, len(rows)) as reader:
+    with loaded.reading(split, config) as reader:
         left_out = {} if "predictions" in wanted else reader.left_out  # Predicting says it.
         any_number = replace(reader, budget=BadBudget(1.0), left_out=left_out)
         (values,), readable, problems = each_sample(lambda batch: [batch.images], any_number, rows)

@@ -25,6 +25,7 @@ from pipeline.settings.quantities import (
     ImageSize,
     Length,
     Limit,
+    LogInterval,
     PathText,
     PositiveShare,
     Seed,
@@ -405,8 +406,10 @@ class TrainConfig(Settings):
     """LoRA: dense layers of each block: qkv, out, up, down."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
-    log_every: PositiveInt = setting(50, on_change="nothing")
-    """Steps between log lines."""
+    log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
+    """Interval between log lines, in seconds or steps ('50 steps'). Metrics are recorded at the same steps or, with
+    seconds, every 1% of the run and at least every 50 steps: what a run records does not depend on its speed.
+    """
     max_skipped_steps: NonNegativeInt = setting(20, on_change="comparison")
     """Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops."""
     stop_after_minutes: float = minutes(0.0)
@@ -571,7 +574,7 @@ class ProbeConfig(Settings):
 
 class RunProbeConfig(ProbeConfig):
     every: Length = Length.parse("0 steps")
-    """Interval between probes, with one at the end; 0: off."""
+    """Interval between probes, with one before the first step and one at the end; 0: off."""
     data: PathText = setting("", needs="shots|neighbours")
     """Folder or URL of the data set for probes; empty is the run's own."""
     split: str = "val"

@@ -415,7 +415,8 @@ class Change:
     fact: Fact
 
     def __str__(self) -> str:
-        return f"{self.name} was {self.then}, is {self.now}"
+        then, now = ("empty" if value in ("", []) else value for value in (self.then, self.now))
+        return f"{self.name} was {then}, is {now}"
 
 
 @functools.cache

@@ -137,8 +137,9 @@ def _features_on_all_ranks(start: StartingPoint) -> Features:
                     _write(file, seen)
             problems = reader.problems_of_all([problems, seen.problems], len(split))
             parts.append(seen)
-            bar.update(int(rows[-1]) + 1 - bar.n)  # The last ranks repeat images, and files have some already.
-            start.console.say(f"features of {bar.n:,} of {len(split):,} images")
+            done = int(rows[-1]) + 1
+            bar.update(done - bar.n)  # The last ranks repeat images, and files have some already.
+            start.console.say(f"features of {done:,} of {len(split):,} images")
     values, readable = (np.concatenate([getattr(part, of) for part in parts]) for of in ("values", "readable"))
     return Features(values, readable, problems)
 

@@ -22,7 +22,7 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si, significant
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -502,10 +502,11 @@ def _begin_run_on_all_ranks(
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
+    speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
     console.say(
-        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image;"
-        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint};"
-        f" {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"
+        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data"
+        f" {dataset.fingerprint}{speed}"
     )
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
