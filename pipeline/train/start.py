@@ -90,6 +90,8 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in"
         f" {run.folder}{but}"
     )
+    for way in run.tracker.how_to_open() if run.tracker else []:
+        console.say(f"in a browser: {way}")
 
 
 def _train_until_stopped(run: "TrainingRun") -> str:
