@@ -206,7 +206,9 @@ def _send(
         scored_on=scored_on,
         origin=origin,
     )
-    send_report(config.mlflow, folder, about, metrics | probed, [folder / name for name in files], config.experiment)
+    paths = [folder / name for name in files]
+    result = f"**Result**: {'; '.join(f'{name.strip()} {value}' for name, value in render.summary(scores))}."
+    send_report(config.mlflow, folder, about, metrics | probed, paths, config.experiment, result)
 
 
 def _in_classes_of_weights(

@@ -412,7 +412,7 @@ class TrainingRun(StartingPoint):
         warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
         warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
         found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        lines = [f"**Result**: {found}. {warned}{until}.", "\n".join(table)]
+        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
         if meter.total_seconds:
             lines.append(
                 f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"

@@ -401,6 +401,10 @@ def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
     sent, trained = client.search_runs(["1"], order_by=["attributes.start_time DESC"])
     assert (sent.info.run_name, sent.data.tags["kind"]) == (f"try on {data.path.name}:val", "evaluation")
     assert sent.data.metrics["eval/val_top1"] == scores["top1"]
+    interval = of_samples(scores["top1"], scores["num_samples"])
+    result = sent.data.tags["mlflow.note.content"].split("\n\n")[0]
+    assert f"{scores['top1']:.2%}" in result
+    assert f"{interval.low:.2%} to {interval.high:.2%}" in result
     assert sent.data.metrics[f"probe/{data.path.name}_1shot"] == scores["fewshot"][0]["top1"]
     assert {name: sent.data.params[name] for name in ("train_split", "temperature", "l2")} == {
         "train_split": "train",

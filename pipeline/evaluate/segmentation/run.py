@@ -143,7 +143,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     if origin is not None:
         masks = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         digest = hashlib.sha256(masks.encode()).hexdigest()[:16]
-        _send(config, loaded, origin, results, digest, folder, [folder / name for name in contents])
+        result = f"**Result**: mIoU {_in_words(found)}."
+        _send(config, loaded, origin, results, result, digest, folder, [folder / name for name in contents])
     return results
 
 
@@ -152,11 +153,12 @@ def _send(
     loaded: LoadedModel,
     origin: WeightsOrigin,
     results: dict[str, Any],
+    result: str,
     digest: str,
     folder: Path,
     files: list[Path],
 ) -> None:
-    """Send the score to MLflow. digest: of the masks that are scored on."""
+    """Send the score to MLflow. result: in words. digest: of the masks that are scored on."""
     data, split = _scored_on(config)
     notes = {TRAINED_BY: results[TRAINED_BY]} if results[TRAINED_BY] else {}
     place, metric = str((config.val_source or config.images)[0]), f"{split}_miou"
@@ -178,7 +180,7 @@ def _send(
         metrics={metric: metric_of(metric)},
         origin=origin,
     )
-    send_report(config.mlflow, folder, about, {metric: results["miou"]}, files, config.experiment)
+    send_report(config.mlflow, folder, about, {metric: results["miou"]}, files, config.experiment, result)
 
 
 def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
