@@ -1,6 +1,7 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -118,5 +119,5 @@ def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
                 if part.lower().startswith(word):
                     starts.setdefault(word, "/".join([*parts[:depth], part[: len(word)]]))
     if len(starts) > 1:
-        said = " ".join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
+        said = shlex.join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
         raise UserError(f"{source}: the files look like several splits. If they are, say so: {said}")
