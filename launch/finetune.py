@@ -33,8 +33,10 @@ def finetune(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
+    from data_tools.sharding.shard_once import shard_once
     from pipeline.train.start import run  # Late, so that a mistake in the settings is reported without pyarrow.
 
+    shard_once(config.data.path)
     run(config, draw="pipeline.review.draw")
 
 
