@@ -8,7 +8,7 @@ finishes a run.
   deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
   deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
   deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
-  deepspeed launch/finetune.py --config configs/finetune/own_images.yaml train.freeze=backbone
+  deepspeed launch/finetune.py --config configs/finetune/own_images.yaml data.path=photos train.freeze=backbone
 
 The weights determine the architecture: leave model.name and model sizes unset.
 """

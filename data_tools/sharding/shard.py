@@ -115,8 +115,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            path = existing["source"]["path"]
-            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing)}")
+            path, alike = existing["source"]["path"], "the same images, but in other classes or groups"
+            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing) or alike}")
             existing = None
         if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
             raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")

@@ -28,6 +28,8 @@ _VAL_SHARE = 0.1
 _ALL = {"train": ""}
 # What makes a process join a cluster. Its CPUs may be those that the ranks hold.
 _OF_A_CLUSTER = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+# Settings by which the keys of samples are not those of their files.
+_OTHER_KEYS = {"channel_pattern", "pages"}
 _POLL_SECONDS = 0.5
 # progress.json changes every 10 seconds.
 _MOST_SECONDS_WITHOUT_PROGRESS = 600.0
@@ -105,8 +107,8 @@ def _shard(images: Path, out: Path, setting: str) -> None:
         raise KeyboardInterrupt
     if code:
         text = (
-            f"{setting} = {images}: its images were not sharded, for the reason above. Change this command by it, and"
-            f" run it first: {command}"
+            f"{setting} = {images}: its images were not sharded, for the reason above. If you change the images, remove"
+            f" {out} and start again; to change settings, run first: {command} setting=value"
         )
         raise UserError(text) if code == 2 else CrashError(text)
 
@@ -129,8 +131,9 @@ def _wait_for(out: Path, setting: str) -> None:
 
 def _say_changes(images: Path, out: Path) -> None:
     """Print which images came and went since `out` was made of them."""
-    made = open_dataset(out).info["source"]
-    if not images.is_dir() or made.get("layout") not in ("folder", "images"):
+    info = open_dataset(out).info
+    made = info["source"]
+    if not images.is_dir() or made.get("layout") not in ("folder", "images") or _OTHER_KEYS & info["settings"].keys():
         return
     found = _walked(images, made["layout"], made["splits"])
     if found.archives:  # Their members would have to be listed, and compressed ones unpacked.
@@ -142,7 +145,7 @@ def _say_changes(images: Path, out: Path) -> None:
         changes = str(error)
     if changes:
         print(
-            f"note: {images} has changed since {out} was made of it, and is not read: {changes}. To use the images of"
-            f" today, remove {out}, and start a run of another name.",
+            f"note: {images} holds other images than {out}, which is used as it is, was made of: {changes}. To use"
+            f" those of today, remove {out}, and start a run of another name.",
             flush=True,
         )

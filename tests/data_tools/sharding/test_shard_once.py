@@ -49,7 +49,7 @@ def start(photos: Path, rank: int) -> subprocess.Popen[str]:
         "from data_tools.sharding.shard_once import *; "
         f"shard_once({str(photos)!r}); assert open_dataset({str(photos)!r}).info['samples']"
     )
-    environment = {**os.environ, "RANK": str(rank)}
+    environment = {**os.environ, "RANK": str(rank), "RAY_ADDRESS": "127.0.0.1:1"}  # Not that of a cluster of ranks.
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
