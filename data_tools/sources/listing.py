@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from data_tools.progress import ProgressMeter
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted, first_of, printable
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
@@ -521,7 +521,7 @@ class Collector:
             if (direct := self._direct[split]) > (inside := sum(counts.values())):
                 raise UserError(
                     f"{where}: {counted(direct, 'image')} of {direct + inside:,} lie directly in it, which gives them"
-                    f" no class; only {inside:,} lie in {counted(len(counts), 'folder')} ({_some(sorted(counts))})."
+                    f" no class; only {inside:,} lie in {counted(len(counts), 'folder')} ({first_of(sorted(counts))})."
                     " Without labels, to use all: layout=images. To use only those in folders, move them to a folder"
                     " of their own."
                 )
@@ -529,7 +529,7 @@ class Collector:
             # no image.
             if empty := sorted(name for name, count in counts.items() if not count):
                 raise UserError(
-                    f"{where}: {counted(len(empty), 'class folder')} without images: {_some(empty)}. Fill or remove"
+                    f"{where}: {counted(len(empty), 'class folder')} without images: {first_of(empty)}. Fill or remove"
                     " what is empty."
                 )
             if len(counts) == 1 and not any(of == split for of, _ in self._flat):
@@ -552,7 +552,7 @@ class Collector:
         """A note for each split of images without labels whose folders are probably classes."""
         return [
             f"note: {sum(counts.values()):,} of {sum(counts.values()) + self._direct[split]:,} images of {split!r} lie"
-            f" in {counted(len(counts), 'folder')} ({_some(sorted(counts))}), which layout=images does not use. If"
+            f" in {counted(len(counts), 'folder')} ({first_of(sorted(counts))}), which layout=images does not use. If"
             " these are classes, leave layout=images out."
             for split in self.splits
             if self.has_class_folders(split)
@@ -561,11 +561,6 @@ class Collector:
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
-
-
-def _some(names: list[str]) -> str:
-    """The first few of these names."""
-    return ", ".join(map(printable, names[:5])) + ", ..." * (len(names) > 5)
 
 
 def reasons(skipped: list[Skipped]) -> str:
