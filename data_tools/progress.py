@@ -16,7 +16,7 @@ from pipeline.data.storage.bucket import AnyPath, file_size
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
-# Shorter reads show no bar.
+# What is shorter shows no bar.
 _SECONDS_BEFORE_BAR = 1.0
 
 
@@ -38,7 +38,8 @@ class ProgressMeter:
         self._made_images = self._made_bytes = 0
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=done or None, unit=" images") if is_terminal else None
+        shown = {"desc": done or None, "unit": " images", "delay": _SECONDS_BEFORE_BAR}
+        self._bar = tqdm(total=total, **shown) if is_terminal else None
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)

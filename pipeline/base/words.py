@@ -69,6 +69,11 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
 
 
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` of several names in a sentence: "a, b, ..."."""
+    return ", ".join(map(printable, names[:most])) + ", ..." * (len(names) > most)
+
+
 def shorten(name: str, most: int = 24) -> str:
     """Shorten a name to `most` characters by cutting its middle, because long names differ at the ends.
 

@@ -201,7 +201,9 @@ class MixedSet(Settings):
 
 class DataConfig(Settings):
     path: PathText = setting(on_change="comparison")
-    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py, or a folder of images, which is sharded once
+    into <folder>_shards
+    """
     cache: PathText = setting("", output="folder", on_change="nothing")
     """Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache."""
     cache_gb: PositiveFloat = setting(200.0, on_change="nothing", needs="cache")

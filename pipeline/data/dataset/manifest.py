@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -254,19 +255,28 @@ class Dataset:
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
-    """Open a data set by its folder or URL; reads dataset.json only. Raises UserError for a missing or damaged one."""
+    """Open a data set by its folder or URL, or by the folder of the images that `shards_beside` was made of; reads
+    dataset.json only. Raises UserError for a missing or damaged one.
+    """
     storage = storage or Storage()
-    path = to_path(path, storage.retry)
+    path, remedy = to_path(path, storage.retry), "If sharding was interrupted, run its command again."
+    if isinstance(path, Path) and not (path / INFO).exists():
+        beside = shards_beside(path)
+        path = beside if (beside / INFO).exists() else path
+        command = shlex.join(["python", "launch/shard.py", f"source={path}", f"out={beside}"])
+        remedy = f"If {path} holds images, shard them: {command} . {remedy}"
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))
-    remedy = (
-        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was"
-        " interrupted, run its command again."
-    )
     with reading(path / INFO, remedy):
         text = (path / INFO).read_bytes()
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
+
+
+def shards_beside(images: Path) -> Path:
+    """The folder of the data set that a run makes of a folder of images (`data_tools/sharding/shard_once.py`)."""
+    whole = images if images.name not in ("", "..") else images.resolve()
+    return whole.with_name(f"{whole.name}_shards")
 
 
 def location_and_split(entry: str) -> tuple[str, str]:

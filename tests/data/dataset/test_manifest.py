@@ -13,6 +13,7 @@ import pytest
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
 
 
@@ -118,3 +119,11 @@ def test_a_split_is_named_after_a_colon_that_may_be_in_the_folder_too(tmp_path: 
     assert location_and_split(f"{whole}:val") == (whole, "val")
     assert location_and_split(f"{tmp_path}/a:b/photos") == (f"{tmp_path}/a:b/photos", "")
     assert location_and_split("s3://bucket/set?region=eu:1") == ("s3://bucket/set?region=eu:1", "")
+
+
+def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
+    counts = {20: 1, 1_000: 10, 50_000: 500, 100_000: 1_000, 500_000: 1_000, 14_197_122: 14_197}
+    assert {count: BadBudget(None).allowed(count) for count in counts} == counts
+    assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
+    assert BadBudget(0.0).allowed(1_000) == 0
+    assert BadBudget(None, least=10).allowed(20) == 10
