@@ -27,6 +27,8 @@ Drawing = Literal[
 ]
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
+# Formats of export that are one file. By its suffix, the first one that has it is chosen.
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "big_vision": ".npz", "onnx": ".onnx", "mae": ".pth"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -110,10 +112,13 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"]
+    format: Literal[
+        "auto", "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"
+    ] = "auto"
     """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
-    BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and
-    transformers load it
+    BiT; big_vision: its .npz; onnx: a graph, with a script that predicts classes by it; mae, huggingface_mae: MAE with
+    its decoder, as facebookresearch/mae and transformers load it. auto: by the suffix of out (.safetensors, .npz,
+    .onnx, or .pth for mae)
     """
     out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
@@ -124,21 +129,31 @@ class ExportConfig(Settings):
     tolerance: ShareBelow1 = 1e-4
     """Largest accepted difference of logits after conversion, as a share of the largest logit."""
 
+    @property
+    def written_format(self) -> str:
+        """`format`, or what the suffix of out says. Raises UserError if it says nothing."""
+        suffix = Path(self.out).suffix
+        if self.format != "auto":
+            return self.format
+        if found := next((name for name, own in _FILE_SUFFIXES.items() if own == suffix), ""):
+            return found
+        raise UserError(
+            f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
+            " folder, or end the name of a file in .safetensors, .npz, .onnx or .pth."
+        )
+
     def check(self) -> None:
         """Check the suffix of out. Raises UserError."""
-        suffixes = {
-            "safetensors": ".safetensors",
-            "npz": ".npz",
-            "big_vision": ".npz",
-            "onnx": ".onnx",
-            "mae": ".pth",
-        }
-        if not self.out.endswith(suffixes.get(self.format, "")):
+        form, suffix = self.written_format, Path(self.out).suffix
+        if (wanted := _FILE_SUFFIXES.get(form)) and suffix != wanted:
+            raise UserError(f"out = {as_typed(self.out)} of format = {form} must end in {wanted}.")
+        if not wanted and suffix in _FILE_SUFFIXES.values():
             raise UserError(
-                f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
+                f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
+                " or name a folder."
             )
-        if self.format.endswith("mae") and (self.image_size or not self.head):
-            raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
+        if form.endswith("mae") and (self.image_size or not self.head):
+            raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 
 
 class GivenConfig(Settings):
