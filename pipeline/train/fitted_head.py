@@ -6,12 +6,12 @@ Shapes: n images, D features, K classes.
 import hashlib
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -74,8 +74,8 @@ def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
 
     head, metrics = ranks.on_main(fit)
     with torch.no_grad():
-        model.head.weight.copy_(head.weight)
-        model.head.bias.copy_(head.bias)
+        for name, value in (("weight", head.weight), ("bias", head.bias)):
+            model.get_parameter(f"head.{name}").copy_(value)
     model.train()
     return metrics
 
@@ -111,35 +111,31 @@ def _features_on_all_ranks(start: StartingPoint) -> Features:
         return [torch.stack([model.features(view) for view in views], 1).float()]
 
     parts, problems = [], dict[int, str]()
-    with tqdm(total=len(split), desc="features", unit=" images", disable=None if ranks.is_main else True) as bar:
-        reader = SplitReader(
-            split,
-            config.model.image_size,
-            config.augment,
-            config.evaluate.batch,
-            config.data.threads,
-            ranks,
-            progress=lambda num_images: bar.update(num_images * ranks.world_size),
-            budget=BadBudget(config.data.max_bad_share),
-            pixels=model.config.pixels,
-            views=() if count == 1 else (Views(count, config.model.image_size, config.augment),),
-            seed=config.seed,
-        )
-        of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
-        for first in range(0, len(split), _PART):
-            rows = np.arange(first, min(first + _PART, len(split)))
-            file = folder / f"{first}.npz"
-            seen = ranks.on_main(lambda file=file: _read(file))
-            if seen is None:
-                (values,), readable, problems_of_part = each_sample(features, of_part, rows)
-                seen = Features(values, readable, problems_of_part)
-                if ranks.is_main:
-                    _write(file, seen)
-            problems = reader.problems_of_all([problems, seen.problems], len(split))
-            parts.append(seen)
-            done = int(rows[-1]) + 1
-            bar.update(done - bar.n)  # The last ranks repeat images, and files have some already.
-            start.console.say(f"features of {done:,} of {len(split):,} images")
+    reader = SplitReader(
+        split,
+        config.model.image_size,
+        config.augment,
+        config.evaluate.batch,
+        config.data.threads,
+        ranks,
+        budget=BadBudget(config.data.max_bad_share),
+        pixels=model.config.pixels,
+        views=() if count == 1 else (Views(count, config.model.image_size, config.augment),),
+        seed=config.seed,
+    )
+    of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
+    for first in range(0, len(split), _PART):
+        rows = np.arange(first, min(first + _PART, len(split)))
+        file = folder / f"{first}.npz"
+        seen = ranks.on_main(partial(_read, file))
+        if seen is None:
+            (computed,), is_readable, of_rows = each_sample(features, of_part, rows)
+            seen = Features(computed, is_readable, of_rows)
+            if ranks.is_main:
+                _write(file, seen)
+        problems = reader.problems_of_all([problems, seen.problems], len(split))
+        parts.append(seen)
+        start.console.say(f"features of {int(rows[-1]) + 1:,} of {len(split):,} images")
     values, readable = (np.concatenate([getattr(part, of) for part in parts]) for of in ("values", "readable"))
     return Features(values, readable, problems)
 

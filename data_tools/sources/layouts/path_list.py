@@ -43,7 +43,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
-            raise UserError(f"splits.{split} = {missing(path, 'file', 'Name a list, as FILE.csv.')}")
+            raise UserError(f"splits.{split} = {missing(str(path), 'file', 'Name a list, as FILE.csv.')}")
         setting = "channel_columns" if config.channel_columns else "path_column"
         others = [*((setting, name) for name in of_paths), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)
