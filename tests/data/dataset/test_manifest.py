@@ -118,3 +118,20 @@ def test_a_split_is_named_after_a_colon_that_may_be_in_the_folder_too(tmp_path: 
     assert location_and_split(f"{whole}:val") == (whole, "val")
     assert location_and_split(f"{tmp_path}/a:b/photos") == (f"{tmp_path}/a:b/photos", "")
     assert location_and_split("s3://bucket/set?region=eu:1") == ("s3://bucket/set?region=eu:1", "")
+
+
+def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").touch()
+    (tmp_path / "photos.zip").touch()
+    for name, said in (("run", "not a data set.*run"), ("photos.zip", "source=.*photos.zip"), ("runn", "mean .*/run?")):
+        with pytest.raises(UserError, match=said):
+            open_dataset(tmp_path / name)
+    dataset = write(tmp_path / "set")
+    with pytest.raises(UserError, match="no split 'test'. It has: train, val. Did you mean val?"):
+        dataset.split("test")
+    dataset.info["samples"] = {"train": 2}
+    assert "val_share=0.1" in dataset.without_split("test")
+    dataset.info["samples"] = {"train": 2, "val": 2, "empty": 0}
+    for name, meant in (("test", "val"), ("valid", "val"), ("vall", "val"), ("train2", "train"), ("empty", "val")):
+        assert dataset.without_split(name).endswith(f"It has: train, val. Did you mean {meant}?")
