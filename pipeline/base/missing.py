@@ -12,6 +12,11 @@ _MAX_NAMES = 10_000
 def missing(path: str | os.PathLike[str], what: str = "file or folder", way_out: str = "") -> str:
     """Returns "PATH: no such file or folder.", and the similar path that exists, else the way out."""
     near = similar_path(path)
+    several = str(path).strip("[]").split(",")
+    if len(several) > 1 and all(several):
+        return f"{path}: no such {what}. Several are written as a list, where one is read: [{','.join(several)}]."
+    if {*"*?"} & {*str(path)}:
+        return f"{path}: no such {what}: nothing matches, or no * is read here. Name the folder."
     return f"{path}: no such {what}. {f'Did you mean {near}?' if near else way_out}".rstrip()
 
 

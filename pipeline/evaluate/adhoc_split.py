@@ -26,6 +26,9 @@ from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 from pipeline.settings.commands.weights import GivenConfig
 
+# Endings of what launch/shard.py reads, and a model does not.
+_OF_SHARDING = {".zip", ".tgz", ".gz", ".csv", ".tsv", ".parquet"}
+
 
 @dataclass(frozen=True)
 class AdhocSplit:
@@ -170,6 +173,11 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
         if not found:
             raise UserError(f"{setting} = {place}: no image in this folder or below it. For tars: {path / '*.tar'}.")
         yield from found
+    elif path.suffix.lower() in _OF_SHARDING:
+        raise UserError(
+            f"{setting} = {place}: images in archives and tables are not read here. Unpack it, or make a data set of it"
+            " and give that: launch/shard.py."
+        )
     else:
         yield path
 

@@ -26,6 +26,7 @@ from pipeline.base.words import on_one_line
 from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
+from pipeline.process.outputs import kind_of
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
@@ -82,6 +83,10 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
             if damaged:
                 say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
             return file
+    if kind_of(path) == "data set":
+        raise UserError(f"{path} is a data set, not weights. Name a run, a checkpoint, or a file of weights.")
+    if not folder.exists() and (runs := sorted(inner for inner in path.iterdir() if kind_of(inner) == "run")):
+        raise UserError(f"{path} has runs in it. Name one, as {runs[0]}.")
     raise UserError(
         f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a"
         " run, or a file."

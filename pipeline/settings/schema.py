@@ -190,9 +190,21 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
     doc = docs.get(name.partition("[")[0], "in this section")
     if found["type"] == "missing":
         raise UserError(f"{where}: {name} is not set ({doc}). Set it: {name}=...")
-    said = found.get("ctx", {}).get("error") or re.sub(r"^\w+ should", "must", found["msg"])
+    value, told = found["input"], re.sub(r"^\w+ should", "must", found["msg"]).partition(", unable to parse")[0]
+    said = found.get("ctx", {}).get("error") or told
     said = f"{said} ({doc.rstrip('.')})" if "pattern" in found["type"] else said
-    raise UserError(f"{where}: {name} = {as_typed(found['input'])}: {said}.")
+    raise UserError(f"{where}: {name} = {as_typed(value)}: {said}.{_way_out(found['type'], value, said)}")
+
+
+def _way_out(kind: str, value: Any, said: str) -> str:
+    """What to write in place of a value that pydantic refuses, if that is known. kind: of its error."""
+    if kind == "string_type" and isinstance(value, list):
+        return " Give one, not a list."
+    if kind == "float_parsing" and re.fullmatch(r"[0-9.]{1,9} ?%", value):
+        return f" Write a share as a number: {float(value.rstrip('% ')) / 100:g}."
+    choices = re.findall(r"'(\w+)'", said) if kind == "literal_error" else []
+    near = difflib.get_close_matches(str(value), choices, 1, 0.7)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _prepared(tree: Any, cls: Any) -> Any:
@@ -336,6 +348,10 @@ def _example(word: str, cls: type) -> str:
     """How a word that is given alone, often a path, may be meant."""
     if word.endswith((".yaml", ".yml")):
         return f"setting=value, or a file of settings: --config {word}"
+    if word.endswith("]"):
+        return "setting=value. A list with spaces needs quotes: 'setting=[a, b]'"
+    if word in {name for name, *_ in leaves(cls)}:
+        return f"{word}=value, without spaces"
     read = [
         name
         for name, kind, field, _ in leaves(cls)

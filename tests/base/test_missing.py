@@ -37,3 +37,10 @@ def test_a_similar_path_is_found(
     if "://" not in given:
         assert similar_path(tmp_path / given) == (meant and tmp_path / meant)
     assert missing(given).endswith(f"mean {meant}?" if meant else ".")
+
+
+def test_a_list_and_a_pattern_are_told_from_a_path(tmp_path: Path) -> None:
+    assert "[a.jpg,b.jpg]" in missing("a.jpg,b.jpg")
+    assert "*" in missing("photos/*.jpg", way_out="x").partition(":")[2]
+    (tmp_path / "photos").mkdir()
+    assert missing(f"{tmp_path}/photos,").endswith(f"mean {tmp_path}/photos?")

@@ -197,9 +197,12 @@ def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:
     (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
     (tmp_path / "bad.jpg").write_bytes(b"junk")
+    (tmp_path / "photos.zip").write_bytes(b"junk")
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
         ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
+        (r"photos.zip: .* launch/shard.py", tmp_path / "photos.zip"),
+        (r"\[a.jpg,b.jpg\]", "a.jpg,b.jpg"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("split = test", tmp_path / "bad.jpg", "split=test"),
         ("exclude = none", tmp_path / "bad.jpg", "exclude=none"),

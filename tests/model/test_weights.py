@@ -79,6 +79,11 @@ def test_weights_are_found_in_checkpoint_and_run_folders(tmp_path):
             load(folder)
     with pytest.raises(UserError, match="no such file or folder"):
         load(tmp_path / "absent")
+    for name, mark, said in (("runs/a", "status.json", "runs/a"), ("photos", "dataset.json", "is a data set")):
+        (tmp_path / "other" / name).mkdir(parents=True)
+        (tmp_path / "other" / name / mark).touch()
+        with pytest.raises(UserError, match=said):
+            load(tmp_path / "other" / name.partition("/")[0])
 
 
 def test_weights_of_a_run_are_found_where_its_settings_put_its_checkpoints(tmp_path):

@@ -62,6 +62,21 @@ def test_a_word_of_other_tools_or_commands_is_answered_with_the_setting(cls: typ
     assert meant in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("cls", "given", "said"),
+    [
+        (RunConfig, "optimizer.name=adamw", "mean adam?"),
+        (RunConfig, "data.path=[a,b]", "not a list"),
+        (data.ShardConfig, "val_share=20%", " 0.2."),
+        (weights.ExportConfig, "format=onxx", "mean onnx?"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_right_one(cls: type, given: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        schema.load(cls, None, [given])
+    assert said in str(error.value)
+
+
 def test_the_table_has_settings_that_exist_and_words_that_do_not_contradict_them() -> None:
     known = {name for cls in COMMANDS for name, *_ in schema.leaves(cls)}
     table = read_table(synonyms.__file__, synonyms._Synonyms)
@@ -84,6 +99,9 @@ def test_a_data_set_and_image_files_have_a_setting_each(tmp_path: Path) -> None:
             schema.load(weights.PredictConfig, None, [*needs, *given])
     with pytest.raises(UserError, match="split = test has no effect without data"):
         schema.load(weights.PredictConfig, None, [*needs, "source=a", "split=test"])
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(UserError, match=f"source={tmp_path / 'photos'}"):
+        schema.load(weights.PredictConfig, None, [*needs, f"data={tmp_path / 'photos'}"])
     assert schema.load(weights.PredictConfig, None, [*needs, "source=[a,b]"]).images == ["a", "b"]
     assert schema.load(weights.PredictConfig, None, [*needs, "data=a", "split=test"]).images == ["a"]
     assert not schema.load(weights.ExplainConfig, None, needs).images
@@ -97,6 +115,8 @@ def test_a_word_alone_is_shown_as_a_setting(tmp_path: Path) -> None:
         (weights.ScoreConfig, str(tmp_path), f"weights={tmp_path}"),
         (reports.CompareConfig, "a", "runs=a"),
         (RunConfig, "mine.yaml", "--config mine.yaml"),
+        (data.ShardConfig, "source", "source=value"),  # source = photos
+        (weights.PredictConfig, "b.jpg]", "quotes"),  # source=[a.jpg, b.jpg]
     ):
         with pytest.raises(UserError, match=meant):
             schema.load(cls, None, [word])

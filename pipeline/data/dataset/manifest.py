@@ -44,6 +44,7 @@ from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksum_cache import cache_home, checksum_of, digest_of
 from pipeline.data.storage.parquet import REMEDY, open_parquet, reading
 from pipeline.data.storage.retry import Retry
+from pipeline.process.outputs import kind_of
 from pipeline.settings.quantities import Limit
 
 __all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
@@ -268,6 +269,11 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))
+    kind = kind_of(path) if isinstance(path, Path) else None
+    if kind not in (None, "data set"):
+        raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
+    if isinstance(path, Path) and path.is_file():
+        raise UserError(f"{path} is a file, not a data set. Shard it: python launch/shard.py source={path} out=...")
     with reading(path / INFO, remedy):
         text = (path / INFO).read_bytes()
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)

@@ -127,3 +127,20 @@ def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
     assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
     assert BadBudget(0.0).allowed(1_000) == 0
     assert BadBudget(None, least=10).allowed(20) == 10
+
+
+def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").touch()
+    (tmp_path / "photos.zip").touch()
+    for name, said in (("run", "not a data set.*run"), ("photos.zip", "source=.*photos.zip"), ("runn", "mean .*/run?")):
+        with pytest.raises(UserError, match=said):
+            open_dataset(tmp_path / name)
+    dataset = write(tmp_path / "set")
+    with pytest.raises(UserError, match="no split 'test'. It has: train, val. Did you mean val?"):
+        dataset.split("test")
+    dataset.info["samples"] = {"train": 2}
+    assert "val_share=0.1" in dataset.without_split("test")
+    dataset.info["samples"] = {"train": 2, "val": 2, "empty": 0}
+    for name, meant in (("test", "val"), ("valid", "val"), ("vall", "val"), ("train2", "train"), ("empty", "val")):
+        assert dataset.without_split(name).endswith(f"It has: train, val. Did you mean {meant}?")

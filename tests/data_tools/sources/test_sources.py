@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "twice in a tar": (_twice_in_tar, "cat/1.jpg and cat/1.jpg have the same key"),
     "cut tar": (lambda at: _cut(write_tar(GOOD, at / "raw.tar")), "is damaged"),
+    "an image": (lambda at: _text(at).rename(at / "photo.jpg"), "photo.jpg is a single image"),
     "no archive": (_text, "is not a .tar, .tar.gz, .tgz or .zip"),
     "not fetched": (
         _begins_with(LFS, "raw.tar"),
