@@ -263,7 +263,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
 def shards_beside(images: Path) -> Path:
     """The folder of the data set that a run makes of a folder of images (`data_tools/sharding/shard_once.py`)."""
     whole = images if images.name not in ("", "..") else images.resolve()
-    return whole.with_name(f"{whole.name}_shards")
+    return whole.parent / f"{whole.name}_shards"
 
 
 def location_and_split(entry: str) -> tuple[str, str]:
