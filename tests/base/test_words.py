@@ -1,6 +1,8 @@
-"""Names in tables and figures."""
+"""Names in tables, figures and commands."""
 
-from pipeline.base.words import shorten
+import shlex
+
+from pipeline.base.words import command_line, shorten
 
 
 def test_names_are_cut_in_the_middle_and_can_be_drawn() -> None:
@@ -8,3 +10,8 @@ def test_names_are_cut_in_the_middle_and_can_be_drawn() -> None:
     assert shorten("abcdefghi", 8) == "abcd…ghi"
     assert [shorten("abcdef", most) for most in (1, 2, 3, 4)] == ["…", "a…", "a…f", "ab…f"]
     assert shorten("caf\udce9") == "caf?"
+
+
+def test_a_command_can_be_pasted_into_a_shell() -> None:
+    command = command_line("shard", "source=My Pets", "val_share=0.1")
+    assert shlex.split(command) == ["python", "launch/shard.py", "source=My Pets", "val_share=0.1"]
