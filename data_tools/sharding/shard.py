@@ -255,7 +255,7 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     num_items = len(listing) + len(listing.skipped)
     budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
-        way_out = "" if listing.needs_all else " or raise max_bad_share"
+        way_out = "" if listing.needs_all else " or allow more (max_bad_share=0.1, say)"
         raise UserError(
             f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more"
             f" than {budget:,} of {num_items:,}: {reasons(skipped)}. To go on, make them readable{way_out}, and run"

@@ -1,6 +1,5 @@
 """One run on one page: lineage, plan and measurement, scores, curves, warnings, settings, data, code, weights."""
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted, si
+from pipeline.base.words import command_line, counted, si
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
@@ -243,8 +242,5 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
         # "dev" is a part of the training split, which that command does not know.
         split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
         words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
-    how = (
-        f"python launch/evaluate.py {shlex.join(words)}\n\nfrom pipeline.model import load\nmodel ="
-        f' load("{chosen.path}")'
-    )
+    how = f'{command_line("evaluate", *words)}\n\nfrom pipeline.model import load\nmodel = load("{chosen.path}")'
     return Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows), how
