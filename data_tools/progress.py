@@ -123,8 +123,3 @@ def reading(path: AnyPath, done: str) -> Iterator[BinaryIO]:
         shown = {"total": file_size(path), "desc": f"{done} {path.name}", "unit_scale": True}
         with tqdm.wrapattr(file, "read", delay=_SECONDS_BEFORE_BAR, mininterval=interval, **shown) as wrapped:
             yield wrapped
-
-
-def data_size(num_bytes: int) -> str:
-    """'12 KB', '3.4 MB'"""
-    return f"{num_bytes / 1e3:,.0f} KB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
