@@ -178,6 +178,7 @@ def test_the_addresses_that_are_printed(pages: tuple[Browser, str, dict[str, str
     plain.route(f"{url}/", lambda route: route.fulfill(path=index))
     plain.goto(how_to_open(url, "1"))
     plain.get_by_text("87.66 % pets:val").wait_for()
+    assert plain.evaluate("localStorage.getItem('mlflow.workflowType_v1')") is None
     plain.close()
 
 
