@@ -184,10 +184,9 @@ def _send(
     data, trained = dataset.path.name, scores[TRAINED_BY]
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
-    score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
-    if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".
+    score = f"{split.name}_top1"
+    if score not in metrics and probed:  # Features alone: the first probe.
         score = next(iter(probed))
-        scored_on = f"{score.removeprefix(f'{data}_')} {scored_on}"
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     notes = {TRAINED_BY: trained} if trained else {}
@@ -203,7 +202,6 @@ def _send(
         f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
-        scored_on=scored_on,
         origin=origin,
     )
     send_report(config.mlflow, folder, about, metrics | probed, [folder / name for name in files], config.experiment)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import Metric, score_of
+from pipeline.base.metric import Metric, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
@@ -24,7 +24,6 @@ from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts
 PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")
 _MIN_LOGGED = 5
-_TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,6 @@ def best_of(series: Series, metric: Metric) -> int:
     """The place of the best value; of the last one if none is finite."""
     values = np.where(np.isfinite(series.values), metric.sign * series.values, -np.inf)
     return int(np.argmax(values)) if np.isfinite(values).any() else len(series) - 1
-
-
-def title_of(name: str) -> str:
-    """A metric's name in words, without the split: "top-1", "patch rank"."""
-    return _TITLES.get(name, name.replace("_", " "))
 
 
 @dataclass(frozen=True)

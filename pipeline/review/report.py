@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.errors import UserError
+from pipeline.base.metric import title_of
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
@@ -21,7 +22,7 @@ from pipeline.process.outputs import hold, try_output
 from pipeline.review.compare import shown, when, write_report
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
-from pipeline.review.record import RunRecord, best_of, title_of
+from pipeline.review.record import RunRecord, best_of
 from pipeline.review.table import PLACES, row, weights_of
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig

@@ -101,7 +101,7 @@ def fill(out: Path) -> dict[str, str]:
             "photos-b16",
             ids["photos-b16"],
             8,
-            "53.10 % photos:val",
+            "53.10 % top-1 photos:val",
         ),
     )
     ids[pets.name] = add_run(out, pets, 0.93)
@@ -138,7 +138,7 @@ def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[s
     browser.open(url + page_of(url, "vit"), "photos-s16", "pets-b16", "finetune")
     browser.page.get_by_label("Close").last.click() if "MLflow Assistant" in browser.text() else None
     browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
-    browser.reads("pretrain", "ViT-B/16", "87.66 % pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
+    browser.reads("pretrain", "ViT-B/16", "87.66 % top-1 pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
     browser.picture("run_list")
     browser.open(
         f"{url}{page_of(url, 'vit')}&orderByKey=metrics.%60score%60&orderByAsc=true",
@@ -163,7 +163,7 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
         run, "Fine-tuning of ViT-B/16", "Top-1", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
     )
     browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020")
-    browser.reads("53.10 % photos:val", "photos-b16, step 8")
+    browser.reads("53.10 % top-1 photos:val", "photos-b16, step 8")
     browser.picture("run")
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")
     browser.reads("eval (2)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")
