@@ -54,20 +54,21 @@ class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
     rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of
-    `Split.groups`; empty without. probability: float32.
+    `Split.groups`; empty without. probability, of_label: float32, of the predicted class and of the label.
     """
 
     rows: np.ndarray
     true: np.ndarray
     predicted: np.ndarray
     probability: np.ndarray
+    of_label: np.ndarray
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def read_predictions(folder: Path) -> LastPredictions:
     """predictions.npz of a run folder. Raises UserError for a damaged file."""
     file = folder / PREDICTIONS
-    names = ("rows", "true", "predicted", "probability")
+    names = ("rows", "true", "predicted", "probability", "of_label")
     return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 
