@@ -36,7 +36,7 @@ from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import LookConfig, TrainedLoss, ViewConfig, WeightsConfig
+from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -93,7 +93,7 @@ class LoadedModel:
         check_outputs(config.weights, where, seen, split, rows)
         return seen
 
-    def shown(self, config: LookConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shown(self, config: WeightsConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows that can be read, and what the model sees of them, with enough pixels to look at, uint8 (n, H, W,
         3).
 
@@ -103,7 +103,7 @@ class LoadedModel:
         with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
             kept, images = read_pixels(loader, rows, config.batch)
         print_unreadable(loader.bad, split.keys, "left out")
-        refuse_none_readable(f"{', '.join(config.images)}, as chosen", loader.bad, split, len(rows))
+        refuse_none_readable(f"split {split.name!r} that were chosen", loader.bad, split, len(rows))
         return kept, to_rgb(images.numpy(), self.pixels)
 
     def logits(self, pixels: Tensor) -> Tensor:
