@@ -65,7 +65,9 @@ class Table:
     @property
     def _columns(self) -> list[list[str]]:
         """The text of each column; pictures have none."""
-        return [[row[i] if isinstance(row[i], str) else "" for row in self.rows] for i in range(len(self.header))]
+        return [
+            ["" if isinstance(cell, PngImage) else cell for cell in column] for column in zip(*self.rows, strict=True)
+        ] or [[] for _ in self.header]
 
     @property
     def pictures(self) -> list[PngImage]:

@@ -23,6 +23,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.single_image import trained_view
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import read_by, shown_view
 from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
@@ -35,7 +36,6 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
-from pipeline.settings import schema
 from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
@@ -135,24 +135,15 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
     model = models.load(config.weights, image_size, content=content, say=print)
-    return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
+    return LoadedModel(model.to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:
-    """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default.
-
-    For another image size, the weights' eval_resize is scaled with it.
-    """
-    crop, asked_resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
-    asked = {"eval_crop": crop, "resize_filter": config.resize_filter}
-    usual = {"eval_crop": "center", "resize_filter": "linear"}
-    chosen = {name: trained.get(name, usual[name]) if value == "auto" else value for name, value in asked.items()}
-    short = min(ImageSize.parse(image_size))
-    resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
-    view = schema.build(AugmentConfig, {**chosen, "eval_resize": asked_resize or resize}, config.weights)
-    if view.eval_crop != "resize" and 0 < view.eval_resize < short:
-        raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
-    return view
+    """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default."""
+    crop, resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
+    return trained_view(
+        trained, ImageSize.parse(image_size), config.weights, crop, resize, resize_filter=config.resize_filter
+    )
 
 
 def check_outputs(
