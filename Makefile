@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STORE ?= runs/mlflow.db
+PORT ?= 5000
 # torch first, at the version pyproject.toml pins: deepspeed's build looks for it, and an open range fetches gigabytes.
 TORCH = $(shell grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)
 PLAIN = not ranks and not ray and not hosts
@@ -67,10 +68,9 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 	@echo "open runs/site/index.html"
 
-# The runs of a database, by default those of this folder, at http://127.0.0.1:5000/#/experiments?workflowType=machine_learning (docs/reviewing.md).
+# The runs of a database, by default those of this folder, in a browser (docs/reviewing.md).
 mlflow: install
-	@mkdir -p $(dir $(STORE))
-	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false .venv/bin/mlflow server --backend-store-uri sqlite:///$(abspath $(STORE))
+	@$(PY) launch/track_serve.py store=$(STORE) port=$(PORT)
 
 install: .venv/.installed
 

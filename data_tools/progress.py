@@ -11,11 +11,12 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from pipeline.base.progress import ProgressFile, duration
+from pipeline.base.words import significant
 from pipeline.data.storage.bucket import AnyPath, file_size
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
-# Shorter reads show no bar.
+# What is shorter shows no bar.
 _SECONDS_BEFORE_BAR = 1.0
 
 
@@ -37,7 +38,8 @@ class ProgressMeter:
         self._made_images = self._made_bytes = 0
         self._start = self._shown = self._making_since = time.monotonic()
         is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=done or None, unit=" images", unit_scale=True) if is_terminal else None
+        shown = {"desc": done or None, "unit": " images", "delay": _SECONDS_BEFORE_BAR}
+        self._bar = tqdm(total=total, **shown) if is_terminal else None
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
@@ -87,8 +89,8 @@ class ProgressMeter:
         state = self._state()
         left = "" if state["seconds_left"] is None else f", {duration(state['seconds_left'])} left"
         return (
-            f"{self._done} {self.images:,} of {self.total or 'unknown'} images, {state['images_per_second']:,.0f}"
-            f" images/s, {state['bytes_per_second'] / 1e6:.1f} MB/s{left}"
+            f"{self._done} {self.images:,} of {self.total or 'unknown'} images,"
+            f" {significant(state['images_per_second'])} images/s, {state['bytes_per_second'] / 1e6:.1f} MB/s{left}"
         )
 
     def _keep_writing(self) -> None:

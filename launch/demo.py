@@ -96,9 +96,9 @@ def demo(config: DemoConfig) -> None:
         "seconds": time.perf_counter() - begin,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    from pipeline.monitor.mlflow.connection import page_of  # Late: imports MLflow.
+    from pipeline.monitor.mlflow.connection import connect, how_to_open  # Late: imports MLflow.
 
-    page = page_of(store, "demo")
+    page = how_to_open(store, connect(store).get_experiment_by_name("demo").experiment_id)
     title("Done")
     told = run_report.run(schema.load(RunReportConfig, None, [f"run={out / 'finetune'}"]))
     print(f"""
@@ -110,9 +110,7 @@ def demo(config: DemoConfig) -> None:
 
   Written to {out / "summary.json"}; figures and tables are in {out / "finetune" / "evaluate"}.
   All about the fine-tuned run, on one page: {told}
-  To see the runs in MLflow, run this and open http://127.0.0.1:5000{page}
-
-    make mlflow STORE={out / "mlflow.db"}
+  To see the runs in a browser: {page}
 """)
 
 

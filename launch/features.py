@@ -6,7 +6,7 @@ like=IMAGE, the images whose features are most similar (by cosine) are listed, a
 (holiday.similar.png). Runs in one process, on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos data=datasets/photos split=train out=train.parquet
-  python launch/features.py weights=hf://facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
+  python launch/features.py weights=facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
   python launch/features.py weights=runs/photos source=holiday out=holiday.parquet like=cat.jpg
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as

@@ -8,7 +8,7 @@ finishes a run.
   deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=runs/vit_l16
   deepspeed launch/finetune.py --config configs/finetune/cifar10_48px.yaml
   deepspeed launch/finetune.py --config configs/finetune/imagenet_384px.yaml init.weights=ViT-B_16.npz
-  deepspeed launch/finetune.py --config configs/finetune/own_images.yaml train.freeze=backbone
+  deepspeed launch/finetune.py --config configs/finetune/own_images.yaml data.path=photos train.freeze=backbone
 
 The weights determine the architecture: leave model.name and model sizes unset.
 """
@@ -33,8 +33,10 @@ def finetune(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
+    from data_tools.sharding.shard_once import shard_once
     from pipeline.train.start import run  # Late, so that a mistake in the settings is reported without pyarrow.
 
+    shard_once(config.data.path)
     run(config, draw="pipeline.review.draw")
 
 

@@ -25,8 +25,10 @@ from pipeline.settings.run import RunConfig
 
 
 def pretrain(config: RunConfig) -> None:
+    from data_tools.sharding.shard_once import shard_once
     from pipeline.train.start import run  # Late: --help and mistakes in the settings need no pyarrow.
 
+    shard_once(config.data.path)
     run(config, draw="pipeline.review.draw")
 
 

@@ -7,7 +7,7 @@ does not: whether features say where things are. Runs in one process, on a GPU o
   python launch/segment.py weights=runs/photos source=photos masks=masks image_size=512
   python launch/segment.py weights=runs/photos data=datasets/streets masks=datasets/street_masks
   python launch/segment.py --config configs/segment/ade20k.yaml mlflow=http://mlflow:5000 \\
-      weights=hf://facebook/dinov3-vitb16-pretrain-lvd1689m
+      weights=facebook/dinov3-vitb16-pretrain-lvd1689m
 
 A mask is a PNG of the size of its image, with the number of a class in each pixel or a colour for each class, and has
 the path of its image below its folder: photos/cat/1.jpg, masks/cat/1.png. See docs/segmentation.md.

@@ -25,4 +25,5 @@ def test_demo_goes_the_whole_way(tmp_path: Path) -> None:
     assert summary["finetune_top1"] >= 0.35  # Of ten classes, after 66 steps.
     assert 0.15 < summary["fewshot_top1"] < 1
     assert "resumed from" in (out / "pretrain" / "log.txt").read_text(), "it was killed and went on"
-    assert "mlflow.db" in done.stdout
+    # The addresses of the tables of runs, at the end of both runs and of the demo.
+    assert done.stdout.count(f"STORE={out / 'mlflow.db'}, then http://localhost:5000/#/experiments/1/runs?") == 3

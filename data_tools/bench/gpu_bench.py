@@ -27,6 +27,7 @@ from data_tools.bench.gpu_step import DEFAULTS, Case, Setup
 from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Paragraph, Table, markdown
+from pipeline.base.words import significant
 from pipeline.estimate.memory import most_images
 from pipeline.monitor.gpus import find_gpu
 from pipeline.settings.commands.bench import GpuBenchConfig
@@ -158,7 +159,7 @@ class GpuBench:
             pairs = zip(row["losses"], plain["losses"], strict=True) if plain else ()
             row["loss_difference"] = max((round(abs(a - b) / abs(b), 6) for a, b in pairs), default=None)
         self.write()
-        speed = f"{row['images_per_second']:,.1f} images/s" if "images_per_second" in row else "done"
+        speed = f"{significant(row['images_per_second'])} images/s" if "images_per_second" in row else "done"
         print(f"{time.strftime('%H:%M:%S')} {name}: {row.get('failed', speed)}", flush=True)
 
     def write(self) -> None:

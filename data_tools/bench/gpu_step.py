@@ -195,7 +195,8 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
         records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
     lines = [record.metrics for record in records if record.step > steps and "images_per_second" in record.metrics]
     metrics = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
-    yield {name: statistics.median(line[name] for line in lines if name in line) for name in metrics}
+    found = {name: [line[name] for line in lines if name in line] for name in metrics}
+    yield {name: statistics.median(values) for name, values in found.items() if values}  # A CPU has no mfu.
 
 
 # ---------------------------------------------------------------------- steps

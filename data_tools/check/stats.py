@@ -43,13 +43,12 @@ def run(config: StatsConfig) -> dict[str, Any]:
     content of stats.json.
     """
     begin = time.monotonic()
-    data = ray_tasks.shared_path("data", config.data)
-    out = ray_tasks.shared_path("out", config.out) if config.out else data / "stats"
+    dataset = open_dataset(ray_tasks.shared_path("data", config.data))
+    out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "stats"
     if config.mlflow and isinstance(out, BucketPath):
         raise UserError(
             f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
         )
-    dataset = open_dataset(data)
     if config.values:
         dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
     if isinstance(out, Path):

@@ -12,7 +12,7 @@ from data_tools.sources import Listing
 from data_tools.sources.labels import names_of_synsets, read_lines, read_names
 from data_tools.sources.listing import label_lists, with_columns
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted, first_of, printable
 from pipeline.settings.commands.data import ShardConfig
 
 
@@ -149,10 +149,8 @@ def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
     ]
     for what, are in kinds:
         if are.any():
-            few = [listing.classes[number] for number in np.flatnonzero(are)[:5]]
-            notes.append(
-                f"{counted(int(are.sum()), 'class')} with {what}: {', '.join(few)}{', ...' * (int(are.sum()) > 5)}"
-            )
+            few = [listing.classes[number] for number in np.flatnonzero(are)]
+            notes.append(f"{counted(len(few), 'class')} with {what}: {first_of(few)}")
     return notes
 
 

@@ -2,7 +2,10 @@
 
 import hashlib
 import itertools
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +73,49 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
                 " by the other"
             )
     return lines
+
+
+def describe_mixed_groups(listing: Listing, pattern: str) -> list[str]:
+    """A line to print if groups have images of several classes; none otherwise. pattern: group_pattern, "" without one.
+
+    Sequences that each class numbers from 0 look so: the line then has a pattern that includes the class folder.
+    """
+    if not listing.has_groups:
+        return []
+    groups, images, is_mixed = _mixed_groups(listing)
+    if not is_mixed.any():
+        return []
+    first = int(np.argmax(is_mixed))
+    keys = listing.table["key"].take(pa.array(images[first])).to_pylist()
+    line = (
+        f"warning: {int(is_mixed.sum()):,} of {counted(len(groups), 'group')} with images of several classes, such as"
+        f" {printable(groups[first].as_py())!r}: {' and '.join(map(printable, keys))}"
+    )
+    of_class = f"^([^/]+/.*?(?:{pattern}))"
+    with suppress(re.error, UserError):  # A pattern with flags, or that looks for the beginning of the key.
+        if pattern and not _mixed_groups(with_groups(listing, of_class))[2].any():
+            line += (
+                f". If each class numbers its own groups, include the class: {shlex.quote(f'group_pattern={of_class}')}"
+            )
+    return [line]
+
+
+def _mixed_groups(listing: Listing) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """(names of the groups, int (groups, 2), rows of their images of the lowest and the highest class, bool (groups,),
+    whether these classes differ).
+    """
+    rows, labels = listing.label_pairs()
+    groups = pc.dictionary_encode(listing.table["group"].combine_chunks())
+    of_rows = groups.indices.to_numpy()[rows]
+    order = np.lexsort((labels, of_rows))
+    rows, labels, of_rows = rows[order], labels[order], of_rows[order]
+    numbers, begins = np.unique(of_rows, return_index=True)
+    ends = np.append(begins, len(rows))[1:] - 1
+    return (
+        groups.dictionary.take(pa.array(numbers)),
+        np.stack([rows[begins], rows[ends]], 1),
+        labels[begins] != labels[ends],
+    )
 
 
 def groups_of(listing: Listing) -> dict[str, pa.ChunkedArray]:

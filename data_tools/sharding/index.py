@@ -254,10 +254,10 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
         ordered = [_without_unlabelled(done, job) for done, job in zip(ordered, jobs, strict=True)]
     skipped = [row for done in ordered for row in done.skipped]
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
-    if len(skipped) > BadBudget(config.max_bad_share).allowed(num_samples):
+    if len(skipped) > (budget := BadBudget(config.max_bad_share).allowed(num_samples)):
         raise UserError(
-            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than max_bad_share ="
-            f" {config.max_bad_share} allows: {reasons(skipped)}"
+            f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than {budget:,} (max_bad_share):"
+            f" {reasons(skipped)}"
         )
     return ordered, is_labelled
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import tifffile
-from tqdm import tqdm
 
 from data_tools.sources import Listing, Reader
 from data_tools.sources.images import png
@@ -26,6 +25,7 @@ from pipeline.base.words import counted
 from pipeline.data.images.arrays import chosen_array
 from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
 from pipeline.data.loading.decode import left_out, stored_image
+from pipeline.process.waits import worked
 from pipeline.settings.commands.data import ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
@@ -307,9 +307,9 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
         return listing
     counts = []
     with Reader() as reader:
-        for image in tqdm(listing.images(np.arange(len(listing))), "pages"):
+        for image in worked(listing.images(np.arange(len(listing))), "counting pages", len(listing), "file"):
             try:
-                counts.append(stored_image(reader.read(*image.files[0])).pages)
+                counts.append(stored_image(reader.read(*next(filter(None, image.files)))).pages)
             except (OSError, ValueError):
                 counts.append(1)
     rows = np.repeat(np.arange(len(listing)), counts)

@@ -21,6 +21,7 @@ from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_c
 from data_tools.sharding.holdout import (
     add_groups,
     describe_groups,
+    describe_mixed_groups,
     groups_of,
     hash_keys,
     hold_out,
@@ -43,7 +44,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.missing import missing
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, of_classes, printable
+from pipeline.base.words import counted, of_classes, printable, significant
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
@@ -115,8 +116,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            path = existing["source"]["path"]
-            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing)}")
+            path, alike = existing["source"]["path"], "the same images, but in other classes or groups"
+            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing) or alike}")
             existing = None
         if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
             raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")
@@ -128,7 +129,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        for note in [*describe_groups(groups_of(split)), *odd]:
+        for note in [*describe_groups(groups_of(split)), *describe_mixed_groups(split, config.group_pattern), *odd]:
             print(note)
 
         pixels = source_pixels(listing, config)
@@ -254,7 +255,7 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     num_items = len(listing) + len(listing.skipped)
     budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
-        way_out = "" if listing.needs_all else f" or raise max_bad_share (now {config.max_bad_share})"
+        way_out = "" if listing.needs_all else " or raise max_bad_share"
         raise UserError(
             f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more"
             f" than {budget:,} of {num_items:,}: {reasons(skipped)}. To go on, make them readable{way_out}, and run"
@@ -413,7 +414,7 @@ def _print_done(
     if changed := _changed(results):
         print(f"{changed} since the last start: their shards were written again")
     num_images = sum(len(plan[number].rows) for number in made)
-    rate = f" ({num_images / seconds:,.0f} images/s)" if num_images else ""
+    rate = f" ({significant(num_images / seconds)} images/s)" if num_images else ""
     print_summary(dataset, results, f"{duration(seconds)}{rate}", None if verified else listing.skipped)
 
 
@@ -426,7 +427,11 @@ def print_summary(dataset: Dataset, results: list[Done], took: str, skipped: lis
     left_out = ""
     if skipped is not None:
         num_skipped = len(skipped) + sum(len(done.skipped) for done in results)
-        left_out = f", skipped {counted(num_skipped, 'bad image')} (see {SKIPPED})" if num_skipped else ", skipped none"
+        left_out = (
+            f", skipped {counted(num_skipped, 'bad image')} (listed in {dataset.path / SKIPPED})"
+            if num_skipped
+            else ", skipped none"
+        )
     print(
         f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(num_shards, 'shard')}, "
         f"{data_size(num_bytes)}{left_out}; {took}; fingerprint {dataset.fingerprint}"

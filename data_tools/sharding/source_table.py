@@ -52,7 +52,7 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
 
 
 def difference(path: AnyPath, listing: Listing) -> str:
-    """Describes which samples came, went or changed in size since `save` wrote path."""
+    """Describes which samples came, went or changed in size since `save` wrote path; empty for none."""
     columns = ["split", "key", "size"]
     splits = pa.array(listing.splits, pa.string()).take(listing.table["split"])
     new = with_columns(listing.table, split=splits).select(columns)
@@ -63,7 +63,7 @@ def difference(path: AnyPath, listing: Listing) -> str:
         some = rows.slice(0, _NAMED).to_pylist()
         keys = [f"{row['split']}/{row['key']} ({row['size']} bytes)" for row in some]
         found.append(few(f"{len(rows):,} {what}", len(rows), keys))
-    return "; ".join(filter(None, found)) or "the same images, but in other classes or groups"
+    return "; ".join(filter(None, found))
 
 
 def few(what: str, count: int, keys: list[str]) -> str:

@@ -66,7 +66,7 @@ class ValueCounts:
 
 
 def measure_values(
-    dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, max_bad_share: float = 0.001
+    dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, max_bad_share: float | None = None
 ) -> Dataset:
     """Measure the values of the training split, else of the first one, record them in dataset.json, and print them.
     Returns the data set with measured pixels.

@@ -54,4 +54,5 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
             collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
-        return collector.finish()
+        listing = collector.finish()
+        return replace(listing, about={**listing.about, "layout": name, "splits": splits})

@@ -1,6 +1,9 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
+import os
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +15,7 @@ import pyarrow.compute as pc
 from data_tools.progress import ProgressMeter
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted, first_of, printable
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
@@ -78,6 +81,11 @@ def is_hidden(name: str) -> bool:
     (SYSTEM_FOLDERS).
     """
     return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
+
+
+def is_image(name: str) -> bool:
+    """Whether a file has the suffix of an image."""
+    return os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
 class SourceImage(NamedTuple):
@@ -255,13 +263,15 @@ class Collector:
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
     _classes: dict[str, int] = field(default_factory=dict)
-    _counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (split, class folder) -> number of images.
+    # (split, folder in that split's folder) -> number of images. A class folder, if is_labelled.
+    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    _direct: Counter[str] = field(default_factory=Counter)  # Split -> images that lie in no such folder.
     _no_images: Few = field(default_factory=Few)
     _hidden: Few = field(default_factory=Few)
+    _hidden_folders: Few = field(default_factory=Few)
     _outside: Few = field(default_factory=Few)
-    _flat: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # (split, class folder) with an image that is in no folder of it.
+    # Those of _counts with an image that is in no folder of it.
+    _flat: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # The longest folder first: with {train: "", test: test} a file below test/ belongs to test.
@@ -284,6 +294,10 @@ class Collector:
             if split and inner and "/" not in inner and not holds_split and self.rename is None:
                 self._counts.setdefault((split, inner), 0)
 
+    def hidden_folder(self, name: str) -> None:
+        """Report a hidden folder whose files are not reported."""
+        self._hidden_folders.add(name)
+
     def file(
         self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "", mtime: int = 0
     ) -> None:
@@ -292,14 +306,14 @@ class Collector:
         fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
         name = _clean(name)
-        stem, dot, ext = name.rpartition(".")
+        stem = name.rpartition(".")[0]
         if is_hidden(name):
             self._hidden.add(name)
             return
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
             self.archives[name] = name[-len(suffix) :]
             return
-        if f".{ext.lower()}" not in EXTENSIONS or not dot:
+        if not is_image(name):
             if name not in self.read:
                 self._no_images.add(f"{name} ({fault})" if fault else name)
             return
@@ -310,16 +324,20 @@ class Collector:
                 self.skip(name, fault or str(error))
                 return
         split, inner = self.place(stem)
-        if split is None or (self.is_labelled and "/" not in inner):
+        if split is None:
             self._outside.add(name)
             return
-        classes: tuple[str, ...] = ()
-        if self.is_labelled:
-            class_name, rest = inner.split("/", 1)
+        class_name, is_in_folder, rest = inner.partition("/")
+        if is_in_folder:
             if "/" not in rest:
                 self._flat.add((split, class_name))
             self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
-            classes = (class_name,)
+        else:
+            self._direct[split] += 1
+            if self.is_labelled:
+                self._outside.add(name)
+                return
+        classes = (class_name,) if self.is_labelled else ()
         if fault:
             self.skip(name, fault)
         else:
@@ -370,6 +388,26 @@ class Collector:
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
         return {name for _, name in self._counts}
+
+    def has_class_folders(self, split: str) -> bool:
+        """Whether the folders of a split are probably classes: several, which hold most of its images, and not all in
+        folders of their own.
+        """
+        names = {name for name, count in self._of_split(split).items() if count}
+        inside = sum(self._of_split(split).values())
+        return len(names) > 1 and inside > self._direct[split] and any((split, name) in self._flat for name in names)
+
+    def like_splits(self, split: str) -> dict[str, str]:
+        """Folders of a split that are probably splits themselves, by their names -> the name of such a split."""
+        names = self._of_split(split)
+        like = {name: LIKE_SPLITS[name.lower()] for name in sorted(names) if name.lower() in LIKE_SPLITS}
+        # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but folders.
+        are_splits = len(like) == len(names) or len({(split, name) for name in like} - self._flat) > 1
+        return like if are_splits else {}
+
+    def _of_split(self, split: str) -> dict[str, int]:
+        """Folder in a split's folder -> number of images."""
+        return {name: count for (of, name), count in self._counts.items() if of == split}
 
     def finish(self) -> Listing:
         """Returns the checked Listing. Raises UserError if it cannot make a data set."""
@@ -433,6 +471,7 @@ class Collector:
                 f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels:"
                 " layout=images)"
             )
+        notes += [] if self.is_labelled else self._unused_folders()
         num_bare = len(table) - len(np.unique(rows))
         if num_bare and self.is_labelled:
             notes.append(f"{num_bare:,} of {counted(len(table), 'image')} without a label, of which no class is learnt")
@@ -465,7 +504,7 @@ class Collector:
 
     def _check_folders(self) -> None:
         for split, folder in self.splits.items():
-            counts = {name: count for (of, name), count in self._counts.items() if of == split}
+            counts = self._of_split(split)
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
             if not any(counts.values()):
                 raise UserError(
@@ -473,34 +512,52 @@ class Collector:
                     f" <class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE}"
                     f" {'; '.join(self._ignored())}"
                 )
-            like = sorted(name for name in counts if name.lower() in LIKE_SPLITS)
-            # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but
-            # folders.
-            if len(like) == len(counts) or len({(split, name) for name in like} - self._flat) > 1:
-                say = (f"splits.{LIKE_SPLITS[name.lower()]}={_clean(f'{folder}/{name}')}" for name in like)
+            if like := self.like_splits(split):
+                say = [f"splits.{name}={_clean(f'{folder}/{inner}')}" for inner, name in like.items()]
                 raise UserError(
                     f"{where}: class folders are called {', '.join(like)}, like splits. If they are, say so:"
-                    f" {' '.join(say)}"
+                    f" {shlex.join(say)}"
+                )
+            if (direct := self._direct[split]) > (inside := sum(counts.values())):
+                raise UserError(
+                    f"{where}: {counted(direct, 'image')} of {direct + inside:,} lie directly in it, which gives them"
+                    f" no class; only {inside:,} lie in {counted(len(counts), 'folder')} ({first_of(sorted(counts))})."
+                    " Without labels, to use all: layout=images. To use only those in folders, move them to a folder"
+                    " of their own."
                 )
             # Left out, it would shift the numbers of the classes after it once it is filled; as a class, it would have
             # no image.
-            if empty := [printable(name) for name, count in sorted(counts.items()) if not count]:
-                some = ", ".join(empty[:5]) + ", ..." * (len(empty) > 5)
+            if empty := sorted(name for name, count in counts.items() if not count):
                 raise UserError(
-                    f"{where}: {counted(len(empty), 'class folder')} without images: {some}. Fill or remove what is"
-                    " empty."
+                    f"{where}: {counted(len(empty), 'class folder')} without images: {first_of(empty)}. Fill or remove"
+                    " what is empty."
                 )
             if len(counts) == 1 and not any(of == split for of, _ in self._flat):
                 only = next(iter(counts))
                 raise UserError(
                     f"{where} holds the one folder {only!r}, which holds folders. If those are the classes, say so: "
-                    f"splits.{split}={_clean(f'{folder}/{only}')} . {_ADVICE}"
+                    f"{shlex.quote(f'splits.{split}=' + _clean(f'{folder}/{only}'))} . {_ADVICE}"
                 )
 
     def _ignored(self) -> list[str]:
         """Notes about the ignored files."""
-        kinds = [("file", " without an image extension", self._no_images), ("hidden file", "", self._hidden)]
+        kinds = [
+            ("file", " without an image extension", self._no_images),
+            ("hidden file", "", self._hidden),
+            ("hidden folder", " and all that they hold", self._hidden_folders),
+        ]
         return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
+
+    def _unused_folders(self) -> list[str]:
+        """A note for each split of images without labels whose folders are probably classes."""
+        return [
+            f"note: {sum(counts.values()):,} of {sum(counts.values()) + self._direct[split]:,} images of {split!r} lie"
+            f" in {counted(len(counts), 'folder')} ({first_of(sorted(counts))}), which layout=images does not use. If"
+            " these are classes, leave layout=images out."
+            for split in self.splits
+            if self.has_class_folders(split)
+            and (counts := {name: count for name, count in self._of_split(split).items() if count})
+        ]
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""

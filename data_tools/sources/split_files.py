@@ -1,11 +1,12 @@
 """Assigns the files of a source (tars, Parquet) to splits by the prefix of their names."""
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, printable
+from pipeline.base.words import counted, first_of, printable
 from pipeline.data.dataset.manifest import INFO
 from pipeline.data.storage.bucket import AnyPath, name_inside, walk_files
 
@@ -93,10 +94,9 @@ def _gaps(names: list[str]) -> Iterator[str]:
         count = last + 1 - first - len(numbers)
         if 0 < count < len(numbers):
             missing = sorted(set(range(first, last + 1)) - numbers)
-            some = ", ".join(map(str, missing[:5])) + ", ..." * (count > 5)
             yield (
                 f"warning: {counted(count, 'number')} missing in {printable(before)}*{suffix}, {first} to {last}:"
-                f" {some}. Is the source complete?"
+                f" {first_of([*map(str, missing)])}. Is the source complete?"
             )
 
 
@@ -118,5 +118,5 @@ def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
                 if part.lower().startswith(word):
                     starts.setdefault(word, "/".join([*parts[:depth], part[: len(word)]]))
     if len(starts) > 1:
-        said = " ".join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
+        said = shlex.join(f"splits.{word}={start}" for word, start in sorted(starts.items()))
         raise UserError(f"{source}: the files look like several splits. If they are, say so: {said}")

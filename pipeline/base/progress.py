@@ -12,7 +12,9 @@ PROGRESS_FILE = "progress.json"
 
 
 def duration(seconds: float) -> str:
-    """'8 s', '4 min', '2.5 h', '3.1 d'"""
+    """'0.3 s', '8 s', '4 min', '2.5 h', '3.1 d'"""
+    if seconds < 0.95:
+        return f"{seconds:.1g} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

@@ -5,6 +5,8 @@ something uses it.
 import math
 from collections.abc import Sequence
 
+_SI = ("", "k", "M", "G", "T", "P", "E")
+
 
 def counted(count: int | float, noun: str) -> str:
     """The number and its noun, in the plural unless the number is 1: "1 class", "1,024 copies", "0.5 hours".
@@ -12,6 +14,19 @@ def counted(count: int | float, noun: str) -> str:
     noun: singular; its last word is what is counted ("test image").
     """
     return f"{count:,} {noun if count == 1 else plural(noun)}"
+
+
+def significant(amount: float) -> str:
+    """A number with three digits, or as a whole one if it has more: "0.0272", "98.4", "1,234"."""
+    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
+
+
+def si(amount: float, unit: str) -> str:
+    """An amount with the prefix of its unit that leaves no zeros: "27.2 MFLOP", "1.94 TFLOP/s"."""
+    power = 0
+    while abs(amount) >= 999.5 and power < len(_SI) - 1:
+        amount, power = amount / 1000, power + 1
+    return f"{significant(amount)} {_SI[power]}{unit}"
 
 
 def of_classes(num_classes: int) -> str:
@@ -52,6 +67,11 @@ def on_one_line(message: object) -> str:
 def printable(name: str) -> str:
     """A name for a one-line message: control characters and bytes that are not UTF-8 are escaped."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` of several names in a sentence: "a, b, ..."."""
+    return ", ".join(map(printable, names[:most])) + ", ..." * (len(names) > most)
 
 
 def shorten(name: str, most: int = 24) -> str:

@@ -81,6 +81,7 @@ class Stop:
         self.commit_seconds = self._expected_seconds = 0.0
         self.limit_seconds = 60 * limit_minutes
         self.begin = time.monotonic()  # Monotonic: wall clocks jump.
+        self.flagged = False  # See `together`.
         self._training = False
         self._agreed = False  # A rank may learn this before the reason.
         self._is_recorded = False
@@ -245,9 +246,12 @@ class Stop:
         """Whether this rank knows of a stop request. Others may not yet: the ranks agree in `together`."""
         return self._agreed or bool(self.reason)
 
-    def together(self, items: Iterator[T]) -> Iterator[T]:
+    def together(self, items: Iterator[T], flag: Callable[[], bool] = lambda: False) -> Iterator[T]:
         """Yield `items` until the ranks agree to stop; then raise Stopped. Collective; each rank has equally many
         items.
+
+        flag: called on each rank, and on one at most it may return True: `flagged` is then True on all ranks while that
+        item is the last one yielded.
 
         The all-reduce starts one item ahead, so that its result is available without waiting. It starts only when this
         rank has its next item, or will not need one: so no rank begins an item for which another still waits for data.
@@ -262,17 +266,20 @@ class Stop:
             except Interrupted:
                 return end
 
-        assert self._ranks is not None
-        item = take()
-        answer = self._ranks.sum_later(float(self.is_wanted()))
+        def ask() -> Callable[[], float]:
+            assert self._ranks is not None
+            return self._ranks.sum_later(float(self.is_wanted()) + 0.5 * flag())
+
+        item, answer = take(), ask()
         while True:
-            if answer():
+            total = answer()
+            if total >= 1:
                 self._agreed = True
                 raise Stopped
             if item is end:
                 return
-            following = take()
-            answer = self._ranks.sum_later(float(self.is_wanted()))
+            following, answer = take(), ask()
+            self.flagged = total > 0
             yield item
             item = following
 
@@ -386,6 +393,10 @@ class Stop:
 
     def _want(self, reason: str) -> None:
         with self._lock:
+            if self._training and not self.reason:
+                self._tell(
+                    f"{reason}: saves a checkpoint after this step or the next, and ends (a second Ctrl-C: at once)"
+                )
             self.reason = self.reason or reason
             with contextlib.suppress(RuntimeError):
                 if self._store is not None:
@@ -402,7 +413,8 @@ class Stop:
     def _tell(self, line: str) -> None:
         if self.folder.rank == 0:
             with contextlib.suppress(OSError):  # Not print(), which the main thread may be in.
-                os.write(2, f"{line}\n".encode())
+                begin = "\n" * os.isatty(2)  # A progress bar has left the cursor at its end.
+                os.write(2, f"{begin}{line}\n".encode())
 
     def _leave_ended(self, how: Ending, line: str) -> NoReturn:
         """End with the error of one rank, which rank 0 says for all."""

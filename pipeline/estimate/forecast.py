@@ -22,7 +22,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.progress import duration
-from pipeline.base.words import aligned, counted, of_classes
+from pipeline.base.words import aligned, counted, of_classes, si, significant
 from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
@@ -271,7 +271,7 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: P
         try:
             found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
         except UserError as error:
-            raise UserError(f"{error} Or plan without them: variant=ViT-L/16.") from None
+            raise UserError(f"init.weights = {error} (Or plan without weights: variant=ViT-L/16.)") from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))
 
 
@@ -296,10 +296,9 @@ def describe(forecast: Forecast) -> list[str]:
     notes = [*data.notes, *objectives.without_effect(config)]
     time = "needs cluster=... and measured=..., the images/s of one GPU in launch/bench.py gpu or in a short run"
     if forecast.hours is not None and forecast.cluster:
-        gpu_hours = forecast.hours * forecast.cluster.num_gpus
-        time = (
-            f"{duration(3600 * forecast.hours)} = {gpu_hours:,.1f} GPU hours at the measured speed, without evaluation"
-        )
+        gpu_hours = significant(forecast.hours * forecast.cluster.num_gpus)
+        time = f"{duration(3600 * forecast.hours)} = {gpu_hours} GPU hours at the measured speed, without evaluation"
+    parameters = significant(models.num_parameters(model) / 1e6)
     advice = []
     if choice := forecast.choice:
         needed = f"Advice for {config.cluster}: {choice.memory.total / _GIB:.1f} GiB a rank"
@@ -307,20 +306,17 @@ def describe(forecast: Forecast) -> list[str]:
     kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
         (
-            f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {models.num_parameters(model) / 1e6:.1f}"
-            f" M parameters, {config.engine.precision}"
+            f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {parameters} M parameters,"
+            f" {config.engine.precision}"
         ),
         *filter(None, notes),
         "",
         f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
         f"  plan         {plan.describe()}",
+        (f"  arithmetic   {si(forecast.flops_per_image, 'FLOP')} per image, {si(forecast.flops, 'FLOP')} in total"),
         (
-            f"  arithmetic   {forecast.flops_per_image / 1e9:.1f} GFLOP per image, {forecast.flops / 1e18:,.4g} exaFLOP"
-            " in total"
-        ),
-        (
-            f"  checkpoint   {forecast.checkpoint_bytes / _GIB:.2f} GiB, {kept}: at most"
-            f" {forecast.disk_bytes / _GIB:,.1f} GiB on disk"
+            f"  checkpoint   {significant(forecast.checkpoint_bytes / _GIB)} GiB, {kept}: at most"
+            f" {significant(forecast.disk_bytes / _GIB)} GiB on disk"
         ),
         f"  time         {time}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),

@@ -13,15 +13,20 @@ from pipeline.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step. keep: the checkpoint is kept permanently. evaluations: names of evaluators."""
+    """What is due after a step. record: of metrics. line: of the log, beside those that are due by the clock. keep: the
+    checkpoint is kept permanently. evaluations: names of evaluators.
+    """
 
-    log: bool
+    record: bool
+    line: bool
     save: bool
     keep: bool
     evaluations: frozenset[str]
 
 
 CHECKPOINT = "checkpoint"
+# Steps between records where lines are logged by the clock.
+_MAX_RECORD_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Plan:
     """All lengths in optimizer steps. keep_every: 0 is never. evaluate_every: by evaluator, without those that the run
     does not have.
 
+    log_seconds: between lines of the log; 0: a line for each record.
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
     at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
     evaluator and
@@ -47,7 +53,8 @@ class Plan:
     num_samples: int
     global_batch: int
     world_size: int
-    log_every: int = 1
+    record_every: int = 1
+    log_seconds: float = 0.0
     best_from: str = ""
     cooldown: int = 0
     balance: str = ""
@@ -69,6 +76,7 @@ class Plan:
     def due(self, step: int) -> Due:
         """What is due after step `step`, counted from 1; after the last step, everything but keep."""
         is_last = step == self.steps
+        record = step % self.record_every == 0 or step == 1 or is_last
         keep = self.keep_every > 0 and step % self.keep_every == 0
 
         def falls(name: str, every: int) -> bool:
@@ -76,7 +84,8 @@ class Plan:
 
         evaluations = frozenset(name for name, every in self.evaluate_every.items() if is_last or falls(name, every))
         return Due(
-            log=step % self.log_every == 0 or is_last,
+            record=record,
+            line=is_last or (record and not self.log_seconds),
             save=falls(CHECKPOINT, self.checkpoint_every) or keep or is_last or self.best_from in evaluations,
             keep=keep,
             evaluations=evaluations,
@@ -126,6 +135,8 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in one line for the log."""
+        if not self.steps:
+            return f"no step of training: a head is fitted to {counted(self.num_samples, 'image')} (init.fit_head)"
         return (
             f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x"
             f" {self.accumulation} x {counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of"
@@ -142,14 +153,14 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     train = config.train
     accumulation, micro_batch = cut_batch(config, world_size)
     steps = train.length.steps(num_samples, train.global_batch)
-    if steps < 1:
+    if steps < (0 if config.init.fit_head else 1):
         raise UserError(
             f"train.length = {train.length} is {counted(steps, 'step')} of train.global_batch = {train.global_batch} on"
             f" {counted(num_samples, 'sample')}. Train longer, or use a smaller batch."
         )
     warmup = config.schedule.warmup.steps(num_samples, train.global_batch, steps)
     cooldown = config.schedule.cooldown.steps(num_samples, train.global_batch, steps)
-    if warmup >= steps or warmup + cooldown > steps:
+    if steps and (warmup >= steps or warmup + cooldown > steps):
         raise UserError(
             f"schedule.warmup = {config.schedule.warmup} ({counted(warmup, 'step')}) and schedule.cooldown ="
             f" {config.schedule.cooldown} ({counted(cooldown, 'step')}) do not fit into train.length = {train.length}"
@@ -159,7 +170,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
     intervals[CHECKPOINT] = config.checkpoint.every
     in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
-    keep = config.checkpoint.keep_every
+    keep, by_steps = config.checkpoint.keep_every, train.log_every.unit == "steps"
     ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
     return Plan(
         steps=steps,
@@ -173,7 +184,8 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         num_samples=num_samples,
         global_batch=train.global_batch,
         world_size=world_size,
-        log_every=train.log_every,
+        record_every=max(1, round(train.log_every.amount if by_steps else min(steps / 100, _MAX_RECORD_EVERY))),
+        log_seconds=0.0 if by_steps else train.log_every.amount,
         cooldown=cooldown,
     )
 

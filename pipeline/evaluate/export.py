@@ -7,6 +7,7 @@ this project's own reader, and the output says so.
 
 import importlib.util
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folder
 _AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
 _WITH_DECODER = ("mae", "huggingface_mae")  # Formats of MAE with its decoder.
 _ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
+_SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
 
@@ -46,15 +48,14 @@ class LogitDifference(NamedTuple):
 
 
 def run(config: ExportConfig) -> LogitDifference:
-    """Write `config.weights` as `config.format` to `config.out`; prints and returns the difference from the target
-    program.
+    """Write `config.weights` to `config.out` in its format; prints and returns the difference from the target program.
 
     Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target
     program or the program that the weights come from; then no output is left.
     """
     # ------------------------------------------------------------------ the input, compared with the program it comes
     # from
-    config = with_local_weights(config)
+    config, form = with_local_weights(config), config.written_format
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
     trained, extra = content.config, content.extra
@@ -68,7 +69,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ the model to write
     model: Model | Mae | None
-    if config.format in _WITH_DECODER:
+    if form in _WITH_DECODER:
         model = Mae.from_weights(content, print)
         if model is None:
             raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
@@ -85,36 +86,42 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ written, and compared with the target program
     out, view = Path(config.out), extra.get("preprocessing", {})
-    with new_output(out, config.format in _FOLDERS) as unfinished:
+    with new_output(out, form in _FOLDERS) as unfinished:
         if isinstance(model, Mae):
-            _write_mae(model, config.format, unfinished, view)
+            _write_mae(model, form, unfinished, view)
         else:
-            _write(model, config.format, unfinished, extra)
+            _write(model, form, unfinished, extra)
         # After the model is accepted.
-        for note in filter(None, _notes(config.format, model, view, extra.get("loss"))):
-            print(f"{config.format}: {note}")
+        for note in filter(None, _notes(form, model, extra)):
+            print(f"{form}: {note}")
         if isinstance(model, Mae):
-            name, ours, theirs = _compare_mae(model, config.format, unfinished)
+            name, ours, theirs = _compare_mae(model, form, unfinished)
             difference = _accept(name, ours, theirs, "predicted pixels", config.tolerance)
         else:
-            name, forward = _other_side(config.format, unfinished, model.config)
+            name, forward = _other_side(form, unfinished, model.config)
             if forward is None:
-                if config.format == "onnx":
+                if form == "onnx":
                     raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
                 print(f"{name} is not installed: the output is verified by this project's own reader only")
                 name, forward = _our_reader(unfinished, model.config)
             difference = _compare(name, model, forward, config.tolerance)
     print(f"written: {out}")
+    if form == "onnx":
+        assert not isinstance(model, Mae)
+        _write_script(out, model.config)
     return difference
 
 
-def _notes(form: str, model: Model | Mae, view: dict[str, Any], loss: str | None) -> Iterator[str]:
+def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str]:
     """What is to know where the file is used; "" is nothing."""
+    view = extra.get("preprocessing", {})
     if form in _FOLDERS:
         yield written_filter(view)
     if isinstance(model, Mae):
         return
     config = model.config
+    if config.num_classes and not extra.get("classes"):
+        yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
     if form == "huggingface":
         yield written_crop(view, config.image_size)
     if form in ("huggingface", "timm"):
@@ -130,12 +137,12 @@ def _notes(form: str, model: Model | Mae, view: dict[str, Any], loss: str | None
             "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
             " launch/features.py among them, are the class token alone"
         )
-    if form == "timm" and loss == "sigmoid" and config.num_classes:
+    if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
         yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
     if form in _ARRAYS:
         yield (
-            "it holds neither class names nor how images are read: where it is used, set class_names, image_size,"
-            " eval_crop, eval_resize, resize_filter and loss as of these weights"
+            "it holds neither class names nor how images are read: where it is used, set class_names (in the order of"
+            " these weights' classes), image_size, eval_crop, eval_resize, resize_filter and loss as of these weights"
         )
 
 
@@ -196,6 +203,20 @@ def _write_onnx(model: Model, path: Path, metadata: dict[str, str]) -> None:
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).partition("\n")[0]
         raise UserError(f"torch.onnx cannot write this model ({reason}). Use another format.") from error
+
+
+def _write_script(file: Path, config: Config) -> None:
+    """Write the script that predicts classes by an .onnx beside it, or print why there is none."""
+    reason = "the model has no head" if not config.num_classes else ""
+    if not config.pixels.is_rgb8:
+        reason = f"it would read 8-bit RGB, and the model reads images of {config.pixels.describe()}"
+    if reason:
+        print(f"onnx: no script that predicts classes is written: {reason}")
+        return
+    script = file.with_name(f"{file.stem}_predict.py")
+    with new_output(script, is_folder=False) as unfinished:
+        shutil.copyfile(_SCRIPT, unfinished)
+    print(f"written: {script}, which predicts classes without this project: python {script} photo.jpg")
 
 
 def _write_mae(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:

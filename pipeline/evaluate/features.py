@@ -89,7 +89,7 @@ def _write_table(
         about["checkpoint"] = note
     schema = TABLE.with_metadata({name: as_bytes(text) for name, text in about.items()})
     with (
-        loaded.reading(split, config, len(split)) as reader,
+        loaded.reading(split, config) as reader,
         replacing(out) as file,
         pq.ParquetWriter(file, schema) as writer,
     ):

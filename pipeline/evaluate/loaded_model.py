@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
@@ -30,10 +29,12 @@ from pipeline.evaluate.classify import Features, Predictions, extract, read_pixe
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model
 from pipeline.model.files import FILES
+from pipeline.model.published import SUFFIXES
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
+from pipeline.process.waits import Work
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import LookConfig, TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
@@ -58,28 +59,17 @@ class LoadedModel:
     extra: dict[str, Any]
 
     @contextmanager
-    def reading(self, split: Split, config: WeightsConfig, num_images: int) -> Iterator[SplitReader]:
-        """A reader of the split with the preprocessing of these weights, for this process alone, with a progress
-        bar.
-        """
+    def reading(self, split: Split, config: WeightsConfig) -> Iterator[SplitReader]:
+        """A reader of the split with the preprocessing of these weights, for this process alone."""
         for note in self.pixels.filled_notes(split.pixels, f"split {split.name!r}"):
             print(f"note: {note}")
-        with tqdm(total=num_images, desc=split.name, unit=" images", disable=None) as bar:
-            alone = Ranks(0, 0, 1, self.device)
-            remedy = "Check the images, or raise max_bad_share."
-            budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
-            reader = SplitReader(
-                split,
-                self.image_size,
-                self.view,
-                config.batch,
-                config.threads,
-                alone,
-                bar.update,
-                budget=budget,
-                pixels=self.pixels,
-            )
-            yield reader
+        alone = Ranks(0, 0, 1, self.device)
+        remedy = "Check the images, or raise max_bad_share."
+        budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
+        reader = SplitReader(
+            split, self.image_size, self.view, config.batch, config.threads, alone, budget=budget, pixels=self.pixels
+        )
+        yield reader
         for line in describe_left_out(Counter(what for unread in reader.left_out.values() for what in unread)):
             print(line)
 
@@ -98,7 +88,7 @@ class LoadedModel:
 
     def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
         """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""
-        with self.reading(split, config, len(rows)) as reader:
+        with self.reading(split, config) as reader:
             seen = extract(self.features, reader, rows)
         check_outputs(config.weights, where, seen, split, rows)
         return seen
@@ -135,7 +125,9 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
         keep_freed_memory()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
-    content = content or models.read_weights(config.weights, say=print)
+    if content is None:
+        with Work(f"reading {config.weights}"):
+            content = models.read_weights(config.weights, say=print)
     extra = content.extra
     if note := models.checkpoint_note(extra):
         print(note)
@@ -211,7 +203,8 @@ def output_folder(out: str, weights: str, kind: str, name: str = "", *, holds: H
     """
     path = _named(weights)
     parent = path.absolute().parent
-    label = f"{path.resolve().stem}-{name}" if name else path.resolve().stem
+    own = path.resolve().stem if path.suffix in SUFFIXES else path.resolve().name
+    label = f"{own}-{name}" if name else own
     if out:
         folder = Path(out)
     elif (path / "checkpoints").is_dir() or (path / "status.json").is_file():

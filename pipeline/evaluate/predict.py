@@ -35,6 +35,7 @@ TABLE = pa.schema(
     ]
 )
 _SHOWN = 20
+_IMAGENET = (1_000, 21_843)  # Classes of ImageNet-1k and -21k, as published heads have them.
 
 
 def run(config: PredictConfig) -> pa.Table:
@@ -52,6 +53,7 @@ def run(config: PredictConfig) -> pa.Table:
             " images; launch/features.py writes the features, and finds similar images."
         )
     images, names = open_images(config, loaded)
+    print_numbered(config, names)
     predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
     keys = images.split.keys(range(len(images.split)))
     table = _table(predictions, images, keys, names)
@@ -84,7 +86,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights}"
             f" {counted(num_classes, 'class')}."
         )
-    numbers = [f"class {number}" for number in range(num_classes)]
+    numbers = _numbered(num_classes)
     (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
     if own:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
@@ -94,9 +96,24 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
                 images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     if named not in (own, numbers):
-        print(f"{unnamed_note(config.weights, ', '.join(config.images))}. Other names: class_names=FILE")
+        where = ", ".join(config.images)
+        print(f"{unnamed_note(config.weights, where, named)}. Other names: class_names=FILE")
     readable = _readable_names(images, loaded)
     return with_readable_labels(images, loaded), [readable.get(name, name) for name in named]
+
+
+def print_numbered(config: LookConfig, names: list[str]) -> None:
+    """Say what the numbers mean, if the classes of the weights have no other names. names: as `open_images` returns."""
+    if names == _numbered(len(names)):
+        imagenet = " Those of ImageNet are usually in the order of their WordNet IDs." * (len(names) in _IMAGENET)
+        print(
+            f"{config.weights} has no class names: classes are numbers, 0 to {len(names) - 1:,} in the order of its"
+            f" head.{imagenet} For names: class_names=FILE, one per line in that order"
+        )
+
+
+def _numbered(num_classes: int) -> list[str]:
+    return [f"class {number}" for number in range(num_classes)]
 
 
 def with_readable_labels(images: AdhocSplit, loaded: LoadedModel) -> AdhocSplit:
@@ -131,7 +148,7 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as
     `check_outputs`.
     """
-    with loaded.reading(split, config, len(split)) as reader:
+    with loaded.reading(split, config) as reader:
         done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
     check_outputs(config.weights, ", ".join(config.images), done, split)
     return done

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted, shorten
+from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
@@ -56,7 +56,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
     rows += [(text, f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
-    rows.append(("images/s", f"{scores['images_per_second']:,.1f}"))
+    rows.append(("images/s", significant(scores["images_per_second"])))
     return rows
 
 

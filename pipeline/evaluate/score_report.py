@@ -206,7 +206,9 @@ def _send(
         scored_on=scored_on,
         origin=origin,
     )
-    send_report(config.mlflow, folder, about, metrics | probed, [folder / name for name in files], config.experiment)
+    paths = [folder / name for name in files]
+    result = f"**Result**: {'; '.join(f'{name.strip()} {value}' for name, value in render.summary(scores))}."
+    send_report(config.mlflow, folder, about, metrics | probed, paths, config.experiment, result)
 
 
 def _in_classes_of_weights(
@@ -244,13 +246,13 @@ def _in_classes_of_weights(
                 " names differ: match_classes=false."
             )
     if config.match_classes:
-        print(unnamed_note(config.weights, config.data))
+        print(unnamed_note(config.weights, config.data, own))
     return dataset, split
 
 
 def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
     """Returns predictions if the head is scored, features if they are probed."""
-    with loaded.reading(split, config, len(split)) as reader:
+    with loaded.reading(split, config) as reader:
         if not config.classify:
             return None, extract(loaded.features, reader, np.arange(len(split)))
         features_seen: list[np.ndarray] = []
@@ -273,7 +275,7 @@ def _probe(
     choice = choose_samples(config, train, num_classes)
     if not len(choice.rows):
         raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
-    with loaded.reading(train, config, len(choice.rows)) as reader:
+    with loaded.reading(train, config) as reader:
         seen = extract(loaded.features, reader, choice.rows)
     scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)
     return {**scores, "probe_split": train.name, "probe_unreadable": _named(seen.problems, train)}

@@ -1,6 +1,6 @@
 """How an evaluation reads a split: view, batches, and the ranks that share it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_by, train_views
 from pipeline.process.distributed import Ranks, StopRequest
+from pipeline.process.waits import Work
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -21,7 +22,7 @@ from pipeline.settings.run import AugmentConfig
 class SplitReader:
     """A split, and how to read it. view: the preprocessing. batch: images per forward pass. ranks: share the split.
 
-    progress: called with the number of images after each batch of this rank. stop: polled between batches; all ranks
+    stop: polled between batches; all ranks
     stop together.
     budget: how many of the images that are read may be unreadable: a score on the rest says nothing about the weights.
     pixels: of the model.
@@ -37,7 +38,6 @@ class SplitReader:
     batch: int
     threads: int
     ranks: Ranks
-    progress: Callable[[int], object] = lambda num_images: None
     stop: StopRequest | None = None
     budget: BadBudget = BadBudget(share=0.001)
     pixels: Pixels = RGB8
@@ -68,11 +68,12 @@ class SplitReader:
 
             def counted() -> Iterator[Batch]:
                 batches = loader.batches(requests)
-                for batch in self.stop.together(batches) if self.stop else batches:
-                    if len(loader.bad) > self.budget.allowed(num_samples):
-                        raise OneRankError(self.budget.excess(dict(loader.bad), self.split, num_samples))
-                    yield batch
-                    self.progress(len(batch.rows))
+                with Work(f"reading {self.split.name}", num_samples) as work:
+                    for batch in self.stop.together(batches) if self.stop else batches:
+                        if len(loader.bad) > self.budget.allowed(num_samples):
+                            raise OneRankError(self.budget.excess(dict(loader.bad), self.split, num_samples))
+                        yield batch
+                        work.advance(len(batch.rows) * self.ranks.world_size)
 
             yield counted(), loader.bad
 

@@ -19,6 +19,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
+from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import step_of
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
@@ -149,7 +150,7 @@ def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     texts, table = map(Paragraph, (data, *results.notes, _METHOD)), _cells_table(results)
     blocks: list[Block] = [first, *found, Heading("All cells"), table, Heading("How this was made"), *texts]
     metrics = {f"runs_{state}": float(states.count(state)) for state in ("done", "failed", "diverged")}
-    metrics["hours"] = sum(cell.hours or 0.0 for cell in results.cells)
+    metrics["seconds"] = 3600 * sum(cell.hours or 0.0 for cell in results.cells)
     for cell in results.scored(results.score):
         for name in (_BEST, f"best_{cell.group}"):
             metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
@@ -196,11 +197,11 @@ def _cells_table(results: StudyResults) -> Table:
             f"{cell.steps:,}",
             f"{cell.images_seen:,}",
             f"{cell.parameters:,}",
-            "–" if cell.hours is None else f"{cell.hours:.2f}",
+            "–" if cell.hours is None else duration(3600 * cell.hours),
         )
         for cell in results.cells
     ]
-    last = ("training images", unit, "steps", "images seen", "parameters", "hours")
+    last = ("training images", unit, "steps", "images seen", "parameters", "time")
     return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
 
 

@@ -52,7 +52,7 @@ from pipeline.experiment.vtab_cell import (
 )
 from pipeline.experiment.vtab_report import TITLES, column_as_published, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
-from pipeline.model import files
+from pipeline.model import files, published
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
@@ -73,8 +73,8 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
     config = with_local_weights(config)
     given = [("weights", config.weights), ("data", config.data), *(("pretrained_on", p) for p in config.pretrained_on)]
     for name, path in given:
-        # hf://NAME is in Hugging Face's cache of each node.
-        if not path.startswith("hf://"):
+        # Weights of the Hugging Face hub are in the cache of each node.
+        if name != "weights" or not published.is_of_hub(path):
             shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
     if not config.plan:

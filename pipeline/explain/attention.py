@@ -12,10 +12,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from pipeline.model import VisionTransformer, ViTConfig, rope
 from pipeline.model.vit import AttentionPooling, AxialAttention, Block, SelfAttention
+from pipeline.process.waits import worked
 
 POOLING = "pooling"
 _MAX_WEIGHTS = 2**26
@@ -47,8 +47,8 @@ def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> A
     memory.
     """
     batch = max(1, min(batch, _MAX_WEIGHTS // (model.config.num_heads * model.config.num_tokens**2)))
-    batches = tqdm(images.split(batch), desc="attention", unit=" batches", disable=None)
-    parts = zip(*(_summarise(model, part) for part in batches), strict=True)
+    batches = images.split(batch)
+    parts = zip(*(_summarise(model, part) for part in worked(batches, "attention", len(batches), "batch")), strict=True)
     maps, rollout, distances = (torch.cat(tensors) for tensors in parts)
     layers = [f"block {number + 1}" for number in range(len(model.blocks))] + [POOLING] * (model.pool is not None)
     return Attention(maps, layers, rollout, distances)

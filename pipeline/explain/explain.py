@@ -29,7 +29,7 @@ from pipeline.evaluate.loaded_model import (
     print_unreadable,
     refuse_none_readable,
 )
-from pipeline.evaluate.predict import open_images, predict_all
+from pipeline.evaluate.predict import open_images, predict_all, print_numbered
 from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.components import patch_components
@@ -160,7 +160,7 @@ def _draw_images(
     if len(order) <= config.num_drawn:
         order = np.sort(order)
     rows = order[: max(config.num_drawn, _NUM_AVERAGED if "distance" in wanted else 0)]
-    with loaded.reading(split, config, len(rows)) as reader:
+    with loaded.reading(split, config) as reader:
         left_out = {} if "predictions" in wanted else reader.left_out  # Predicting says it.
         any_number = replace(reader, budget=BadBudget(1.0), left_out=left_out)
         (values,), readable, problems = each_sample(lambda batch: [batch.images], any_number, rows)
@@ -198,6 +198,7 @@ def _draw_images(
         drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals)
         numbers["reconstruction_losses"] = painted.losses.tolist()
     if "predictions" in wanted:
+        print_numbered(config, names)
         chosen = np.sort(order[:_NUM_PREDICTED])
         known = pictures.true_classes(names).split.only(chosen)
         drawn["predictions"] = _draw_predictions(config, loaded, known, names, numbers)

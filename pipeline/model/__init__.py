@@ -2,7 +2,7 @@
 """The models and their weights files. `vit.py` is the ViT, and the file to read first.
 
 Needs only torch and numpy, so that it can be used alone; safetensors is imported when such a file is read or written
-(`files.optional`). Imports base/, architecture/ and process/ (which
+(`files.optional`), huggingface_hub for weights named OWNER/NAME. Imports base/, architecture/ and process/ (which
 checkpoints of a folder are complete). Used by most rooms.
 
     from pipeline.model import create, load

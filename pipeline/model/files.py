@@ -23,6 +23,7 @@ from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, replacing
 from pipeline.base.missing import missing
 from pipeline.base.words import on_one_line
+from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
 from pipeline.process.outputs import kind_of
@@ -34,7 +35,6 @@ INDEX = ".index.json"  # Ending of the file that names the shards of weights in 
 # Names that Hugging Face, timm and open_clip use.
 _WHOLE = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 FILES = (*_WHOLE, *(f"{name}{INDEX}" for name in _WHOLE[:2]))
-_HUB = "hf:/"  # A repository of Hugging Face in the local cache: hf://ORGANISATION/NAME; Path removes the second slash.
 # Keys under which training scripts save the state dict; target_encoder: I-JEPA and MSN.
 _WRAPPERS = ("state_dict", "model", "target_encoder")
 _MAX_ERROR = 1000  # Characters of a library's error that are repeated.
@@ -49,20 +49,21 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging
     Face or timm.
 
-    The last may also be a folder of Hugging Face's cache (models--ORGANISATION--NAME), or hf://ORGANISATION/NAME, which
-    is that folder. For weights in several files it is their index. Of a run it is that of the newest checkpoint; say:
-    called with a line for each newer one that is damaged. Raises UserError if there is none.
+    The last may also be in the cache of Hugging Face's tools: OWNER/NAME, unless that is a path, or hf://OWNER/NAME.
+    For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a
+    line for each newer one that is damaged. Raises UserError if there is none.
     """
-    if str(path).startswith(_HUB):
-        path = _cached(str(path).removeprefix(_HUB).strip("/"))
+    repository = published.repository_of(path)
+    if repository and (snapshot := published.snapshot_of(repository)) and (file := _weights_in(snapshot)):
+        return file
     if path.name == LATEST and newest_complete(path.parent):  # A text, which names a checkpoint beside it.
         path = path.parent
     if path.is_file():
         index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
         return index if index.is_file() else path
     if not path.exists():
-        raise UserError(missing(path))
-    if (file := _weights_in(_snapshot(path))) is not None:
+        raise UserError(missing(repository or path, way_out=published.remedy(path)))
+    if (file := _weights_in(path)) is not None:
         return file
     folder = path if newest_complete(path) else checkpoints_of(path)
     if isinstance(folder, str):
@@ -94,27 +95,6 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
 
 def _weights_in(folder: Path) -> Path | None:
     return next((folder / name for name in FILES if (folder / name).is_file()), None)
-
-
-def _cached(repository: str) -> Path:
-    """The folder of a repository in the cache of Hugging Face's tools. Raises UserError if it was not downloaded."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = cache / f"models--{repository.replace('/', '--')}"
-    if not folder.is_dir():
-        raise UserError(f"hf://{repository} is not in {cache}. Download it first: hf download {repository}")
-    return folder
-
-
-def _snapshot(folder: Path) -> Path:
-    """The newest snapshot in a repository's folder of Hugging Face's cache; other folders as they are."""
-    if not (snapshots := folder / "snapshots").is_dir():
-        return folder
-    with contextlib.suppress(OSError):
-        main = snapshots / (folder / "refs" / "main").read_bytes().decode(errors="replace").strip()
-        if main.is_dir():
-            return main
-    return max(snapshots.iterdir(), key=lambda snapshot: snapshot.stat().st_mtime, default=folder)
 
 
 def open_shards(index: Path) -> dict[str, Tensor]:

@@ -186,8 +186,9 @@ def load(
     """Build a model from weights, for the same or for another task or resolution.
 
     path: an official .npz (ViT, hybrid, BiT, big_vision); a state dict of timm, Hugging Face or DINOv2 (.safetensors,
-        .bin, .pth), or its folder with config.json; a weights file of ours; a checkpoint folder; or a run folder, whose
-        checkpoints/latest names the checkpoint.
+        .bin, .pth), or its folder with config.json; OWNER/NAME of such a folder on the Hugging Face hub, in the cache
+        of its tools; a weights file of ours; a checkpoint folder; or a run folder, whose checkpoints/latest names the
+        checkpoint.
     image_size, num_classes, changes: as of `adapted`. Positions are resampled to the grid of the image size. If the
     patches do not cover
         the last pixels, these are ignored, as in the official code, and `say` is called.

@@ -20,9 +20,8 @@ from pipeline.process.launcher import ranks_on_host
 # Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA
 # context, and the buffers of cuBLAS and NCCL, take the rest.
 _USABLE = 0.94
-# Sides of the matrices whose product is timed. Smaller ones would measure the time of a launch on a GPU; larger ones
-# wait for other processes on a busy CPU.
-_SIDES = {"cuda": 8192, "cpu": 512}
+# Side of the matrices whose product is timed. Smaller ones would measure the time of a launch.
+_SIDE = 8192
 _MEASURE_SECONDS = 0.1
 
 
@@ -43,16 +42,19 @@ def host_memory() -> int:
     return total // ranks_on_host()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float, str]:
-    """Returns (peak FLOP/s of one device, its source: the setting, a data sheet, or a measurement here)."""
+def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float | None, str]:
+    """Returns (peak FLOP/s of one device, its source: the setting, a data sheet, or a measurement here).
+
+    None on a CPU, unless it is set: what a product reaches there at the start depends on what else runs, so that MFU
+    could exceed 100 %.
+    """
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
-    if device.type == "cuda" and dtype != torch.float32:
-        gpu = find_gpu(torch.cuda.get_device_name(device))
-        if gpu:
-            return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
-    side = _SIDES[device.type]
-    return 2 * side**3 / _product_seconds(side, device, dtype), "matrix product timed at start"
+    if device.type != "cuda":
+        return None, ""
+    if dtype != torch.float32 and (gpu := find_gpu(torch.cuda.get_device_name(device))):
+        return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
+    return 2 * _SIDE**3 / _product_seconds(_SIDE, device, dtype), "matrix product timed at start"
 
 
 def _product_seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -118,61 +120,84 @@ class StepClock:
 PARTS = ("data", "forward", "backward", "optimizer", "checkpoint")
 
 
-class Meter:
-    """Rates between two log lines, without the time of evaluations and checkpoints.
+class Window:
+    """What a meter counts between two readings. images: over all ranks. parts: seconds of this rank, by `PARTS`."""
 
-    flops_per_image: of training on an image.
+    def __init__(self) -> None:
+        self.images, self.paused_seconds = 0, 0.0
+        self.parts: defaultdict[str, float] = defaultdict(float)
+        self.begin = time.perf_counter()
+
+
+class Meter:
+    """Rates between two records, and between two log lines, without the time of evaluations and checkpoints.
+
+    flops_per_image: of training on an image. peak: of a device; None if it is unknown.
     """
 
-    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float) -> None:
+    def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float | None) -> None:
         self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
-        # Seconds of each rank's own work in the last reading: data and forward passes, before it waits for others.
-        self.own_seconds: list[float] = [0.0] * ranks.world_size
         self.restart()
 
     def restart(self) -> None:
-        """Leave out what came before: the next reading begins here."""
-        self.images, self.paused_seconds = 0, 0.0
-        self.begin = time.perf_counter()
+        """Leave out what came before: the next readings begin here."""
+        self._records, self._lines = Window(), Window()
 
     def step(self, images: int) -> None:
         """Count a step of `images` images over all ranks."""
-        self.images += images
+        for window in (self._records, self._lines):
+            window.images += images
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the block out of the rates. If it raises, its time counts."""
         begin = time.perf_counter()
         yield
-        self.paused_seconds += time.perf_counter() - begin
+        for window in (self._records, self._lines):
+            window.paused_seconds += time.perf_counter() - begin
 
     @property
     def average(self) -> float:
-        """Images/s over all readings."""
+        """Images/s over all readings for records."""
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
     def read(self) -> dict[str, float]:
-        """images_per_second, mfu, peak_memory_gib and shares of time since the last reading. Collective.
+        """images_per_second, mfu (if the peak is known), peak_memory_gib and shares of time since the last record.
+        Collective.
 
         data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and
         checkpoints.
         """
-        seconds = max(time.perf_counter() - self.begin - self.paused_seconds, 1e-9)
-        rate = self.images / seconds
-        self.total_images += self.images
+        reading, seconds, _ = self._read(self._records)
+        self.total_images += self._records.images
         self.total_seconds += seconds
-        parts = self.clock.read()
-        rank_parts = self.ranks.gather([parts.get(part, 0.0) for part in PARTS])
-        self.own_seconds = [data + forward for data, forward, *_ in rank_parts]
-        total = seconds + parts.get("checkpoint", 0.0)
+        self._records = Window()
+        return reading
+
+    def read_for_line(self) -> tuple[dict[str, float], list[float]]:
+        """(the same since the last log line, seconds of each rank's own work: data and forward passes, before it waits
+        for others). Collective.
+        """
+        reading, _, own_seconds = self._read(self._lines)
+        self._lines = Window()
+        return reading, own_seconds
+
+    def _read(self, window: Window) -> tuple[dict[str, float], float, list[float]]:
+        for part, spent in self.clock.read().items():
+            self._records.parts[part] += spent
+            self._lines.parts[part] += spent
+        seconds = max(time.perf_counter() - window.begin - window.paused_seconds, 1e-9)
+        rate = window.images / seconds
+        rank_parts = self.ranks.gather([window.parts[part] for part in PARTS])
+        total = seconds + window.parts["checkpoint"]
+        flops = rate * self.flops_per_image / self.ranks.world_size
         reading = {
             "images_per_second": rate,
-            "mfu": rate * self.flops_per_image / (self.ranks.world_size * self.peak),
+            **({"mfu": flops / self.peak} if self.peak else {}),
             "data_wait": max(data for data, *_ in rank_parts) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }
         for part, values in list(zip(PARTS, zip(*rank_parts, strict=True), strict=True))[1:]:
             reading[f"time_{part}"] = sum(values) / len(values) / total
-        self.restart()
-        return reading
+        return reading, seconds, [data + forward for data, forward, *_ in rank_parts]

@@ -31,8 +31,8 @@ SCORE = "score"
 TEACHER_TAG = "teacher"
 # Parameter of a training run with a probe that reads labels: the number of images that it is tested on.
 PROBED_IMAGES = "probed_images"
-# Tags of an experiment. The first chooses MLflow's page for model training; without it the page is that for language
-# models.
+# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does
+# (mlflow/server.py).
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     VIEW_TAG: view_tag(),
@@ -238,7 +238,7 @@ class RunFacts:
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
         can_sort = self.metric(name).is_share and math.isfinite(value)
-        return {**sent, SCORE: round(100 * value, 2)} if can_sort else sent
+        return {SCORE: round(100 * value, 2), **sent} if can_sort else sent  # A page lists what came first on top.
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""

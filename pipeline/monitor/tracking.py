@@ -93,6 +93,10 @@ class Tracker:
         """ID of the MLflow run; "" until MLflow answered."""
         return next((export.run_id for export in self._exports), "")
 
+    def how_to_open(self) -> list[str]:
+        """How to look at the run in a browser, in each tracker that has answered."""
+        return [way for export in self._exports if export.run_id and (way := export.exporter.how_to_open())]
+
     def value_at_start(self, name: str) -> float | None:
         """The recorded value of a metric at the step that the run continues from."""
         return self._logged.get(accepted_name(name))
@@ -113,11 +117,10 @@ class Tracker:
         outcome: how the run ended, in words, for its tag; by default the status. result: Markdown for its description.
         collapse: what was said of one, for a tag.
         """
-        # The page shows the beginning of a description, and more on request.
-        first, *rest = describe(self.facts.description, self._page.starts()).split("\n\n", 1)
         tags = {"outcome": (outcome or status.lower())[:500], "collapse": collapse[:500]}
         if result:
-            tags[NOTE] = "\n\n".join(filter(None, (first, result, *rest)))
+            # First, because the page shows the beginning of a description, and more on request.
+            tags[NOTE] = f"{result}\n\n{describe(self.facts.description, self._page.starts())}"
         end = End(status, {name: hide_passwords(text) for name, text in tags.items() if text})
         try:
             self._page.end(end)
@@ -137,16 +140,22 @@ class Tracker:
 
 
 def send_report(
-    uri: str, folder: Path, facts: RunFacts, metrics: dict[str, float], files: list[Path], experiment: str = "vit"
+    uri: str,
+    folder: Path,
+    facts: RunFacts,
+    metrics: dict[str, float],
+    files: list[Path],
+    experiment: str = "vit",
+    result: str = "",
 ) -> None:
     """Send a report's numbers and files as an MLflow run. The same report sent again continues the same run.
 
-    files: in `folder`, or below it.
+    files: in `folder`, or below it. result: Markdown for the description.
     """
     facts = replace(facts, artifacts=tuple(path.relative_to(folder).as_posix() for path in files))
     tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), folder, folder, facts)
     tracker.log(0, metrics)
-    tracker.finish("FINISHED")
+    tracker.finish("FINISHED", result=result)
 
 
 def exports_of(

@@ -88,11 +88,14 @@ def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Seq
     return ""
 
 
-def unnamed_note(weights: str, data: str) -> str:
+def unnamed_note(weights: str, data: str, classes: Sequence[str]) -> str:
     """A line for weights without class names, such as an .npz, whose classes are taken by number: in another order, all
-    are wrong.
+    are wrong. classes: of the data.
     """
-    return f"{weights} has no class names: its classes are taken to be those of {data}, in the same order"
+    return (
+        f"{weights} has no class names: its classes are taken to be those of {data}, in the same order: 0 is"
+        f" {quoted(classes[0])}, {len(classes) - 1:,} is {quoted(classes[-1])}"
+    )
 
 
 def classes_note(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:
@@ -100,7 +103,7 @@ def classes_note(data: str, of_data: Sequence[str], weights: str, of_weights: Se
     see `moved_class`.
     """
     if not of_weights:
-        return unnamed_note(weights, data)
+        return unnamed_note(weights, data, of_data)
     other = [n for n, pair in enumerate(zip(of_data, of_weights, strict=False)) if pair[0] != pair[1]]
     if not other:
         return ""

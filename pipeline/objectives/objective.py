@@ -110,6 +110,7 @@ class Objective(nn.Module):
             "augment.cutmix": config.augment.cutmix,
             "train.freeze": config.train.freeze != NOTHING,
             "init.attentive_pool": config.init.attentive_pool,
+            "init.fit_head": config.init.fit_head,
         }
         if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
             raise UserError(
@@ -364,8 +365,10 @@ def _trained(config: RunConfig, model: Config) -> int | None:
     """Number of blocks that a run trains, None for the whole model."""
     if config.train.freeze == NOTHING:
         return None
-    frozen = num_frozen_blocks(config.train.freeze)
-    return model.num_blocks - frozen if frozen is not None and isinstance(model, ViTConfig) else 0
+    if not isinstance(model, ViTConfig):
+        return 0
+    frozen = num_frozen_blocks(config.train.freeze, model.num_blocks)
+    return 0 if frozen is None else model.num_blocks - frozen
 
 
 def stored_name(name: str) -> str:

@@ -44,7 +44,7 @@ def shallow(config: Config, frozen: str = NOTHING) -> tuple[Config, Config, int]
         not isinstance(config, ViTConfig)
         or config.has_stem
         or config.depth <= 3
-        or num_frozen_blocks(frozen) is not None
+        or num_frozen_blocks(frozen, config.depth) is not None
     ):
         return None
     return replace(config, depth=2), replace(config, depth=3), config.depth - 2

@@ -1,5 +1,6 @@
 """Console output of a run: lines, which are also written to log.txt, and a progress bar on a terminal."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -9,7 +10,22 @@ from tqdm import tqdm
 
 from pipeline.base.errors import naming
 from pipeline.base.progress import duration
+from pipeline.base.words import significant
 from pipeline.process.start import silence_broken_output
+
+
+class LineClock:
+    """Says when a line of the log is due: when it is asked first, then every `seconds`; with 0, never again."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds or math.inf
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        if (now := time.monotonic()) < self._next:
+            return False
+        self._next = now + self.seconds
+        return True
 
 
 class Console:
@@ -57,10 +73,13 @@ def progress_line(
     """
     retries = metrics["storage_retries"]
     own = "".join(f"{name.removeprefix('train_')} {text}  " for name, text in (logged or {}).items())
+    mfu = ""
+    if "mfu" in metrics:
+        mfu = f" MFU {metrics['mfu']:.1%} " if metrics["mfu"] <= 1 else " MFU above 100%: is engine.peak_tflops right? "
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
         f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  grad"
-        f" {metrics['grad_norm']:.3f}  {metrics['images_per_second']:,.1f} img/s  MFU {metrics['mfu']:.1%}  data"
+        f" {metrics['grad_norm']:.3f}  {significant(metrics['images_per_second'])} img/s {mfu} data"
         f" {metrics['data_wait']:.1%} fwd {metrics['time_forward']:.0%} bwd {metrics['time_backward']:.0%} opt"
         f" {metrics['time_optimizer']:.0%} save {metrics['time_checkpoint']:.0%}  mem {metrics['peak_memory_gib']:.2f}"
         f" GiB  skipped {metrics['skipped_steps']:.0f}  bad {metrics['bad_samples']:.0f} "

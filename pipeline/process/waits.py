@@ -1,8 +1,9 @@
-"""Waits that may last: what this process waits for, and for how long at most. Standard library only.
+"""Waits and work that may last: what this process waits for, for how long at most, and what it does. Standard library
+only, but for bars on a terminal.
 
 Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a
 run (pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over. Time in which this process was
-stopped does not count.
+stopped does not count. Work that may last is announced too (`Work`, `worked`), so that no command is silent for long.
 """
 
 import contextlib
@@ -11,13 +12,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from pipeline.base.progress import duration
+from pipeline.base.words import counted, plural
 from pipeline.process.start import rank
 
+T = TypeVar("T")
+
 NOTICE_SECONDS = 2.0
+# Between the lines of work that counts.
+_LINE_SECONDS = 10.0
 # A store that answers each of a thousand requests late is named once in this time.
 _AGAIN_SECONDS = 60.0
 
@@ -66,6 +73,70 @@ class Wait:
 waiting = Wait
 
 
+class Work:
+    """Announces work of this process during the block. If it lasts, rank 0 shows a bar on a terminal; elsewhere, or if
+    nothing is counted, a line.
+
+    what: the work, as "reading val". total: of what `advance` counts, in units of `unit`; 0 for nothing. note: beside
+    the numbers. As a wait does, it says its first line after NOTICE_SECONDS.
+    """
+
+    def __init__(self, what: str, total: int = 0, unit: str = "image") -> None:
+        self.what, self.total, self.unit, self.note = what, total, unit, ""
+        self.done = 0
+        self.begin = time.monotonic()
+        self.next_line = self.begin + NOTICE_SECONDS
+        self._bar: Any = None
+
+    def __enter__(self) -> "Work":
+        self._board = _board
+        if self.total and rank() == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            shown = {"total": self.total, "unit": f" {plural(self.unit)}", "delay": NOTICE_SECONDS}
+            self._bar = tqdm(desc=self.what, leave=False, dynamic_ncols=True, **shown)
+        self._board.work.append(self)
+        self._board.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._board.work.remove(self)
+        for outer in self._board.work[-1:]:  # It was not silent until now.
+            outer.next_line = max(outer.next_line, time.monotonic() + NOTICE_SECONDS)
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int = 1) -> None:
+        self.done = min(self.done + count, self.total)
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.note, refresh=False)
+            self._bar.update(self.done - self._bar.n)
+
+    def tell(self, say: Say) -> None:
+        """Say how far it is, or show the bar, which by itself waits until something is counted."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self.next_line = now + NOTICE_SECONDS
+            self._bar.refresh()
+            return
+        self.next_line = now + _LINE_SECONDS if self.total else math.inf
+        if not self.total:
+            say(f"{self.what} ...")
+            return
+        left = (now - self.begin) * (self.total - self.done) / self.done if self.done else math.inf
+        told = [f"{self.done:,} of {counted(self.total, self.unit)}", self.note]
+        told.append(f"{duration(left)} left" if self.done else "")
+        say(f"{self.what}: {', '.join(filter(None, told))}")
+
+
+def worked(items: Iterable[T], what: str, total: int, unit: str = "image") -> Iterator[T]:
+    """Yield the items, and announce the work on them; see `Work`."""
+    with Work(what, total, unit) as work:
+        for item in items:
+            yield item
+            work.advance()
+
+
 def in_progress(age: float = 0.0) -> list[Wait]:
     """The waits of all threads of this process that have lasted `age` seconds, oldest first."""
     waits = _board.waits.copy().values()  # A copy, because other threads begin and end theirs.
@@ -91,16 +162,25 @@ def say_with(function: Say | None) -> None:
 
 
 def _print(line: str) -> None:
-    if rank() == 0:
+    if rank() != 0:
+        return
+    if sys.stderr.isatty():
+        from tqdm import tqdm  # Whose bars a plain line would tear.
+
+        tqdm.write(line, file=sys.stderr)
+    else:
         print(line, file=sys.stderr, flush=True)
 
 
 class _Board:
-    """The waits of this process, and the thread that says them; it starts with the first wait. said: kind -> time."""
+    """The waits and the work of this process, and the thread that says them; it starts with the first. said: kind ->
+    time.
+    """
 
     def __init__(self, say: Say = _print) -> None:
         self.say = say
         self.waits: dict[int, Wait] = {}
+        self.work: list[Work] = []  # The innermost, which is said, is the last.
         self.said: dict[str, float] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -119,6 +199,10 @@ class _Board:
                     wait.is_silent = True  # Said once.
                     with contextlib.suppress(OSError):  # A full disk, or a closed terminal: the next line may arrive.
                         say(wait.kind or wait.what, f"waiting for {wait}", wait.say)
+            for work in self.work[-1:]:
+                if time.monotonic() >= work.next_line:
+                    with contextlib.suppress(OSError):
+                        work.tell(self.say)
 
 
 _board = _Board()

@@ -12,7 +12,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.metric import SPREAD
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.base.words import shorten
+from pipeline.base.words import shorten, si
 from pipeline.review.record import RunRecord, Score, Series, title_of
 from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
 
@@ -58,8 +58,8 @@ def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float
 
 
 def in_units(amount: float, axis: Axis) -> str:
-    """An amount of IMAGES or FLOPS in words, such as "50,688 images" or "1.936 TFLOP"."""
-    return EngFormatter("FLOP", places=3)(amount) if axis is FLOPS else f"{amount:,.0f} images"
+    """An amount of IMAGES or FLOPS in words, such as "50,688 images" or "1.94 TFLOP"."""
+    return si(amount, "FLOP") if axis is FLOPS else f"{amount:,.0f} images"
 
 
 # ---------------------------------------------------------------------- figures

@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.page import PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
@@ -161,7 +161,7 @@ def measured(record: RunRecord) -> Table | None:
     if not steps:
         return None
     train = record.dataset("training")
-    planned, so_far = (record.axes(step)["exaflops"] for step in (steps, done))
+    planned, so_far = (1e18 * record.axes(step)["exaflops"] for step in (steps, done))
     # Those of data.path, of which a batch of a mixture holds a share, as the run planned them.
     in_all = float(record.parameters.get("epochs", 0)) or (steps * batch / train.num_samples if train else 0.0)
     memory, waits = record.series.get("peak_memory_gib"), record.median("data_wait")
@@ -169,7 +169,7 @@ def measured(record: RunRecord) -> Table | None:
         ("steps", f"{steps:,}", f"{done:,}"),
         ("images", f"{steps * batch:,}", f"{done * batch:,}"),
         ("epochs", f"{in_all:,.1f}", f"{in_all * done / steps:,.1f}"),
-        ("training exaFLOPs", f"{planned:.4g}", f"{so_far:.4g}"),
+        ("training arithmetic", si(planned, "FLOP"), si(so_far, "FLOP")),
         ("images/s, median", "–", shown(record.median("images_per_second"))),
         ("MFU, median", "–", shown(record.median("mfu"))),
         ("time of training steps", "–", duration(record.training_seconds)),

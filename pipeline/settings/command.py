@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pipeline.base.errors import CrashError, UserError, exit_code, is_of_one_rank, mistake_in_words
 from pipeline.base.words import counted
@@ -18,6 +18,7 @@ from pipeline.process.launcher import forget_launcher
 from pipeline.process.launcher_process import end_restarts
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
+from pipeline.process.waits import Work
 from pipeline.settings import schema
 from pipeline.settings.schema import OnChange, facts_of
 from pipeline.settings.yaml_reader import as_typed
@@ -62,14 +63,22 @@ def main(
             with holding_outputs():
                 if rank() == 0:
                     try_outputs(settings)
-                run: Callable[[T], object] = (
-                    importlib.import_module(function).run if isinstance(function, str) else function
-                )
-                run(settings)
+                if isinstance(function, str):
+                    with Work("importing PyTorch and other libraries"):
+                        function = cast(Callable[[T], object], importlib.import_module(function).run)
+                    with Work(_title(about)):
+                        function(settings)
+                else:
+                    function(settings)
             sys.stdout.flush()  # Here, where a closed pipe is handled without a traceback.
     finally:
         # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
         gc.freeze()
+
+
+def _title(about: str | None) -> str:
+    """What a command does, from the first line of its docstring: "score weights on a data set and write a report"."""
+    return (about or "").partition(": ")[2].partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def description(about: str | None) -> str:

@@ -56,7 +56,7 @@ class Length:
     """A length of training: '90 epochs', '10000 steps', '1.2e9 samples', or '5%' of the whole run."""
 
     amount: float
-    unit: Literal["epochs", "steps", "samples", "%"]
+    unit: Literal["epochs", "steps", "samples", "%", "s"]
     __get_pydantic_core_schema__ = classmethod(_read_by_pydantic)
 
     def __gt__(self, number: float) -> bool:
@@ -158,6 +158,20 @@ class Limit(Length):
         """Number of samples out of `num_samples`, rounded to the nearest."""
         exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
         return math.floor(exact + Fraction(1, 2))
+
+
+@dataclass(frozen=True)
+class LogInterval(Length):
+    """How often a line is logged: a number of steps, or a time such as '10 s'."""
+
+    @classmethod
+    def parse(cls, value: object) -> "LogInterval":
+        if isinstance(value, LogInterval):
+            return value
+        match = re.fullmatch(rf"\s*{_NUMBER}\s*(s|steps?)?\s*", str(value))
+        if not match:
+            raise ValueError("write a time, as '10 s', or a number of steps, as '50 steps'")
+        return cls(float(match[1]), "s" if match[2] == "s" else "steps")
 
 
 def one_of(names: Collection[str]) -> AfterValidator:

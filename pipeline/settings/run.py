@@ -25,6 +25,7 @@ from pipeline.settings.quantities import (
     ImageSize,
     Length,
     Limit,
+    LogInterval,
     PathText,
     PositiveShare,
     Seed,
@@ -200,7 +201,9 @@ class MixedSet(Settings):
 
 class DataConfig(Settings):
     path: PathText = setting(on_change="comparison")
-    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py, or a folder of images, which is sharded once
+    into <folder>_shards
+    """
     cache: PathText = setting("", output="folder", on_change="nothing")
     """Folder on a local disk that caches shards of a bucket, shared by the ranks of a node; empty: no cache."""
     cache_gb: PositiveFloat = setting(200.0, on_change="nothing", needs="cache")
@@ -373,8 +376,8 @@ class AugmentConfig(Settings):
 
 
 class TrainConfig(Settings):
-    length: Length = setting(above=0, on_change="comparison")
-    """Length of the run, for example '90 epochs'"""
+    length: Length = setting(on_change="comparison")
+    """Length of the run, for example '90 epochs'; '0 steps' with init.fit_head trains no further"""
     global_batch: Batch = setting(4096, on_change="run")
     """Samples per optimizer step, over all ranks."""
     micro_batch: Batch = setting(64, on_change="comparison")
@@ -386,9 +389,10 @@ class TrainConfig(Settings):
     half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average
     of the weights is sure of in images without one (pseudo_labels).
     """
-    freeze: str = setting("none", pattern=r"^(none|backbone|encoder|[1-9]\d{0,3} blocks?)$", on_change="run")
+    freeze: str = setting("none", pattern=r"^(none|backbone|encoder|(all but )?[1-9]\d{0,3} blocks?)$", on_change="run")
     """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the
-    attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks).
+    attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks),
+    or all but so many last ones (all but 2 blocks).
     """
     lora_rank: NonNegativeInt = setting(0, on_change="run")
     """With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the
@@ -404,8 +408,10 @@ class TrainConfig(Settings):
     """LoRA: dense layers of each block: qkv, out, up, down."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
-    log_every: PositiveInt = setting(50, on_change="nothing")
-    """Steps between log lines."""
+    log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
+    """Interval between log lines, in seconds or steps ('50 steps'). Metrics are recorded at the same steps or, with
+    seconds, every 1% of the run and at least every 50 steps: what a run records does not depend on its speed.
+    """
     max_skipped_steps: NonNegativeInt = setting(20, on_change="comparison")
     """Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops."""
     stop_after_minutes: float = minutes(0.0)
@@ -570,7 +576,7 @@ class ProbeConfig(Settings):
 
 class RunProbeConfig(ProbeConfig):
     every: Length = Length.parse("0 steps")
-    """Interval between probes, with one at the end; 0: off."""
+    """Interval between probes, with one before the first step and one at the end; 0: off."""
     data: PathText = setting("", needs="shots|neighbours")
     """Folder or URL of the data set for probes; empty is the run's own."""
     split: str = "val"
@@ -630,12 +636,23 @@ class HealthConfig(Settings):
 
 class InitConfig(Settings):
     weights: PathText | None = None
-    """Start from these weights: a run, a checkpoint, or those of other projects (docs/weights.md)."""
+    """Start from these weights: a run, a checkpoint, those of other projects, or OWNER/NAME on the Hugging Face hub
+    (docs/weights.md).
+    """
     new_head: bool = setting(True, needs="weights")
     """With init.weights: replace the head by a zero-initialised linear layer."""
     mean_pool: bool = setting(False, needs="weights")
     """With a new head: it reads the mean of the patches after a LayerNorm of its own, as MAE fine-tunes
     (model.pool_norm).
+    """
+    fit_head: bool = setting(False, needs="weights")
+    """With a new head: before the first step it is fitted to the features of all training images (logistic regression,
+    its weight decay chosen on held-out fifths), and saved and scored as step 0. With train.length='0 steps', that is
+    the whole run.
+    """
+    fit_views: PositiveInt = setting(1, needs="fit_head")
+    """1: each image as it is evaluated. More: so many views of it as in training (augment), which help a few hundred
+    images, and take so many times as long.
     """
     attentive_pool: bool = setting(False, needs="weights")
     """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
@@ -784,6 +801,11 @@ class RunConfig(Settings):
             raise UserError(
                 "init.mean_pool and init.attentive_pool change what a new head reads: set one of them, with"
                 " init.new_head=true."
+            )
+        if init.fit_head and (not init.new_head or init.attentive_pool or self.data.mix):
+            raise UserError(
+                "init.fit_head fits a new head to the features of data.path: use init.new_head=true, and leave out"
+                " init.attentive_pool and data.mix."
             )
         if init.attentive_pool and freeze == "backbone":
             raise UserError(

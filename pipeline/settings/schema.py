@@ -182,8 +182,8 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
     if found["type"] == "unexpected_keyword_argument":
         raise UserError(f"{where}: unknown setting {as_typed(name)}.{did_you_mean(cls, name, section)}")
     if found["type"] in ("dataclass_type", "dict_type"):
-        given = f"{where}: {name} = {as_typed(found['input'])}"
-        raise UserError(f"{given}: must be a mapping, as {name}.NAME=value.{did_you_mean(cls, name)}")
+        what = f"{where}: {name} = {as_typed(found['input'])}"
+        raise UserError(f"{what}: must be a mapping, as {name}.NAME=value.{did_you_mean(cls, name)}")
     if isinstance(found["input"], dict) and found["type"].endswith("_type"):
         raise UserError(f"{where}: {name} = {as_typed(found['input'])}: must be one value, as {name}=value.")
     docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
@@ -431,7 +431,8 @@ class Change:
     fact: Fact
 
     def __str__(self) -> str:
-        return f"{self.name} was {self.then}, is {self.now}"
+        then, now = ("empty" if value in ("", []) else value for value in (self.then, self.now))
+        return f"{self.name} was {then}, is {now}"
 
 
 @functools.cache

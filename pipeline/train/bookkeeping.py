@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,9 @@ from pipeline import model as models
 from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
+from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si, significant
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -146,7 +148,9 @@ class StartingPoint(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(StartingPoint):
-    """Everything that the training loop uses; made by `set_up`. tracker, drawing: rank 0 only."""
+    """Everything that the training loop uses; made by `set_up`. tracker, drawing: rank 0 only. head_metrics: of a head
+    that this start fitted (`fit_head_on_all_ranks`), else empty.
+    """
 
     engine: "Engine"
     feed: Feed
@@ -162,6 +166,7 @@ class TrainingRun(StartingPoint):
     drawing: DrawingProcess | None
     saver: Saver
     progress: Progress
+    head_metrics: dict[str, float]
     evaluators: list["Evaluator"] = field(default_factory=list)
 
     # ------------------------------------------------------------------ around the step
@@ -232,9 +237,11 @@ class TrainingRun(StartingPoint):
         return None
 
     # ------------------------------------------------------------------ log, save
-    def log_on_all_ranks(self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float) -> None:
-        """Write a console line and a record of metrics. Raises UserError for a failed save or too many unreadable
-        samples.
+    def log_on_all_ranks(
+        self, loss: Tensor, values: dict[str, Tensor], grad_norm: float, lr: float, record: bool, line: bool
+    ) -> None:
+        """Write a record of metrics, a line of the log, or both. Raises UserError for a failed save or too many
+        unreadable samples.
         """
         plan, ranks, counts, progress = self.plan, self.ranks, self.counts, self.progress
         engine, loader, saver = self.engine, self.feed.loader, self.saver
@@ -247,31 +254,34 @@ class TrainingRun(StartingPoint):
             **logged,
             "lr": lr,
             "grad_norm": grad_norm,
-            **self.meter.read(),
             "epoch": self.feed.epochs(batches_seen),
             "skipped_steps": engine.skipped_steps,
             "loss_spikes": self.spikes.num_spikes,
             "bad_samples": num_bad,
             "storage_retries": counts.storage_retries,
-            **saver.read(),
-            **self.host_meter.read_on_all_ranks(),
         }
-        collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
-        if collapse:
-            metrics["collapse"] = 1
-        declared = engine.objective.values(self.config)
-        shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
-        self.console.say(progress_line(progress.step, plan.steps, metrics, plan.global_batch, shown))
-        lines = self.collapses.changed("loss", progress.step, collapse)
-        for line in lines + self.slow_ranks.changed(self.meter.own_seconds):
-            self.console.say(line)
-        if self.tracker:
-            self.tracker.log(progress.step, metrics)
+        lines = []
+        if line:
+            speed, own_seconds = self.meter.read_for_line()
+            declared = engine.objective.values(self.config)
+            shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
+            lines.append(progress_line(progress.step, plan.steps, metrics | speed, plan.global_batch, shown))
+            lines += self.slow_ranks.changed(own_seconds)
+        if record:
+            metrics |= self.meter.read() | saver.read() | self.host_meter.read_on_all_ranks()
+            collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
+            if collapse:
+                metrics["collapse"] = 1
+            lines += self.collapses.changed("loss", progress.step, collapse)
+            if self.tracker:
+                self.tracker.log(progress.step, metrics)
+        for text in lines:
+            self.console.say(text)
         saver.check()
         self.stop.committed(saver.committed_step, saver.longest)
         # The limit is for all ranks and starts together; each loader knows only its own.
-        if num_bad > loader.max_bad and (text := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):
-            raise UserError(text)
+        if num_bad > loader.max_bad and (excess := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):
+            raise UserError(excess)
 
     def save_on_all_ranks(self, keep: bool = False) -> None:
         """Hand a checkpoint of this step to the writer, which commits it in the background. keep: never remove it."""
@@ -382,7 +392,9 @@ class TrainingRun(StartingPoint):
             "|---|---|---|",
             f"| steps | {plan.steps:,} | {step:,} |",
             f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
-            "| exaFLOPs | {:.4g} | {:.4g} |".format(*(facts.axes(n).get("exaflops", 0.0) for n in (plan.steps, step))),
+            "| arithmetic | {} | {} |".format(
+                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
+            ),
         ]
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
         # line.
@@ -400,10 +412,11 @@ class TrainingRun(StartingPoint):
         warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
         warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
         found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        lines = [f"**Result**: {found}. {warned}{until}.", "\n".join(table)]
+        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
         if meter.total_seconds:
             lines.append(
-                f"{meter.average:,.1f} images/s over {meter.total_seconds:,.0f} s of training since the last start."
+                f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"
+                " start."
             )
         return "\n\n".join(lines)
 
@@ -418,8 +431,14 @@ class TrainingRun(StartingPoint):
             )
         scores = json_record.read_or_none(self.folder / "scores.json", dict[str, Any]) or {}
         count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
-        if top1 is not None and count and scores["step"] == step and of_samples(top1, count).low <= 1 / num_classes < 1:
-            told.append(
-                f"top-1 {top1:.2%} cannot be told from chance, {1 / num_classes:.2%} of {counted(num_classes, 'class')}"
-            )
+        if top1 is not None and count and scores["step"] == step and (split := self.data.evaluation):
+            # What always naming the most common class would score.
+            constant = float(np.bincount(split.label_values, minlength=1).max()) / len(split)
+            chance = max(constant, 1 / num_classes)
+            if (found := of_samples(top1, count)).low <= chance < 1:
+                told.append(
+                    f"top-1 {top1:.2%} (95% interval {found.low:.2%} to {found.high:.2%} on"
+                    f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
+                    f" {chance:.2%}"
+                )
         return "; ".join(told)

@@ -48,6 +48,7 @@ class Evaluator:
 
     name: ClassVar[str]
     file: ClassVar[str]
+    is_due_at_start: ClassVar[bool] = False  # Also before the first step.
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         """Measure the model as it is in evaluations, after `step`. Raises Stopped on all ranks when they agree to
@@ -59,7 +60,8 @@ class Evaluator:
         """Whether the evaluation due at step `start` is missing, because the run ended between checkpoint and
         evaluation.
         """
-        if not start or self.name not in self.run.plan.due(start).evaluations:
+        has_first = self.is_due_at_start or self.run.config.init.fit_head
+        if not (self.name in self.run.plan.due(start).evaluations if start else has_first):
             return False
         last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
         tracker = self.run.tracker
@@ -68,19 +70,23 @@ class Evaluator:
             return all(tracker.value_at_start(name) is None for name in objectives.metrics(self.run.config)[self.name])
         return last is None or last.step < start
 
+    def _is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step that is evaluated: of step 0 only with a fitted head."""
+        return step > 0 or self.run.config.init.fit_head
+
     def evaluate_on_all_ranks(self, step: int) -> None:
         """Measure the model after `step`; report and store the result, and keep the checkpoint if it is the best."""
         run = self.run
         with run.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        if run.plan.best_from == self.name:
+        if self._is_saved(step) and run.plan.best_from == self.name:
             self._mark_best(step, found.metrics[run.config.checkpoint.best])
         for line in [f"step {step:,}: {found.line}", *run.collapses.changed(self.name, step, found.collapse)]:
             run.console.say(line)
         if run.tracker:
             run.tracker.log(step, found.metrics)
             write_text(run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content})))
-        if run.drawing:
+        if self._is_saved(step) and run.drawing:
             run.drawing.begin(found.predictions, run.data.evaluation)
 
     def watched(self, step: int, where: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -97,7 +103,7 @@ class Evaluator:
         and kept.json.
         """
         tracker = self.run.tracker
-        if start and tracker and self.run.plan.best_from == self.name:
+        if self._is_saved(start) and tracker and self.run.plan.best_from == self.name:
             value = tracker.value_at_start(self.run.config.checkpoint.best)
             if value is not None:
                 self._mark_best(start, value)
@@ -152,6 +158,7 @@ class ProbeEvaluator(Evaluator):
 
     name = "probe"
     file = "probe.json"
+    is_due_at_start = True
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         probe = self.run.run_probe
@@ -161,8 +168,8 @@ class ProbeEvaluator(Evaluator):
         features = self.watched(step, "probe", run.engine.features)
         scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
         metrics = probe_metrics(scores, run.config.probe.prefix)
-        # Classes may well collapse to a few directions: of two classes, one is enough.
-        is_judged = "spread" in scores and not run.config.needs_labels
+        # Classes may well collapse to a few directions: of two classes, one is enough. New weights may seem to.
+        is_judged = step > 0 and "spread" in scores and not run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
         line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"

@@ -25,6 +25,7 @@ from pipeline.monitor.profile import StepClock
 from pipeline.objectives import kind
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.parameters.optimizers import learning_rate
+from pipeline.process.console import LineClock
 from pipeline.process.distributed import Ranks
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -53,13 +54,14 @@ def train_on_all_ranks(run: "TrainingRun") -> None:
         run.record_step(micro_batches, result.loss)
 
         # ------------------------------------------------------------------ loss spikes: continue, skip, or roll back
-        if (due.log or due.save) and run.rolled_back_after_spikes_on_all_ranks():
+        if (due.record or due.save) and run.rolled_back_after_spikes_on_all_ranks():
             feed.go_to(progress.step, progress.skipped_batches)
             continue
 
         # ------------------------------------------------------------------ log, save, score
-        if due.log:
-            run.log_on_all_ranks(result.loss, result.values, float(result.grad_norm), lr)
+        line = due.line or feed.is_line_due
+        if due.record or line:
+            run.log_on_all_ranks(result.loss, result.values, float(result.grad_norm), lr, due.record, line)
         with run.meter.paused():
             if due.save:
                 run.save_on_all_ranks(keep=due.keep)
@@ -157,6 +159,7 @@ class Feed:
             processes=config.data.processes,
         )
         self._steps: Iterator[list[Batch]] = iter(())
+        self._line_clock = LineClock(plan.log_seconds)
 
     def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]]) -> None:
         """Continue with step `step` (from 0). skipped_batches: see `Progress`."""
@@ -164,7 +167,8 @@ class Feed:
         last = first + self.plan.steps - step
         ranks = self.ranks
         requests = train_requests(self.order, first, last, self.plan.micro_batch, ranks.rank, ranks.world_size)
-        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)))
+        is_due = self._line_clock.is_due if ranks.is_main else lambda: False
+        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)), is_due)
 
     def epochs(self, batches: int) -> float:
         """How often the training split of data.path was used in the first `batches` batches."""
@@ -176,6 +180,13 @@ class Feed:
     def next_on_all_ranks(self) -> list[Batch]:
         """The micro-batches of the next step. Raises Stopped on all ranks when they agree to stop before it."""
         return next(self._steps)
+
+    @property
+    def is_line_due(self) -> bool:
+        """Whether a line of the log is due by rank 0's clock after the step whose micro-batches were returned last; the
+        same on all ranks.
+        """
+        return self.stop.flagged
 
     def end_on_all_ranks(self) -> None:
         """Check for a stop that was agreed during the last step. Raises Stopped on all ranks."""

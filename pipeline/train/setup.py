@@ -22,7 +22,7 @@ from pipeline.base.errors import OneRankError, UserError
 from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si, significant
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -74,6 +74,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Change, Fact, OnChange
 from pipeline.train.bookkeeping import Identity, Progress, RunCounts, StartingPoint, TrainingRun
 from pipeline.train.drawing import DrawingProcess
+from pipeline.train.fitted_head import fit_head_on_all_ranks
 from pipeline.train.loop import Feed, training_step
 from pipeline.train.shown_facts import environment, plan_lines, run_facts
 from pipeline.train.start import Prepared
@@ -110,8 +111,8 @@ def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     start = _find_start_on_all_ranks(stop, prepared)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
-        engine, feed = _build_training_on_all_ranks(start, undone)
-        run = _begin_run_on_all_ranks(start, engine, feed, undone)
+        engine, feed, head_metrics = _build_training_on_all_ranks(start, undone)
+        run = _begin_run_on_all_ranks(start, engine, feed, head_metrics, undone)
         run.evaluators.extend(evaluators_of(run))
         undone.pop_all()
     return run
@@ -368,8 +369,13 @@ def initial_model(
 
 
 # ---------------------------------------------------------------------- what trains
-def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitStack) -> tuple["Engine", Feed]:
-    """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails."""
+def _build_training_on_all_ranks(
+    start: StartingPoint, undone: contextlib.ExitStack
+) -> tuple["Engine", Feed, dict[str, float]]:
+    """Build the engine, try out one step, and load the checkpoint. undone: closes what was opened, if set-up fails.
+
+    The last of what is returned: metrics of a head that was fitted.
+    """
     from pipeline.train.zero.engine import Engine, limit_collectives
 
     config, plan, ranks = start.config, start.plan, start.ranks
@@ -382,6 +388,7 @@ def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitSt
 
     # First, because it may fork processes, which should inherit little of what trains.
     feed = ranks.on_all(begin_feed)
+    head_metrics = fit_head_on_all_ranks(start) if start.resumed is None and config.init.fit_head else {}
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = ranks.on_all(lambda: objectives.create(config, start.model))  # It may read weights.
     objective.num_steps = plan.steps
@@ -404,7 +411,7 @@ def _build_training_on_all_ranks(start: StartingPoint, undone: contextlib.ExitSt
         start.console.say(f"resumed from {start.resumed} at step {start.state.step:,} of {plan.steps:,}")
     elif start.origin is not None:
         start.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
-    return engine, feed
+    return engine, feed, head_metrics
 
 
 # ---------------------------------------------------------------------- dry run
@@ -487,7 +494,7 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
 
 # ---------------------------------------------------------------------- what measures
 def _begin_run_on_all_ranks(
-    start: StartingPoint, engine: "Engine", feed: Feed, undone: contextlib.ExitStack
+    start: StartingPoint, engine: "Engine", feed: Feed, head_metrics: dict[str, float], undone: contextlib.ExitStack
 ) -> TrainingRun:
     """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
     config, ranks, folder, console = start.config, start.ranks, start.folder, start.console
@@ -495,10 +502,11 @@ def _begin_run_on_all_ranks(
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
+    speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
     console.say(
-        f"{models.num_parameters(model) / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP to train on an image;"
-        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data {dataset.fingerprint};"
-        f" {peak / 1e12:.2f} TFLOP/s a device ({peak_source})"
+        f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"
+        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data"
+        f" {dataset.fingerprint}{speed}"
     )
     hosts = ranks.gather(socket.gethostname())
     # Also for a finished run: sends the metrics that MLflow has not received yet.
@@ -542,6 +550,7 @@ def _begin_run_on_all_ranks(
         tracker=tracker,
         drawing=DrawingProcess(folder, start.draw) if draws and start.draw else None,
         saver=saver,
+        head_metrics=head_metrics,
     )
 
 

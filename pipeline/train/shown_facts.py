@@ -14,7 +14,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.metric import score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
-from pipeline.base.words import counted, of_classes, on_one_line
+from pipeline.base.words import counted, of_classes, on_one_line, si, significant
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -168,8 +168,8 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
         plan.describe(),
         *plan.notes(config),
         *objectives.without_effect(config),
-        f"{counted(images, 'image')}, {images * objectives.training_flops(config, model.config) / 1e18:.4g} exaFLOPs",
-        f"{memory.total / 2**30:.2f} GiB of memory for each rank's tensors at the most, predicted",
+        f"{counted(images, 'image')}, {si(images * objectives.training_flops(config, model.config), 'FLOP')}",
+        f"{significant(memory.total / 2**30)} GiB of memory for each rank's tensors at the most, predicted",
         *objectives.describe_groups(config, model.config, plan.steps),
     ]
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.base.errors import OneRankError, Stopped, UserError
+from pipeline.base.progress import duration
+from pipeline.base.words import significant
 from pipeline.cluster.stop import Stop
 from pipeline.estimate.plan import Plan, make_plan
 from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
 from pipeline.process.start import rank
+from pipeline.process.waits import Work
 from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ def run_training(config: RunConfig, draw: str | None = None) -> None:
     """`run`, in a process whose launcher was checked. draw: see `prepare`."""
     folder = Path(config.out, config.name)
     with Stop(folder, config.train.stop_after_minutes) as stop:  # First, so that signals are handled during slow work.
-        with _said_by_each_host():
+        with _said_by_each_host(), Work("importing PyTorch, opening the data"):
             prepared = prepare(config, draw)
         _train(stop, prepared)
 
@@ -65,7 +68,8 @@ def _train(stop: Stop, prepared: Prepared) -> None:
     """
     from pipeline.train.setup import set_up  # Late: imports torch.
 
-    run = set_up(stop, prepared)
+    with Work("importing DeepSpeed, building the model, trying out one step"):
+        run = set_up(stop, prepared)
     stop.show_end = run.show_end
     reason = None
     try:
@@ -83,22 +87,25 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         stop.leave(progress.step, reason)
     stop.show_end("finished", stop.caveat)
     but = f", but {stop.caveat}" if stop.caveat else ""
-    if progress.start >= prepared.plan.steps:
+    if run.resumed is not None and progress.start >= prepared.plan.steps:
         console.say(f"nothing left to do: the run is finished{but}")
         return
-    console.say(
-        f"finished: {run.meter.average:,.1f} images/s over {run.meter.total_seconds:,.0f} s of training, in"
-        f" {run.folder}{but}"
-    )
+    speed = f"{significant(run.meter.average)} images/s over {duration(run.meter.total_seconds)} of training, in "
+    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}{but}")
+    for way in run.tracker.how_to_open() if run.tracker else []:
+        console.say(f"in a browser: {way}")
 
 
 def _train_until_stopped(run: "TrainingRun") -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
-    from pipeline.train.loop import train_on_all_ranks  # Late: imports torch.
+    from pipeline.train.fitted_head import save_fitted_head_on_all_ranks  # Late: these import torch.
+    from pipeline.train.loop import train_on_all_ranks
 
     progress, stop = run.progress, run.stop
     try:
         stop.begin_training(progress.start)
+        if run.head_metrics:
+            save_fitted_head_on_all_ranks(run)
         for evaluator in run.evaluators:
             if run.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
@@ -180,4 +187,7 @@ def _find_weights(config: RunConfig, weights: str) -> None:
     from pipeline.monitor.mlflow.weights import is_uri
 
     if not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
-        find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
+        try:
+            find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
+        except UserError as error:
+            raise UserError(f"init.weights = {error}") from error

@@ -90,6 +90,19 @@ def test_an_interval_in_percent_does_not_end_just_before_the_run() -> None:
     assert due("evaluate.every=5%", "checkpoint.every=40%", length=25)[0] == list(range(1, 26))
 
 
+def test_records_do_not_depend_on_the_clock_and_lines_do() -> None:
+    def due(length: int, *settings: str) -> tuple[list[int], list[int]]:
+        found = plan(f"train.length={length} steps", "schedule.warmup=0 steps", *settings)
+        steps = [(step, found.due(step)) for step in range(1, length + 1)]
+        return [step for step, now in steps if now.record], [step for step, now in steps if now.line]
+
+    assert due(20) == (list(range(1, 21)), [20])
+    assert due(300, "train.log_every=1 s") == ([1, *range(3, 301, 3)], [300])
+    assert due(10_000, "train.log_every=600 s") == ([1, *range(50, 10_001, 50)], [10_000])
+    by_steps = [1, 8, 16, 20]
+    assert due(20, "train.log_every=8") == due(20, "train.log_every=8 steps") == (by_steps, by_steps)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "said"),
     [

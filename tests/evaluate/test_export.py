@@ -4,22 +4,33 @@ import json
 import os
 import re
 import resource
+import runpy
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from model_parts import ALL_PARTS, randomised
+from PIL import Image
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
-from pipeline.evaluate import export
-from pipeline.model import create, files, load, read_weights, resample_positions, safetensors_metadata, save
+from pipeline.data.loading.augment import write_eval_view
+from pipeline.evaluate import export, predict
+from pipeline.evaluate.onnx_predict import EvaluationView
+from pipeline.model import configure, create, files, load, read_weights, resample_positions, safetensors_metadata, save
 from pipeline.model.files import write_safetensors
 from pipeline.objectives.mae import Mae, MaeSettings
 from pipeline.objectives.objective import stored_name
-from pipeline.settings.commands.weights import ExportConfig
+from pipeline.settings import schema
+from pipeline.settings.commands.weights import ExportConfig, PredictConfig
+from pipeline.settings.run import AugmentConfig
 
 
 def random_weights(path, name="ViT-mu/4", size=16, classes=5, **changes):
@@ -93,6 +104,117 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
     assert extra == {"classes": [f"class{i}" for i in range(5)], "preprocessing": {"eval_crop": "resize"}}
 
 
+def photographs(folder, count=50):
+    """Smooth colours of many sizes, in the formats, modes and orientations that cameras and editors write."""
+    random = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+        image = coarse.resize([int(side) for side in random.integers(9, 300, 2)], Image.Resampling.BICUBIC)
+        mode = ("RGB", "L", "RGBA", "P", "LA")[number % 5]
+        suffix = "png" if mode in ("RGBA", "P", "LA") else "jpg" if number % 2 else "webp"
+        exif = Image.Exif()
+        exif[0x0112] = 1 + number % 8
+        image.convert(mode).save(folder / f"{number:02}.{suffix}", exif=exif)
+
+
+@pytest.mark.slow
+def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
+    """On photographs, by numpy, Pillow and onnxruntime alone; probabilities are equal to 1e-4."""
+    import onnx
+
+    photographs(tmp_path / "photos")
+    weights, view = tmp_path / "model.pt", {"image_size": 16, "eval_resize": 20, "resize_filter": "bicubic"}
+    extra = {"classes": [f"class{i}" for i in range(5)], "preprocessing": view, "loss": "softmax"}
+    save(randomised(create("ViT-mu/4", 16, 5)), weights, extra)
+    run(weights, "auto", tmp_path / "out" / "a.onnx", image_size=32)
+    script = tmp_path / "moved" / "a_predict.py"  # Both together, to a place that knows nothing of this project.
+    shutil.move(tmp_path / "out", script.parent)
+
+    arguments = [f"weights={weights}", f"source=[{tmp_path}/photos]", "image_size=32", "device=cpu"]
+    graph, classifier = script.with_name("a.onnx"), runpy.run_path(str(script))["Classifier"]
+    for loss in ("sigmoid", "softmax"):
+        content = onnx.load(graph)
+        (metadata,) = (prop for prop in content.metadata_props if prop.key == "vit-weights")
+        metadata.value = metadata.value.replace('"softmax"', f'"{loss}"')
+        onnx.save(content, other := script.with_name(f"{loss}.onnx"))
+        model, expected = classifier(other), {}
+        for row in predict.run(schema.load(PredictConfig, None, [*arguments, f"loss={loss}"])).to_pylist():
+            expected.setdefault(row["image"], []).append((row["class"], row["probability"]))
+        assert len(expected) == 50
+        for image, classes in expected.items():
+            found = model.predict(image)
+            assert [name for name, _ in found] == [name for name, _ in classes]
+            np.testing.assert_allclose([share for _, share in found], [share for _, share in classes], atol=1e-4)
+    modules = re.findall(r"^ *(?:import (\w+)|from (\w+)\S* import)", script.read_text(), re.MULTILINE)
+    assert {a or b for a, b in modules} - set(sys.stdlib_module_names) == {
+        "numpy",
+        "onnxruntime",
+        "PIL",
+        "NAME_predict",
+    }
+
+    for name, shape in (("gray.png", (20, 20)), ("colours.png", (20, 20, 3))):
+        cv2.imwrite(str(tmp_path / "photos" / name), np.full(shape, 300, np.uint16))
+    command = [sys.executable, "-I", script, tmp_path / "photos", "--top", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 1
+    lines = dict(line.split("  ", 1) for line in ended.stdout.splitlines())
+    assert lines.keys() - expected.keys() == {f"{tmp_path}/photos/{name}.png" for name in ("gray", "colours")}
+    assert [line for line in lines.values() if "8 bits" in line] == [lines[name] for name in lines.keys() - expected]
+    assert {image: lines[image].split()[0] for image in expected} == {name: c[0][0] for name, c in expected.items()}
+
+
+@pytest.mark.parametrize("crop", ["center", "resize", "resize_center"])
+@pytest.mark.parametrize("name", ["linear", "bilinear", "antialias", "bicubic"])
+def test_the_script_resizes_bit_for_bit(name, crop):
+    """As OpenCV and torch do in evaluation: smaller, larger, by whole factors, and images far from square."""
+    random = np.random.default_rng(0)
+    sides = [(64, 64), (96, 96), (20, 30), (33, 300), (2, 700), (100, 56), (59, 57), (56, 56), (112, 112), (60, 28)]
+    for size in ((28, 28), (24, 40)):
+        resize = 0 if crop == "resize" else 32
+        view = {"eval_crop": crop, "resize_filter": name, "eval_resize": resize, "image_size": min(size)}
+        config = AugmentConfig(eval_crop=crop, resize_filter=name, eval_resize=resize)
+        script = EvaluationView({"image_size": size}, view)
+        for shape in sides:
+            image, expected = random.integers(0, 256, (*shape, 3), dtype=np.uint8), np.empty((*size, 3), np.uint8)
+            write_eval_view(image, expected, config)
+            np.testing.assert_array_equal(script.resized(image), expected, str((size, shape)))
+
+
+def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
+    pixels = Pixels(("near", "far"), "uint16", (0, 0), (9, 9), (0.5, 0.5), (0.5, 0.5))
+    for config in (configure("ViT-mu/4", 16, 0), configure("ViT-mu/4", 16, 5, pixels=pixels)):
+        export._write_script(tmp_path / "a.onnx", config)
+        assert "no script" in capsys.readouterr().out
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("out", "form", "found"),
+    [
+        ("a.onnx", "auto", "onnx"),
+        ("a.safetensors", "auto", "safetensors"),
+        ("a.npz", "auto", "npz"),
+        ("a.npz", "big_vision", "big_vision"),
+        ("a.pth", "auto", "mae"),
+        ("vit.v2", "timm", "timm"),
+    ],
+)
+def test_the_suffix_says_the_format(out, form, found):
+    config = ExportConfig(weights="w", format=form, out=out)
+    config.check()
+    assert config.written_format == found
+
+
+@pytest.mark.parametrize(
+    ("out", "form"), [("a", "auto"), ("a.pt", "auto"), ("a.onnx", "npz"), ("a.npz", "timm"), ("a", "onnx")]
+)
+def test_a_suffix_that_contradicts_the_format_is_refused(out, form):
+    with pytest.raises(UserError, match=r"\bout = .*(?=.*format)"):
+        ExportConfig(weights="w", format=form, out=out).check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "normalise", "pixels"),
@@ -136,6 +258,15 @@ def test_another_size_and_no_head(weights, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "positions: 4 x 4 resampled to 6 x 6 by the kernel zoom" in printed
     assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed
+
+
+def test_the_order_of_classes_without_names_is_said(weights, tmp_path, capsys):
+    run(weights, "npz", tmp_path / "named.npz")
+    assert "0 to 4" not in capsys.readouterr().out
+    run(tmp_path / "named.npz", "safetensors", tmp_path / "nameless.safetensors")  # An .npz keeps no names.
+    assert "0 to 4" in capsys.readouterr().out
+    run(tmp_path / "named.npz", "safetensors", tmp_path / "headless.safetensors", head=False)
+    assert "0 to 4" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])

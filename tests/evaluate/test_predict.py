@@ -137,7 +137,7 @@ def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_
     assert capsys.readouterr().out.count("2 images with an alpha") == 2
 
 
-def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dataset, tmp_path: Path) -> None:
+def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dataset, tmp_path: Path, capsys) -> None:
     """Labels of classes that the weights do not have are shown, and not used for the loss."""
     data.path.rename(tmp_path / "first")
     other = make_dataset({"val": [[7], [0]]}, list("abcdefgh"))
@@ -145,11 +145,19 @@ def test_another_data_set_and_other_names(weights: Path, data: Dataset, make_dat
     assert [row["label"] for row in rows] == ["h", "a"]
     assert {row["class"] for row in rows} <= set(CLASSES)
     nameless = save(tmp_path / "nameless.pt")
+    assert "class_names" not in capsys.readouterr().out
     assert {row["class"] for row in run(nameless, other.path, "top=3")} == {"class 0", "class 1", "class 2"}
+    assert "0 to 2" in capsys.readouterr().out  # What the numbers are: those of the head.
     assert {row["class"] for row in run(nameless, tmp_path / "first")} == {*CLASSES, None}
+    printed = capsys.readouterr().out
+    assert "0 is 'ant', 2 is 'cat'" in printed  # Which order of names was assumed.
+    assert "WordNet" not in printed
+    run(save(tmp_path / "of_imagenet.pt", 1000), other.path)
+    assert "WordNet" in capsys.readouterr().out
     (tmp_path / "names.txt").write_text("one\ntwo\nthree\n", encoding="utf-8-sig")
     named = run(nameless, other.path, f"class_names={tmp_path / 'names.txt'}")
     assert {row["class"] for row in named} == {"one", "two", "three"}
+    assert "class_names" not in capsys.readouterr().out
 
 
 def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tmp_path: Path) -> None:
@@ -203,6 +211,9 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
+    config = schema.load(PredictConfig, None, [f"weights={weights}", f"data={tmp_path}"])
+    with pytest.raises(UserError, match=f"source={tmp_path}"):
+        predict.run(config)
     with pytest.raises(
         UserError, match=r"has no head, .* launch/finetune.py .* launch/features.py writes the features"
     ):

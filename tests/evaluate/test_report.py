@@ -320,6 +320,8 @@ def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monke
     assert folder("disk/a/step-00001000") == "runs/evaluate/a-step-00001000-photos-val"
     assert folder("disk/dinov2/pytorch_model.bin") == folder("disk/dinov2") == "runs/evaluate/dinov2-photos-val"
     assert folder("disk/ViT-B_16.npz") == "runs/evaluate/ViT-B_16-photos-val"
+    for name in ("vit_base_patch16_224.augreg_in1k", "vit_base_patch16_224.augreg_in21k"):
+        assert folder(f"timm/{name}") == folder(f"hf://timm/{name}") == f"runs/evaluate/{name}-photos-val"
 
 
 def test_weights_of_one_name_do_not_replace_each_others_results(
@@ -399,6 +401,10 @@ def test_scores_are_sent_to_mlflow_beside_the_run_of_the_weights(
     sent, trained = client.search_runs(["1"], order_by=["attributes.start_time DESC"])
     assert (sent.info.run_name, sent.data.tags["kind"]) == (f"try on {data.path.name}:val", "evaluation")
     assert sent.data.metrics["eval/val_top1"] == scores["top1"]
+    interval = of_samples(scores["top1"], scores["num_samples"])
+    result = sent.data.tags["mlflow.note.content"].split("\n\n")[0]
+    assert f"{scores['top1']:.2%}" in result
+    assert f"{interval.low:.2%} to {interval.high:.2%}" in result
     assert sent.data.metrics[f"probe/{data.path.name}_1shot"] == scores["fewshot"][0]["top1"]
     assert {name: sent.data.params[name] for name in ("train_split", "temperature", "l2")} == {
         "train_split": "train",

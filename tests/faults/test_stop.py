@@ -140,6 +140,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
     go_on(run)
     ends(run)
     assert status() == Status("stopped", 16, RESUME, "SIGINT")
+    assert "SIGINT: saves" in run.said(0), "at once, before the rank has agreed with the others"
     assert not (folder / "scores.json").exists()
 
     # While a checkpoint is being written: it is the one that counts.
@@ -262,6 +263,25 @@ def leave(overrides: list[str]) -> None:
         stops.leave(7, stops.reason)
     print("wants no more reads:", stops.is_wanted(), flush=True)
     signal.pause()
+
+
+def tell(overrides: list[str]) -> None:
+    """In a rank: what rank 0 flags is known to all, with the item that it is of."""
+    config = schema.load(RunConfig, None, overrides)
+    stops = stop.Stop(Path(config.out, config.name))
+    torch.distributed.init_process_group("gloo")
+    ranks = distributed.from_environment()
+    stops.connect(ranks)
+    asked = iter([True, False, False, True, True, False])
+    flag = (lambda: next(asked)) if ranks.is_main else (lambda: False)
+    print("flagged:", [item for item in stops.together(iter(range(5)), flag) if stops.flagged], flush=True)
+
+
+def test_what_one_rank_flags_is_known_to_all_with_the_same_item(forge: Forge, data: Path, tmp_path: Path) -> None:
+    run = forge.start_work(2, "test_stop:tell", settings(data, tmp_path, "flags"))
+    run.wait()
+    for rank in (0, 1):
+        assert "flagged: [0, 3, 4]" in run.said(rank), run.said(rank)
 
 
 def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path, tmp_path: Path) -> None:

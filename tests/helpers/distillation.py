@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -147,6 +148,27 @@ def train_worked(argument: dict[str, Any]) -> None:
     plant(argument["name"], cls)
     if argument["kill_at"] is not None:
         cls.before_step = lambda self, step: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
+    train(argument["runs"])
+
+
+def train_killed_in_features(argument: dict[str, Any]) -> None:
+    """In a rank: trains runs whose features are in parts of 32 images. argument: runs; read: a file that gets the first
+    row of each part that is computed; kill_after: how many such parts, 0 for none.
+    """
+    from forked import train
+
+    from pipeline.train import fitted_head
+
+    fitted_head._PART, write, read = 32, fitted_head._write, Path(argument["read"])
+
+    def write_and_die(file: Path, seen: Any) -> None:
+        write(file, seen)
+        with read.open("a") as out:
+            out.write(f"{file.stem}\n")
+        if len(read.read_text().split()) == argument["kill_after"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fitted_head._write = write_and_die
     train(argument["runs"])
 
 

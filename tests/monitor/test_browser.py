@@ -15,11 +15,13 @@ from browser import Browser, open_browser
 from polling import until
 from servers import MlflowServer
 
+from pipeline.base.metric import Metric
 from pipeline.monitor.export import ExportTiming
-from pipeline.monitor.mlflow.connection import connect, page_of
+from pipeline.monitor.mlflow.connection import connect, how_to_open, runs_page
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
+from pipeline.train.shown_facts import last_scores
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +57,10 @@ def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "fini
             {"loss": loss, "lr": 1e-3 * (1 - step / 21), "images_per_second": 900.0, "mfu": 0.41, "bad_samples": 0},
         )
         if step % 4 == 0:
-            scores = {"val_top1": top1 * (1 - math.exp(-step / 7))} if top1 else {}
+            scores = {"val_top1": top1 * (1 - math.exp(-step / 7)), "val_num_samples": 920} if top1 else {}
             tracker.log(step, {**scores, "val_loss": loss + 0.1})
-    tracker.finish(
-        "FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=f"**Top-1** {top1 or 0:.1%}."
-    )
+    result = f"**Result**: {'; '.join([outcome, *last_scores(folder, facts)])}."
+    tracker.finish("FINISHED" if outcome == "finished" else "FAILED", outcome=outcome, result=result)
     client = connect(default_uri(out))
     experiment = client.get_experiment_by_name("vit")
     (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{facts.name}'")
@@ -82,6 +83,7 @@ def fill(out: Path) -> dict[str, str]:
         9.2e9,
         ("config.yaml",),
         "val_top1",
+        metrics={"val_top1": Metric("proportion", "higher", "eval")},
     )
     larger = replace(first, name="photos-b16", tags={**first.tags, "model": "ViT-B/16"}, flops_per_image=3.5e10)
     ids = {first.name: add_run(out, first, 0.71), larger.name: add_run(out, larger, 0.78)}
@@ -126,27 +128,57 @@ def pages(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         out.mkdir(parents=True, exist_ok=True)
         shutil.copy(database, out / "mlflow.db")
         ids = fill(out)
-        server = MlflowServer(folder, default_uri(out))
+        server = MlflowServer(folder, default_uri(out)).serves_runs(out / "mlflow.db")
         with servers.running(server.start()), open_browser(pictures) as browser:
             browser.page.set_default_timeout(300_000)
             yield browser, server.url, ids
 
 
-def test_the_list_of_runs_as_our_link_opens_it(pages: tuple[Browser, str, dict[str, str]]) -> None:
+def test_clicks_lead_from_the_first_page_to_scores_and_their_intervals(
+    pages: tuple[Browser, str, dict[str, str]],
+) -> None:
     browser, url, _ = pages
-    browser.open(f"{url}/#/experiments?workflowType=machine_learning", "vit")
-    browser.open(url + page_of(url, "vit"), "photos-s16", "pets-b16", "finetune")
-    browser.page.get_by_label("Close").last.click() if "MLflow Assistant" in browser.text() else None
+    browser.page.set_viewport_size({"width": 1366, "height": 768})  # A laptop's.
+    browser.open(url, "vit")
+    browser.click("vit")
+    browser.reads("87.66 % pets:val", "loss 0.7709 photos:val", "ViT-B/16", "finished", "diverged at step")
+    browser.picture("run_list")
+    look = "heads => heads.map(head => [head.getBoundingClientRect().right, head.innerText.trim()])"
+    heads = sorted(browser.page.locator(".ag-header-cell").evaluate_all(look))
+    shown = [name for right, name in heads if name and right <= 1366]
+    assert shown[:7] == ["Run Name", "Created", "score", "score", "dataset", "model", "outcome"]
+    assert "Ask questions" not in browser.text()  # Of MLflow's assistant, which covers a third of the page.
+    browser.page.locator(".anticon:has(path[d^='M1 1v13'])").first.click()  # The button with a chart on it.
+    browser.reads("Score in per cent (2)")
+    browser.page.locator(".js-plotly-plot .scatterlayer .trace").first.wait_for()  # A curve.
+    browser.picture("run_compare")
+    browser.page.locator("a[href*='/runs/']", has_text="pets-b16").click()
+    browser.sees("87.66 % [85.38, 89.63] at step 20")
+    browser.page.set_viewport_size({"width": 1500, "height": 1000})
+    # Another choice of the reader's stays.
+    browser.click("GenAI")
+    browser.open(f"{url}/?again", "vit", "AI Gateway")
+    browser.click("Model training")
+
+
+def test_the_addresses_that_are_printed(pages: tuple[Browser, str, dict[str, str]]) -> None:
+    """Also on a plain server of MLflow's, without this project's script."""
+    browser, url, _ = pages
+    browser.open(url + runs_page("1"), "photos-s16", "pets-b16", "finetune")
     browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
     browser.reads("pretrain", "ViT-B/16", "87.66 % pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
-    browser.picture("run_list")
-    browser.open(
-        f"{url}{page_of(url, 'vit')}&orderByKey=metrics.%60score%60&orderByAsc=true",
-        "photos-s16",
-        "pets-b16",
-    )
+    browser.open(f"{url}{runs_page('1')}&orderByKey=metrics.%60score%60&orderByAsc=true", "photos-s16", "pets-b16")
     worst_first = ["photos-b16-lr1", "photos-s16", "photos-b16", "pets-b16"]
     until(lambda: [name for name in shown_runs(browser) if name in worst_first] == worst_first)
+    plain = browser.page.context.browser.new_page()
+    plain.set_default_timeout(300_000)
+    import mlflow.server
+
+    index = Path(mlflow.server.__file__).parent / "js/build/index.html"
+    plain.route(f"{url}/", lambda route: route.fulfill(path=index))
+    plain.goto(how_to_open(url, "1"))
+    plain.get_by_text("87.66 % pets:val").wait_for()
+    plain.close()
 
 
 def shown_runs(browser: Browser) -> list[str]:
@@ -160,13 +192,13 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser, url, ids = pages
     run, mode = f"{url}/#/experiments/1/runs/{ids['pets-b16']}", "?workflowType=machine_learning"
     browser.open(
-        run, "Fine-tuning of ViT-B/16", "Top-1", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
+        run, "Fine-tuning of ViT-B/16", "Result", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
     )
     browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020")
     browser.reads("53.10 % photos:val", "photos-b16, step 8")
     browser.picture("run")
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")
-    browser.reads("eval (2)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")
+    browser.reads("eval (3)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")
     browser.picture("run_charts")
     browser.open(f"{run}/artifacts/page/figures/loss.png{mode}", "config.yaml")
     browser.page.locator("img[src*='loss.png'], img[src^='blob:'], img[src^='data:image/png']").first.wait_for()

@@ -31,7 +31,9 @@ def test_rates(clock: list[float]) -> None:
         with parts.host("checkpoint"):
             clock[0] += 2
         clock[0] += 1  # an evaluation
+    line, own_seconds = meter.read_for_line()
     reading = meter.read()
+    assert line["images_per_second"] == reading["images_per_second"]
     assert reading["images_per_second"] == pytest.approx(250)
     assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)
     # Shares of training and its checkpoints, 2 + 2 s; waiting is told as a share of training alone.
@@ -39,13 +41,16 @@ def test_rates(clock: list[float]) -> None:
         [0.25, 0.1, 0.5]
     )
     assert reading["time_optimizer"] == 0
-    assert meter.own_seconds == pytest.approx([1.5])
+    assert own_seconds == pytest.approx([1.5])
     assert reading["data_wait"] == pytest.approx(0.25)
     assert reading["peak_memory_gib"] > 0.01
-    # What was read is forgotten; the average is over all.
+    # What was read is forgotten, for records and for lines; the average is over all records.
     meter.step(100)
     clock[0] += 2
     assert meter.read()["images_per_second"] == pytest.approx(50)
+    meter.step(300)
+    clock[0] += 2
+    assert meter.read_for_line()[0]["images_per_second"] == pytest.approx(100)
     assert meter.average == pytest.approx(600 / 4)
 
 
@@ -59,11 +64,16 @@ def test_utilisation_is_of_all_ranks(clock: list[float], monkeypatch: pytest.Mon
     assert meter.read()["mfu"] == pytest.approx(400 * 1e9 / (4 * 1e12))
 
 
-def test_peak_is_the_settings_or_measured() -> None:
+def test_a_cpu_has_the_peak_of_the_setting_or_no_utilisation(clock: list[float]) -> None:
     assert peak_flops(CPU, torch.float32, 312.5) == (312.5e12, "engine.peak_tflops")
-    measured, source = peak_flops(CPU, torch.float32, 0.0)
-    assert source == "matrix product timed at start"
-    assert 1e8 < measured < 1e14
+    peak, _ = peak_flops(CPU, torch.float32, 0.0)
+    assert peak is None
+    meter = Meter(Ranks(0, 0, 1, CPU), StepClock(CPU), flops_per_image=1e9, peak=peak)
+    meter.step(400)
+    clock[0] += 1
+    reading = meter.read()
+    assert reading["images_per_second"] == pytest.approx(400)
+    assert "mfu" not in reading
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 
 from pipeline.base.errors import UserError
 from pipeline.monitor.export import ExportTiming
-from pipeline.monitor.mlflow.connection import connect, experiment_id
+from pipeline.monitor.mlflow import server
+from pipeline.monitor.mlflow.connection import connect, experiment_id, how_to_open, runs_page
 from pipeline.monitor.page_folder import End, PageFolder, Start
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords
 from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.settings.commands.reports import ServeConfig
 from pipeline.settings.run import TrackConfig
 
 FAST = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
@@ -39,6 +42,7 @@ def tracked(
         if step % 5 == 0:
             tracker.log(step, {"val_top1": step / 10})
     tracker.finish("FINISHED", outcome=outcome, result=result)
+    assert [way.endswith(runs_page("1")) for way in tracker.how_to_open()] == [True]
     client = connect(default_uri(out))
     experiment = client.get_experiment_by_name("vit")
     return client, experiment, client.search_runs([experiment.experiment_id])[0]
@@ -74,7 +78,7 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     tags = run.data.tags
     assert tags["progress"] == "50% (10 of 20 steps)"
     assert tags["outcome"] == "stopped by SIGTERM"
-    assert tags["mlflow.note.content"] == "What it is.\n\n**Result**: fine."
+    assert tags["mlflow.note.content"] == "**Result**: fine.\n\nWhat it is."
     assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
     assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
@@ -166,3 +170,23 @@ def test_losses_of_different_objectives_are_different_metrics(out: Path) -> None
 )
 def test_passwords_are_hidden(text: str, shown: str) -> None:
     assert hide_passwords(text) == shown
+
+
+def test_how_to_open_the_runs_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert how_to_open(default_uri(tmp_path / "runs"), "7").split() == [
+        *("make", "mlflow", "STORE=runs/mlflow.db,", "then"),
+        "http://localhost:5000/#/experiments/7/runs?workflowType=machine_learning",
+    ]
+    assert how_to_open("http://me:secret@host:5000/", "7").startswith("http://me:***@host:5000/#/experiments/7/runs?")
+    assert how_to_open("postgresql://me:secret@host/db", "7") == ""
+
+
+def test_a_port_in_use_and_a_missing_database_are_refused(out: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(UserError, match=f"port={other.getsockname()[1]} "),
+    ):
+        server.run(ServeConfig(store=str(out / "mlflow.db"), port=other.getsockname()[1]))
+    with pytest.raises(UserError, match="store="):
+        server.run(ServeConfig(store=str(out / "none.db")))

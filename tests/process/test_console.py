@@ -4,6 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipeline.process import console
+from pipeline.process.console import LineClock, progress_line
+
+SPEED = ("images_per_second", "data_wait", "peak_memory_gib", "time_forward", "time_backward", "time_optimizer")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,3 +36,24 @@ def test_a_launcher_that_died_does_not_end_the_run(tmp_path: Path) -> None:
         pipe.close()
     assert process.wait(300) == 0
     assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["one", "two"]
+
+
+def test_lines_are_due_at_once_and_then_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    by_time, by_steps = LineClock(10.0), LineClock(0.0)
+    due = []
+    for now[0] in (100, 105, 109.9, 110, 119, 131, 140, 141):
+        due.append((by_time.is_due(), by_steps.is_due()))
+    assert [first for first, _ in due] == [True, False, False, True, False, True, False, True]
+    assert [second for _, second in due] == [True] + [False] * 7
+
+
+def test_a_line_shows_neither_a_speed_of_zero_nor_an_impossible_utilisation() -> None:
+    metrics = dict.fromkeys((*SPEED, "loss", "lr", "grad_norm", "time_checkpoint", "skipped_steps"), 0.5)
+    metrics |= {"bad_samples": 0, "storage_retries": 0, "images_per_second": 0.0231}
+    assert "0.0231 img/s" in progress_line(1, 10, metrics, 8)
+    assert "MFU" not in progress_line(1, 10, metrics, 8)
+    assert "MFU 41.0%" in progress_line(1, 10, metrics | {"mfu": 0.41}, 8)
+    assert "206" not in (line := progress_line(1, 10, metrics | {"mfu": 2.06}, 8))
+    assert "engine.peak_tflops" in line

@@ -94,7 +94,7 @@ def test_a_run_that_was_not_tracked_gets_the_page_of_one_that_was(tmp_path: Path
         "run.json",
         "page/figures/loss.png",
     ]
-    assert tracked["tags"]["mlflow.note.content"] == "What run is.\n\n**Result**: good."
+    assert tracked["tags"]["mlflow.note.content"] == "**Result**: good.\n\nWhat run is."
     assert len(tracked["points"]) == 20
 
 

@@ -55,6 +55,7 @@ def test_what_did_not_exist_counts_as_its_default_and_what_no_longer_exists_as_n
     assert of({}, {"rate": 0.1, "threads": 2}, known) == []
     assert of({}, {"rate": 0.2, "threads": 4}, known) == ["rate was 0.1, is 0.2", "threads was 2, is 4"]
     assert of({}, {"rate": 0.2, "threads": 4}, known, least="comparison") == ["rate was 0.1, is 0.2"]
+    assert of({"uri": "http://a"}, {"uri": ""}, {"uri": Fact("", "nothing")}) == ["uri was http://a, is empty"]
     assert of({"rate": 0.2}, {}, known) == ["rate was 0.2, is 0.1"], "left out now"
     assert of({"gone": 1}, {}, known) == []
     assert of({}, {"new": 1}, known, least="result") == ["new was None, is 1"], "nothing describes it"

@@ -36,7 +36,7 @@ from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.commands.weights import FeaturesConfig
-from pipeline.settings.quantities import Length, Limit
+from pipeline.settings.quantities import Length, Limit, LogInterval
 from pipeline.settings.run import ModelConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +75,16 @@ def refused(*overrides: str) -> str:
 def test_the_number_of_a_limit_is_written_like_that_of_a_length() -> None:
     for number, amount in (("9e+6", 9e6), (".5", 0.5), ("90", 90.0)):
         assert Limit.parse(number).amount == Length.parse(f"{number} steps").amount == amount
+
+
+def test_a_log_interval_is_a_time_or_a_number_of_steps() -> None:
+    assert load("train.log_every=0.5 s").train.log_every == LogInterval(0.5, "s")
+    for number in ("25", "25 steps"):
+        assert load(f"train.log_every={number}").train.log_every == LogInterval(25, "steps")
+    assert str(load("train.log_every=10s").train.log_every) == "10 s"
+    for wrong in ("0 s", "0", "5%", "2 epochs", "-1"):
+        with pytest.raises(UserError, match="log_every"):
+            load(f"train.log_every={wrong}")
 
 
 def test_every_setting_is_read_outside_of_settings() -> None:

@@ -172,10 +172,13 @@ def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path
 
 @pytest.mark.ranks
 def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
-    run = [text for text in settings(dataset, tmp_path, "x", "init.weights=/nowhere") if not text.startswith("model.")]
+    file = "/nowhere/ViT-B_16.npz"
+    run = [text for text in settings(dataset, tmp_path, "x", f"init.weights={file}") if not text.startswith("model.")]
     rank = forge.start(1, run)
     assert rank.wait() == [2], rank.said()
-    assert rank.said() == "error: /nowhere: no such file or folder.\n"
+    assert rank.said().startswith(f"error: init.weights = {file}: ")
+    assert rank.said().count("\n") == 1
+    assert f"-o {file} https://" in rank.said()
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """Runs on a data set without labels or without a held-out split: what they measure, what they refuse, exact resume."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,13 +142,19 @@ def test_a_run_on_images_alone_is_probed_and_resumes_exactly(
     said = forge.start(1, overrides).finish()
     assert "no held-out split: the run is not evaluated, only its probes measure it" in said
     whole = tmp_path / "whole"
-    assert set(metrics(whole, "tiny_5nn")) == {2, 4}
+    assert set(metrics(whole, "tiny_5nn")) == {0, 2, 4}, "also before the first step"
     assert not (whole / "scores.json").exists()
     assert schema.load(RunConfig, str(whole / "config.yaml"), []).data.eval_split == ""
     cut = Path(shutil.copytree(whole, tmp_path / "cut"))
     shutil.rmtree(cut / "checkpoints/step-00000004")
     said = forge.start(1, [*overrides, "name=cut"]).finish()
     assert "step-00000002 at step 2 of 4" in said
+    assert "step 0:" not in said
+    by_time = ("train.log_every=900 s",)
+    forge.start(1, settings(photos, tmp_path, "unprobed", *MASKED, *FOUR_STEPS, *by_time)).finish()
+    lines = re.findall(r" step (\d)/4 ", (tmp_path / "unprobed" / "log.txt").read_text())
+    assert lines == ["1", "4"], "after the first step, by the clock, and after the last; every step is recorded"
+    assert metrics(whole, "loss") == metrics(tmp_path / "unprobed", "loss"), "a probe changes no bit of the training"
     name = "checkpoints/step-00000004/model.safetensors"
     assert load_file(whole / name).keys() == load_file(cut / name).keys()
     for tensor, value in load_file(whole / name).items():

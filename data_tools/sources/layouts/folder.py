@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector, is_hidden
+from data_tools.sources.listing import Collector, is_hidden, is_image
 from pipeline.base.json_record import shortened
-from pipeline.data.loading.decode import EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
 
@@ -24,19 +23,15 @@ def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
     names: all entries of the folder.
     """
     names = [name for name in names if not is_hidden(name)]
-    return are_flat(names) and not any((folder / name).is_dir() for name in names if not _is_image(name))
+    return are_flat(names) and not any((folder / name).is_dir() for name in names if not is_image(name))
 
 
 def are_flat(names: Iterable[str], folder: str = "") -> bool:
     """Whether the members of an archive are such images. folder: where the images are; '' is the whole archive."""
     start = f"{folder.strip('/')}/".lstrip("/")
     plain = (name.removeprefix("./") for name in names if not name.endswith("/"))
-    images = [name.removeprefix(start) for name in plain if not is_hidden(name) and _is_image(name)]
+    images = [name.removeprefix(start) for name in plain if not is_hidden(name) and is_image(name)]
     return bool(images) and all(_WNID.match(name) and "/" not in name for name in images)
-
-
-def _is_image(name: str) -> bool:
-    return f".{name.rpartition('.')[2].lower()}" in EXTENSIONS
 
 
 def walk_flat(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
@@ -107,7 +102,9 @@ def _walk(source: Path, collector: Collector) -> None:
                 else:
                     collector.folder(name)
                     # Hidden folders (.git) may be huge, those of a system unreadable, and both hold no samples.
-                    if not is_hidden(entry.name):
+                    if is_hidden(entry.name):
+                        collector.hidden_folder(name)
+                    else:
                         folders.append(f"{name}/")
 
 
@@ -120,8 +117,7 @@ def _look_at(entry: os.DirEntry) -> tuple[int, int, str]:
             return 0, 0, str(error.strerror)
         # A broken link: one named as an image is listed, so that the job reports it as unreadable; another may be to a
         # folder.
-        is_image = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
-        return 0, 0, "" if is_image else "a link that leads nowhere"
+        return 0, 0, "" if is_image(entry.name) else "a link that leads nowhere"
     return found.st_size, found.st_mtime_ns, ""
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -10,12 +11,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check_columns, check_names, is_text
-from data_tools.sources.listing import Collector
+from data_tools.sources.listing import Collector, is_hidden, is_image
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.missing import missing
-from pipeline.base.words import counted, on_one_line
-from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
+from pipeline.base.words import counted, on_one_line, printable
+from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside, walk_files
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
@@ -28,7 +29,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or
     URLs. With channel_columns, each file of a row is reported as a sample, whose key ends in @ and the number of its
     column; an empty cell is not reported. Missing files are listed too: the job reports them as unreadable images. Rows
-    of a list with a split_column are of the splits with its values.
+    of a list with a split_column are of the splits with its values. A name without a suffix, as Kaggle's ids, is that
+    of an image beside the list or in a folder there.
     """
     columns, of_paths = TableColumns(config, collector), path_columns(config)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
@@ -41,7 +43,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
-            raise UserError(f"splits.{split} = {missing(path, 'file', 'Name a list, as FILE.csv.')}")
+            raise UserError(f"splits.{split} = {missing(str(path), 'file', 'Name a list, as FILE.csv.')}")
         setting = "channel_columns" if config.channel_columns else "path_column"
         others = [*((setting, name) for name in of_paths), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)
@@ -57,6 +59,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             parts = _splits(table, by_column, path)
             _report_splits(path, config, parts, collector)
         folder = path.parent
+        by_id, num_by_id = _FilesById(folder), 0
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         chosen = [*of_paths, columns.label, config.group_column]
         values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
@@ -77,6 +80,9 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if isinstance(label, str):
                 label = label.split(config.label_separator)
             names, of_group = columns.of_row(label, group, where)
+            found = [name and by_id.find(name, where) for name in paths]
+            num_by_id += found != paths
+            paths = found
             key = _key(next(filter(None, paths)))
             for channel, name in enumerate(paths):
                 if name:
@@ -84,6 +90,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     size, mtime = _look_at(locate(folder, name), listed)
                     of_file = f"{key}@{channel}" if config.channel_columns else key
                     collector.sample(of_value[part], of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
+        if num_by_id:
+            collector.notes.append(f"{path} names {counted(num_by_id, 'image')} without a suffix: found by that name")
     columns.finish()
 
 
@@ -141,6 +149,45 @@ def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, 
     collector.notes.append(
         f"{said}; left out {counted(left_out, 'row')} of no split (split_column= ignores the column)"
     )
+
+
+class _FilesById:
+    """Finds images that a list names without their suffix. folder: of the list, which is searched at the first one."""
+
+    def __init__(self, folder: AnyPath) -> None:
+        self._folder = folder
+        self._is_read = False
+        self._files: set[str] = set()
+        # Name without the suffix, with its folders or alone -> the images of this name.
+        self._images: dict[str, list[str]] = defaultdict(list)
+
+    def find(self, name: str, where: str) -> str:
+        """The image of this name in the folder; the name itself if it has a suffix or an address, or there is none.
+
+        Raises UserError, which begins with `where`, if there are several.
+        """
+        if is_image(name) or name.startswith("/") or "://" in name:
+            return name
+        if not self._is_read:
+            self._read()
+        found = [name] if name in self._files else self._images.get(name, [name])
+        if len(found) > 1:
+            raise UserError(
+                f"{where}: {quoted(name)} is the name of {counted(len(found), 'image')}:"
+                f" {' and '.join(map(printable, sorted(found)[:2]))}. Write their paths into the list, or move it into"
+                " the folder of its images."
+            )
+        return found[0]
+
+    def _read(self) -> None:
+        self._is_read = True
+        for path, *_ in walk_files(self._folder):
+            name = name_inside(path, self._folder) or ""
+            self._files.add(name)
+            if is_image(name) and not is_hidden(name):
+                stem = name.rpartition(".")[0]
+                for known in {stem, stem.rpartition("/")[2]}:
+                    self._images[known].append(name)
 
 
 @contextlib.contextmanager

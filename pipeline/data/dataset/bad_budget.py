@@ -6,24 +6,32 @@ from dataclasses import dataclass
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 
+# The default share: of all samples, and of the first _FEW, because a small folder with three broken files is common.
+_SHARE, _SHARE_OF_FEW, _FEW = 0.001, 0.01, 100_000
+
 
 @dataclass(frozen=True)
 class BadBudget:
     """How many distinct samples may be unreadable: a share of all that are read, and at least `least` unless the share
     is 0.
 
-    setting: the setting that gave `share`; empty if none did. remedy: the last sentence of the error. least: 1 where
-    samples are trained on or scored; more where each is reported by itself.
+    share: None is 1 % of the first 100,000 samples, or 0.1 % of all where that is more. setting: the setting that gave
+    `share`; empty if none did. remedy: the last sentence of the error. least: 1 where samples are trained on or scored;
+    more where each is reported by itself.
     """
 
-    share: float
+    share: float | None
     setting: str = "data.max_bad_share"
     remedy: str = "Check the shards, or raise data.max_bad_share."
     least: int = 1
 
     def allowed(self, num_samples: int) -> int:
         """The largest number of unreadable samples of `num_samples`."""
-        return max(self.least, int(self.share * num_samples)) if self.share else 0
+        if self.share == 0:
+            return 0
+        if self.share is None:
+            return max(self.least, int(_SHARE * num_samples), int(_SHARE_OF_FEW * min(num_samples, _FEW)))
+        return max(self.least, int(self.share * num_samples))
 
     def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
         """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -255,24 +256,32 @@ class Dataset:
 
 
 def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset:
-    """Open a data set by its folder or URL; reads dataset.json only. Raises UserError for a missing or damaged one."""
+    """Open a data set by its folder or URL, or by the folder of the images that `shards_beside` was made of; reads
+    dataset.json only. Raises UserError for a missing or damaged one.
+    """
     storage = storage or Storage()
-    path = to_path(path, storage.retry)
+    path, remedy = to_path(path, storage.retry), "If sharding was interrupted, run its command again."
+    if isinstance(path, Path) and not (path / INFO).exists():
+        beside = shards_beside(path)
+        path = beside if (beside / INFO).exists() else path
+        command = shlex.join(["python", "launch/shard.py", f"source={path}", f"out={beside}"])
+        remedy = f"If {path} holds images, shard them: {command} . {remedy}"
+        if path.is_file():
+            raise UserError(f"{path} is a file, not a data set. {remedy}")
+        if (kind := kind_of(path)) not in (None, "data set"):
+            raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))
-    kind = kind_of(path) if isinstance(path, Path) else None
-    if kind not in (None, "data set"):
-        raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
-    if isinstance(path, Path) and path.is_file():
-        raise UserError(f"{path} is a file, not a data set. Shard it: python launch/shard.py source={path} out=...")
-    remedy = (
-        f"If {path} holds images, shard them: python launch/shard.py source={path} out=... . If sharding was"
-        " interrupted, run its command again."
-    )
     with reading(path / INFO, remedy):
         text = (path / INFO).read_bytes()
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)
+
+
+def shards_beside(images: Path) -> Path:
+    """The folder of the data set that a run makes of a folder of images (`data_tools/sharding/shard_once.py`)."""
+    whole = images if images.name not in ("", "..") else images.resolve()
+    return whole.with_name(f"{whole.name}_shards")
 
 
 def location_and_split(entry: str) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from typing import TypeVar
 import numpy as np
 from matplotlib.colors import hsv_to_rgb
 from PIL import Image
-from tqdm import tqdm
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import random_numbers
@@ -31,6 +30,7 @@ from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode, exif_o
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
+from pipeline.process.waits import worked
 from pipeline.settings.commands.segment import SegmentConfig
 
 Result = TypeVar("Result")
@@ -343,7 +343,7 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
             return np.unique(decode_mask(reader.read(row))).tolist()
 
         all_found = in_order(values_of, rows, config.threads)
-        for row, found in tqdm(all_found, "masks", len(rows), unit=" masks", disable=None):
+        for row, found in worked(all_found, "reading masks", len(rows), "mask"):
             if isinstance(found, str):
                 problems[row] = found
             else:

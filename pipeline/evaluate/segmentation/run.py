@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save
 from torch import nn
-from tqdm import tqdm
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
@@ -54,6 +53,7 @@ from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
 from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
+from pipeline.process.waits import Work, worked
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.weights import LookConfig
 
@@ -100,7 +100,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     head.eval()
     counts, problems = np.zeros((len(scored), 3, len(classes.values)), np.int64), dict[int, str]()
     read = in_order(pair_reader(scored, classes), range(len(scored)), config.threads)
-    for number, pair in tqdm(read, "score", len(scored), unit=" images", disable=None):
+    for number, pair in worked(read, "scoring", len(scored)):
         if isinstance(pair, str):
             problems[number] = pair
         else:
@@ -143,7 +143,8 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     if origin is not None:
         masks = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         digest = hashlib.sha256(masks.encode()).hexdigest()[:16]
-        _send(config, loaded, origin, results, digest, folder, [folder / name for name in contents])
+        result = f"**Result**: mIoU {_in_words(found)}."
+        _send(config, loaded, origin, results, result, digest, folder, [folder / name for name in contents])
     return results
 
 
@@ -152,11 +153,12 @@ def _send(
     loaded: LoadedModel,
     origin: WeightsOrigin,
     results: dict[str, Any],
+    result: str,
     digest: str,
     folder: Path,
     files: list[Path],
 ) -> None:
-    """Send the score to MLflow. digest: of the masks that are scored on."""
+    """Send the score to MLflow. result: in words. digest: of the masks that are scored on."""
     data, split = _scored_on(config)
     notes = {TRAINED_BY: results[TRAINED_BY]} if results[TRAINED_BY] else {}
     place, metric = str((config.val_source or config.images)[0]), f"{split}_miou"
@@ -178,7 +180,7 @@ def _send(
         metrics={metric: metric_of(metric)},
         origin=origin,
     )
-    send_report(config.mlflow, folder, about, {metric: results["miou"]}, files, config.experiment)
+    send_report(config.mlflow, folder, about, {metric: results["miou"]}, files, config.experiment, result)
 
 
 def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
@@ -238,14 +240,15 @@ def _train(
     """Train with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
     problems = dict[int, str]()
     crops = batches(pairs, classes, config, loaded.view, min(loaded.image_size), problems)
-    bar = tqdm(train(head, loaded, crops, config), "layer", config.steps, unit=" steps", disable=None)
-    for step, mean in enumerate(bar, start=1):
-        _refuse(problems, pairs, budget)
-        if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
-            continue
-        if not np.isfinite(loss := float(mean)):
-            raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
-        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    with Work("training the layer", config.steps, "step") as work:
+        for step, mean in enumerate(train(head, loaded, crops, config), start=1):
+            _refuse(problems, pairs, budget)
+            work.advance()
+            if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
+                continue
+            if not np.isfinite(loss := float(mean)):
+                raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
+            work.note = f"loss {loss:.3f}"
     print_unreadable(problems, lambda rows: [pairs.names[row] for row in rows], "not learnt from")
     return problems
 
@@ -310,7 +313,7 @@ def write_masks(
     def read(row: int) -> np.ndarray:
         return read_image(reader, row, pixels, loaded.pixels)[0]
 
-    for row, image in tqdm(in_order(read, files, config.threads), "masks", len(files), unit=" images", disable=None):
+    for row, image in worked(in_order(read, files, config.threads), "predicting masks", len(files)):
         if isinstance(image, str):
             problems[row] = image
             continue

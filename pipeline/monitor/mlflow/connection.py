@@ -4,6 +4,7 @@ takes seconds.
 
 import logging
 import os
+import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import create
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.base.words import on_one_line
-from pipeline.monitor.mlflow.view import VIEW_KEY, VIEW_TAG
+from pipeline.monitor.mlflow.view import VIEW_KEY
 from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
 
 T = TypeVar("T")
@@ -74,14 +75,26 @@ def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
     return str(experiment.experiment_id)
 
 
-def page_of(uri: str, experiment: str) -> str:
-    """Path of an experiment's page on a server of this store: MLflow's page for model training, with this project's
-    view.
+def runs_page(experiment: str) -> str:
+    """Path on a server of the table of an experiment's runs, on MLflow's pages for model training. experiment: its ID.
+
+    A server of this project (server.py) shows the project's columns in it. Without `/runs`, MLflow drops the view's key
+    behind the question mark; beside a filter or an order it ignores it.
     """
-    if (found := connect(uri).get_experiment_by_name(experiment)) is None:
-        return "/"
-    view = f"&viewStateShareKey={VIEW_KEY}" if VIEW_TAG in found.tags else ""
-    return f"/#/experiments/{found.experiment_id}/runs?workflowType=machine_learning{view}"
+    return f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
+
+
+def how_to_open(uri: str, experiment: str) -> str:
+    """How to look at the runs of an experiment in a browser; "" if the server of the store is not known. experiment:
+    its ID.
+    """
+    page = runs_page(experiment)
+    if uri.startswith("http"):  # A plain MLflow server: the columns come with the address.
+        return f"{hide_passwords(uri.rstrip('/'))}{page}&viewStateShareKey={VIEW_KEY}"
+    if (database := sqlite_file(uri)) is None:
+        return ""
+    path = Path(os.path.relpath(database)) if database.is_relative_to(Path.cwd()) else database
+    return f"make mlflow STORE={shlex.quote(str(path))}, then http://localhost:5000{page}"
 
 
 def active_run(client: Any, run_id: str) -> Any:

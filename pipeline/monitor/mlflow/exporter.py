@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 from pipeline.base.words import counted
 from pipeline.monitor.export import Exporter, Scores, Sent, SentModel, warn
 from pipeline.monitor.metrics_file import Record
-from pipeline.monitor.mlflow.connection import active_run, connect, experiment_id, found_by, is_refusal, one_line
+from pipeline.monitor.mlflow.connection import (
+    active_run,
+    connect,
+    experiment_id,
+    found_by,
+    how_to_open,
+    is_refusal,
+    one_line,
+)
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
@@ -158,6 +166,9 @@ class MlflowExporter(Exporter):
     def finish(self, end: End) -> None:
         self._set_tags("how the run ended", end.tags)
         self.client.set_terminated(self.sent.run_id, end.status)
+
+    def how_to_open(self) -> str:
+        return how_to_open(self.config.uri, self.experiment_id)
 
     def explain(self, error: Exception) -> str:
         return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"

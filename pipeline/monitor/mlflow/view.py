@@ -1,9 +1,9 @@
 """The view of an experiment's runs that this project proposes: columns of the list, and charts against images seen and
 FLOPs.
 
-MLflow keeps saved views as tags of the experiment; they are listed under *Views*, and `?viewStateShareKey=KEY` in an
-address opens one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones
-have their defaults.
+MLflow keeps saved views as tags of the experiment; they are listed under *Views*, `?viewStateShareKey=KEY` in an
+address opens one, and server.py makes this one the first that a browser shows. The fields are those that the page of
+MLflow 3.17 saves; unknown fields are ignored, missing ones have their defaults.
 """
 
 import json
@@ -15,19 +15,18 @@ VIEW_KEY = "overview"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW_KEY}"
 _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by it; a fixed time keeps the tag the same.
 
-# Columns of the run list, left to right, and their widths in pixels; the important ones first: a window of 1,500 has
-# 860 left beside MLflow's menu and assistant. Columns without content in a store are not shown. MLflow sorts by
-# metrics, not by
-# tags: so `score` is both.
+# Columns of the run list, left to right, and their widths in pixels; the important ones first: a window of 1,366 has
+# 700 left beside MLflow's menu and the fixed columns. Columns without content in a store are not shown. MLflow sorts by
+# metrics, not by tags: so `score` is both.
 _COLUMNS = {
-    "tags.`kind`": 80,
-    "metrics.`score`": 62,
-    "tags.`score`": 165,
-    "tags.`outcome`": 130,
+    "metrics.`score`": 80,
+    "tags.`score`": 180,
+    "tags.`dataset`": 120,
     "tags.`model`": 125,
-    "tags.`parent`": 170,
+    "tags.`outcome`": 130,
+    "tags.`kind`": 90,
     "tags.`progress`": 165,
-    "tags.`dataset`": 110,
+    "tags.`parent`": 170,
     "attributes.`Models`": 150,
     "attributes.`Source`": 160,
 }

@@ -12,19 +12,19 @@ NOTHING, BACKBONE, ENCODER = "none", "backbone", "encoder"
 
 def freeze(backbone: Model, what: str) -> None:
     """Freeze all but the head (`what` = "backbone"), all but the attention pool and the head ("encoder"), or what comes
-    before the first block and the first n ("n blocks").
+    before the first block and the first n ("n blocks", or "all but n blocks", the last).
 
     "none" freezes nothing. Raises UserError for a number of blocks, or an attention pool, that the model does not have.
     """
     if what == NOTHING:
         return
-    blocks = num_frozen_blocks(what)
     depth, top = depths(backbone)
-    if blocks is not None and not (isinstance(backbone.config, ViTConfig) and blocks < top - 1):
+    blocks = num_frozen_blocks(what, top - 1)
+    if blocks is not None and not (isinstance(backbone.config, ViTConfig) and 0 <= blocks < top - 1):
         has = counted(top - 1, "block") if isinstance(backbone.config, ViTConfig) else "none: it is a ResNet"
         raise UserError(
-            f"train.freeze = {what} must leave at least one block to train, and the model has {has}. Use fewer, or "
-            "train.freeze=backbone to train the head alone."
+            f"train.freeze = {what} must leave at least one block to train, and the model has {has}. Use another"
+            " number, or train.freeze=backbone to train the head alone."
         )
     if what == ENCODER and not (isinstance(backbone.config, ViTConfig) and backbone.config.pools_by_attention):
         raise UserError(
@@ -37,9 +37,12 @@ def freeze(backbone: Model, what: str) -> None:
         parameter.requires_grad_(not is_frozen)
 
 
-def num_frozen_blocks(what: str) -> int | None:
-    """The number of blocks that a value of `train.freeze` names; None if it names none."""
-    return None if what in (NOTHING, BACKBONE, ENCODER) else int(what.split()[0])
+def num_frozen_blocks(what: str, num_blocks: int) -> int | None:
+    """How many of a model's first blocks a value of `train.freeze` freezes; None if it names none."""
+    if what in (NOTHING, BACKBONE, ENCODER):
+        return None
+    number = int(what.split()[-2])
+    return num_blocks - number if what.startswith("all but") else number
 
 
 def depths(backbone: Model, prefix: str = "") -> tuple[dict[str, int], int]:

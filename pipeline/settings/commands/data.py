@@ -68,8 +68,10 @@ class ImagesConfig(GroupsConfig, ValuesConfig):
         min=-sys.float_info.max,  # GDAL's usual values are the lowest of float32 and float64.
     )
     """Value of missing pixels. Default: what GeoTIFFs say."""
-    max_bad_share: Share = 0.001
-    """Share of unreadable images above which the job stops."""
+    max_bad_share: Share | None = None
+    """Share of unreadable images above which the job stops; one is always allowed, unless it is 0. Default: 0.01 of the
+    first 100,000 images, and 0.001 of all where that is more.
+    """
 
 
 class ShardConfig(ImagesConfig):

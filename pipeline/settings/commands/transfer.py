@@ -95,7 +95,7 @@ class VtabConfig(Settings):
     notes_without_effect = True
 
     weights: PathText
-    """Weights: a run, a checkpoint, or other projects' (docs/weights.md)"""
+    """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
     data: PathText = "datasets/vtab"
     """Folder of the tasks' data sets, made by launch/vtab_prepare.py"""
     out: PathText = setting("", output="folder", holds="experiment")

@@ -1,6 +1,5 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
-import os
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -28,6 +27,8 @@ Drawing = Literal[
 ]
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
+# Formats of export that are one file. By its suffix, the first one that has it is chosen.
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "big_vision": ".npz", "onnx": ".onnx", "mae": ".pth"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -44,7 +45,7 @@ class WeightsConfig(Settings):
     """Weights and how they compute; shared by all commands that apply them to images."""
 
     weights: PathText
-    """Weights: a run, a checkpoint, or other projects' (docs/weights.md)"""
+    """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
     image_size: Side = 0
     """Side of the input images in pixels; 0 is the weights' own."""
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = "auto"
@@ -110,11 +111,14 @@ class ExportConfig(Settings):
     """Conversion of weights to or from the format of another project."""
 
     weights: PathText
-    """Weights: a run, a checkpoint, .npz, timm, Hugging Face, DINOv2"""
-    format: Literal["safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"]
+    """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
+    format: Literal[
+        "auto", "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"
+    ] = "auto"
     """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
-    BiT; big_vision: its .npz; onnx: a graph; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and
-    transformers load it
+    BiT; big_vision: its .npz; onnx: a graph, with a script that predicts classes by it; mae, huggingface_mae: MAE with
+    its decoder, as facebookresearch/mae and transformers load it. auto: by the suffix of out (.safetensors, .npz,
+    .onnx, or .pth for mae)
     """
     out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
@@ -125,21 +129,31 @@ class ExportConfig(Settings):
     tolerance: ShareBelow1 = 1e-4
     """Largest accepted difference of logits after conversion, as a share of the largest logit."""
 
+    @property
+    def written_format(self) -> str:
+        """`format`, or what the suffix of out says. Raises UserError if it says nothing."""
+        suffix = Path(self.out).suffix
+        if self.format != "auto":
+            return self.format
+        if found := next((name for name, own in _FILE_SUFFIXES.items() if own == suffix), ""):
+            return found
+        raise UserError(
+            f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
+            " folder, or end the name of a file in .safetensors, .npz, .onnx or .pth."
+        )
+
     def check(self) -> None:
         """Check the suffix of out. Raises UserError."""
-        suffixes = {
-            "safetensors": ".safetensors",
-            "npz": ".npz",
-            "big_vision": ".npz",
-            "onnx": ".onnx",
-            "mae": ".pth",
-        }
-        if not self.out.endswith(suffixes.get(self.format, "")):
+        form, suffix = self.written_format, Path(self.out).suffix
+        if (wanted := _FILE_SUFFIXES.get(form)) and suffix != wanted:
+            raise UserError(f"out = {as_typed(self.out)} of format = {form} must end in {wanted}.")
+        if not wanted and suffix in _FILE_SUFFIXES.values():
             raise UserError(
-                f"out = {as_typed(self.out)} of format = {self.format} must end in {suffixes[self.format]}."
+                f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
+                " or name a folder."
             )
-        if self.format.endswith("mae") and (self.image_size or not self.head):
-            raise UserError(f"format = {self.format} writes MAE as it was trained: leave out image_size and head.")
+        if form.endswith("mae") and (self.image_size or not self.head):
+            raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 
 
 class GivenConfig(Settings):
@@ -169,8 +183,6 @@ class GivenConfig(Settings):
             raise UserError("source is not set. Set source=FOLDER of image files, or data=FOLDER of a data set.")
         if self.source and self.data:
             raise UserError("source and data both say where the images are: set one of them.")
-        if self.data and os.path.exists(self.data) and kind_of(Path(self.data)) is None:
-            raise UserError(f"data = {self.data} is not a data set. Image files are given as source={self.data}")
         for place in self.source:
             if "://" in place or kind_of(Path(place)) == "data set":
                 raise UserError(f"source = {place} is a data set, and source is for image files. Set data={place}")
@@ -185,7 +197,7 @@ class LookConfig(GivenConfig, ViewConfig):
     split: str = setting("val", needs="data")
     """Split of the data set."""
     class_names: PathText = ""
-    """File of class names, one per line, for weights without class names."""
+    """File of class names, one per line in the order of the head, for weights without class names."""
 
 
 class PredictConfig(LossConfig, LookConfig):

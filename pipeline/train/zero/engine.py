@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import io
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from pipeline.train.zero import internals
 from pipeline.train.zero.ema import Ema, Teacher
 from pipeline.train.zero.internals import OptimizerShard, deepspeed
 
+# Environment variable: the least severe lines of DeepSpeed's that are shown; warning if it is not set.
+_LOG_LEVEL = "DEEPSPEED_LOG_LEVEL"
 _FIRST_SCALE_POWER = 12
 _LET_GO_SECONDS = 0.02
 
@@ -56,12 +59,17 @@ def start_ranks(
     """
     if torch.distributed.is_initialized():
         return
-    deepspeed.utils.logger.setLevel("WARNING")
-    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(io.StringIO()):
+    deepspeed.utils.set_log_level_from_string(os.environ.get(_LOG_LEVEL, "warning"))
+    with all_started(ranks, timeout_minutes, meet), _without_prints():
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         atexit.register(_leave_gloo)
+
+
+def _without_prints() -> contextlib.AbstractContextManager[object]:
+    """Drops the settings and timings that DeepSpeed prints, unless its lines are asked for; its logger goes on."""
+    return contextlib.nullcontext() if _LOG_LEVEL in os.environ else contextlib.redirect_stdout(io.StringIO())
 
 
 def limit_collectives(minutes: float) -> None:
@@ -114,7 +122,7 @@ class Engine:
         num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
         internals.restore_linear()
-        with contextlib.redirect_stdout(io.StringIO()):  # It prints its settings and timings.
+        with _without_prints():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )

@@ -13,6 +13,7 @@ import pytest
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
 
 
@@ -128,10 +129,18 @@ def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: 
         with pytest.raises(UserError, match=said):
             open_dataset(tmp_path / name)
     dataset = write(tmp_path / "set")
-    with pytest.raises(UserError, match="no split 'test'. It has: train, val. Did you mean val?"):
+    with pytest.raises(UserError, match=r"no split 'test'. It has: train, val. Did you mean val?"):
         dataset.split("test")
     dataset.info["samples"] = {"train": 2}
     assert "val_share=0.1" in dataset.without_split("test")
     dataset.info["samples"] = {"train": 2, "val": 2, "empty": 0}
     for name, meant in (("test", "val"), ("valid", "val"), ("vall", "val"), ("train2", "train"), ("empty", "val")):
         assert dataset.without_split(name).endswith(f"It has: train, val. Did you mean {meant}?")
+
+
+def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
+    counts = {20: 1, 1_000: 10, 50_000: 500, 100_000: 1_000, 500_000: 1_000, 14_197_122: 14_197}
+    assert {count: BadBudget(None).allowed(count) for count in counts} == counts
+    assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
+    assert BadBudget(0.0).allowed(1_000) == 0
+    assert BadBudget(None, least=10).allowed(20) == 10

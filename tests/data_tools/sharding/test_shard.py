@@ -155,10 +155,7 @@ def test_a_source_that_changes_while_a_job_is_stopped_is_refused(ray_cluster: in
     files = {**{f"cat/{i}.jpg": jpeg(i) for i in range(8)}, "dog/good.jpg": jpeg(9)}
     source, out = write_folder({**files, "dog/bad.jpg": bytes(len(jpeg(10)))}, tmp_path / "raw"), tmp_path / "out"
     how = {"samples_per_shard": 1, "seed": 4}  # With this seed, the last shard is that of the bad image.
-    with pytest.raises(
-        UserError,
-        match=r"make them readable or raise max_bad_share .*, and run again; if you remove them",
-    ):
+    with pytest.raises(UserError, match="max_bad_share"):
         shard.run(settings(source, out, max_bad_share=0.0, **how))
     (source / "cat/3.jpg").unlink()
     with pytest.raises(UserError, match=r": 1 went \(train/cat/3"):

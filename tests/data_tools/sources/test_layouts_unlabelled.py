@@ -102,6 +102,23 @@ def test_auto_offers_it_and_invents_no_labels(tmp_path: Path) -> None:
     assert listed(shards, layout="imagenet21k").classes == ["00000"]
 
 
+def test_images_beside_few_in_folders_are_not_left_out(tmp_path: Path) -> None:
+    """Six of a hundred would be the data set."""
+    source = write_folder({**{f"{i}.jpg": jpeg(i) for i in range(5)}, "a/1.jpg": jpeg(6), "b/1.jpg": jpeg(7)}, tmp_path)
+    said = refused(source)
+    assert all(word in said for word in ("5 images of 7", "2 folders", "layout=images"))
+    listing = listed(source, layout="images")
+    assert len(listing) == 7
+    assert listing.notes == []
+
+
+def test_class_folders_that_are_not_used_are_named(tmp_path: Path) -> None:
+    source = write_folder({"1.jpg": jpeg(1), "cat/1.jpg": jpeg(2), "my dogs/1.jpg": jpeg(3)}, tmp_path)
+    (note,) = listed(source, layout="images").notes
+    assert "2 of 3" in note
+    assert "cat, my dogs" in note
+
+
 @pytest.mark.parametrize(
     "name", ["class_list", "class_map", "label_names", "synset_names", "min_images", "holdout_per_class"]
 )

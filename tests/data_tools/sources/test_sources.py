@@ -85,8 +85,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "class folders are called train, valid, like splits. If they are, say so: splits.train=train splits.val=valid",
     ),
     "one folder too deep": (
-        lambda at: write_folder(_below("photos"), at / "raw"),
-        "If those are the classes, say so: splits.train=photos . For images without labels: layout=images",
+        lambda at: write_folder(_below("My Pets"), at / "raw"),
+        "If those are the classes, say so: 'splits.train=My Pets' . For images without labels: layout=images",
     ),
 }
 
@@ -151,6 +151,8 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         assert any("without an image extension" in note for note in listing.notes)
         assert any("ignored 1 image outside the folders" in note and "top.jpg" in note for note in listing.notes)
         assert not any("layout=images" in note for note in listing.notes)
+        hidden = [note for note in listing.notes if ".git" in note]  # Not read in a folder, where it may be huge.
+        assert ["2 hidden folders" in note for note in hidden] == [source.is_dir()]
 
 
 SOURCES = LAYOUTS_OF_IMAGES | {

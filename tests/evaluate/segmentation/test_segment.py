@@ -23,6 +23,7 @@ from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import run
 from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
+from pipeline.monitor.mlflow.connection import connect
 from pipeline.process.outputs import holding_outputs
 from pipeline.settings.commands.segment import SegmentConfig
 
@@ -45,6 +46,8 @@ def test_from_images_to_mlflow(
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
     assert list(scores["unreadable_learnt"]) == ["part.1/1"]
+    (sent,) = connect(uri).search_runs(["1"])
+    assert all(f"{value:.2%}" in sent.data.tags["mlflow.note.content"] for value in scores["interval"])
     files = {"head.safetensors", "segmentation.json", "sheet.png"}
     assert files <= {path.name for path in out.iterdir()}
     assert json.loads((out / "segmentation.json").read_text())["miou"] == scores["miou"]

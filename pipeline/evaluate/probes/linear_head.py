@@ -1,0 +1,113 @@
+"""A linear head fitted to features: logistic regression, whose weight decay is chosen on held-out parts.
+
+Shapes: n samples, M labels of each, D features, K classes, F folds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.base import random_numbers
+from pipeline.base.random_numbers import Purpose
+from pipeline.evaluate.classify import probabilities_of
+from pipeline.objectives import classification
+
+FOLDS = 5
+# Tried from the strongest on, until the held-out loss has risen twice in a row.
+_DECAYS = [10.0 ** (exponent / 2) for exponent in range(2, -13, -1)]
+_ITERATIONS = 200  # of L-BFGS, for each decay
+_CHUNK = 2**24  # logits at a time
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """weight: float32 (K, D). bias: (K,). decay: chosen, of weights for features with a deviation of 1.
+
+    held_out: mean loss of samples that were held out, by decay. probabilities: float32 (n, K), of each sample by the
+    head that was fitted without it, at the chosen decay.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    decay: float
+    held_out: dict[float, float]
+    probabilities: Tensor
+
+
+def folds(num_samples: int, seed: int, groups: np.ndarray | None) -> np.ndarray:
+    """int64 (n,): the part, 0 to F - 1, in which each sample is held out. groups: of `Split.groups`, which stay
+    whole.
+    """
+    units, of_samples = np.unique(np.arange(num_samples) if groups is None else groups, return_inverse=True)
+    places = random_numbers.permutation(len(units), seed, Purpose.named("folds of the head"))
+    return np.argsort(places)[of_samples] % FOLDS
+
+
+def fit(
+    features: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    parts: np.ndarray,
+    num_classes: int,
+    kind: str,
+) -> LinearHead:
+    """Minimise the mean loss + decay / 2 * |W|^2 of standardised features, for the decay with the least held-out loss.
+
+    features: float32 (n, D). labels: int64 (n, M), -1 where a sample has fewer. weights: float32 (n,), of each sample
+    in the mean. parts: as `folds` returns. kind: "softmax" or "sigmoid".
+    """
+    mean, deviation = features.mean(0), features.std(0).clamp(min=1e-6)
+    standard = (features - mean) / deviation
+    held = torch.from_numpy(parts).to(features.device)
+
+    def zeros() -> Tensor:
+        return torch.zeros(num_classes, features.shape[1] + 1, device=features.device)
+
+    learnt = [zeros() for _ in range(FOLDS)]
+    held_out: dict[float, float] = {}
+    best, probabilities = _DECAYS[0], torch.empty(0)
+    for decay in _DECAYS:
+        predicted = torch.empty(len(labels), num_classes, device=features.device)
+        for part in range(FOLDS):
+            seen, unseen = held != part, held == part
+            learnt[part] = _minimise(learnt[part], standard[seen], labels[seen], weights[seen], decay, kind)
+            predicted[unseen] = _logits(learnt[part], standard[unseen])
+        losses = classification.losses(predicted, labels, kind)
+        held_out[decay] = float((losses * weights).sum() / weights.sum())
+        if held_out[decay] == min(held_out.values()):
+            best, probabilities = decay, probabilities_of(predicted, kind)
+        elif len(held_out) - list(held_out).index(best) > 2:
+            break
+    whole = _minimise(zeros(), standard, labels, weights, best, kind)
+    weight = whole[:, :-1] / deviation
+    return LinearHead(weight, whole[:, -1] - weight @ mean, best, held_out, probabilities)
+
+
+def _logits(head: Tensor, features: Tensor) -> Tensor:
+    """(K, D + 1) and (n, D) -> (n, K)."""
+    return features @ head[:, :-1].T + head[:, -1]
+
+
+def _minimise(begin: Tensor, features: Tensor, labels: Tensor, weights: Tensor, decay: float, kind: str) -> Tensor:
+    """The head (K, D + 1), with the bias in its last column, that L-BFGS finds from `begin`."""
+    head = begin.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [head], max_iter=_ITERATIONS, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+    )
+    chunk, total = max(1, _CHUNK // len(begin)), weights.sum()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = decay / 2 * head[:, :-1].square().sum()
+        loss.backward()
+        loss = loss.detach()
+        for x, y, w in zip(features.split(chunk), labels.split(chunk), weights.split(chunk), strict=True):
+            part = (classification.losses(_logits(head, x), y, kind) * w).sum() / total
+            part.backward()
+            loss += part.detach()
+        return loss
+
+    optimizer.step(closure)
+    return head.detach()

@@ -1,0 +1,155 @@
+"""Fits a new head to the features of all training images before the first step (`init.fit_head`).
+
+Shapes: n images, D features, K classes.
+"""
+
+import hashlib
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.loading.loader import Batch, normalise
+from pipeline.data.loading.views import Views
+from pipeline.data.storage.atomic import replacing
+from pipeline.evaluate.classify import Features, each_sample, label_table
+from pipeline.evaluate.probes import linear_head
+from pipeline.evaluate.probes.linear_head import LinearHead
+from pipeline.evaluate.split_reader import SplitReader
+from pipeline.train.bookkeeping import StartingPoint, TrainingRun
+
+# Images whose features are a file of the run folder, from which a killed run goes on.
+_PART = 2048
+
+
+def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
+    """Replace the head of `start.model` by one fitted to its features of the training split.
+
+    Each image is read once, by all ranks together; rank 0 fits. Returns metrics: the decay that was chosen, and the
+    held-out accuracy and loss. Raises UserError for too few images.
+    """
+    config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
+    labels = label_table(split)
+    model.eval().to(ranks.device)
+    seen = _features_on_all_ranks(start)
+
+    def fit() -> tuple[LinearHead, dict[str, float]]:
+        usable = seen.readable & np.isfinite(seen.values).all((1, 2)) & (labels >= 0).any(1)
+        if usable.sum() < 2 * linear_head.FOLDS:
+            raise UserError(
+                f"init.fit_head needs {2 * linear_head.FOLDS} readable training images with a class, and {split.name!r}"
+                f" of {config.data.path} has {usable.sum()}. Leave it out."
+            )
+        values = seen.values[usable]
+        of_views = labels[usable].repeat(values.shape[1], axis=0)
+        # Each class counts as often as training draws it.
+        weights = np.bincount(of_views[:, 0]).astype(np.float64)[of_views[:, 0]] ** (config.data.balance - 1)
+        parts = linear_head.folds(len(values), config.seed, None if split.groups is None else split.groups[usable])
+        head = linear_head.fit(
+            torch.from_numpy(values.reshape(-1, values.shape[2])).to(ranks.device),
+            torch.from_numpy(of_views).to(ranks.device),
+            torch.from_numpy(weights.astype(np.float32)).to(ranks.device),
+            parts.repeat(values.shape[1]),
+            start.data.dataset.num_classes,
+            config.train.loss,
+        )
+        right = (head.probabilities.argmax(1).cpu().numpy()[:, None] == of_views).any(1)
+        tried = ", ".join(f"{decay:.1g}: {loss:.3f}" for decay, loss in head.held_out.items())
+        start.console.say(
+            f"held-out top-1 of the head {right.mean():.2%}, with a weight decay of {head.decay:.1g}"
+            f" (held-out loss by decay: {tried})"
+        )
+        return head, {
+            "head_decay": head.decay,
+            "head_held_out_loss": head.held_out[head.decay],
+            "head_held_out_top1": float(right.mean()),
+        }
+
+    head, metrics = ranks.on_main(fit)
+    with torch.no_grad():
+        for name, value in (("weight", head.weight), ("bias", head.bias)):
+            model.get_parameter(f"head.{name}").copy_(value)
+    model.train()
+    return metrics
+
+
+def save_fitted_head_on_all_ranks(run: TrainingRun) -> None:
+    """Record what was found, and commit step 0, so that a restart does not fit again."""
+    if run.tracker:
+        run.tracker.log(0, run.head_metrics)
+    run.save_on_all_ranks()
+    run.saver.wait()
+    if run.ranks.is_main:
+        shutil.rmtree(_folder(run), ignore_errors=True)
+
+
+def _folder(start: StartingPoint) -> Path:
+    """Folder of the files from which a run goes on that was killed before it had a head."""
+    return start.folder / "head_features"
+
+
+def _features_on_all_ranks(start: StartingPoint) -> Features:
+    """Features of all training images, float32 (n, V, D) of V views; those of an earlier start with the same settings
+    are not computed again.
+    """
+    config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
+    assert start.origin is not None
+    same = repr(sorted(start.identity.items())) + start.origin.sha256
+    folder = _folder(start) / hashlib.sha256(same.encode()).hexdigest()[:16]
+    count = config.init.fit_views
+    start.console.say(f"init.fit_head: features of {counted(count, 'view')} of each training image")
+
+    def features(batch: Batch) -> list[Tensor]:
+        views = (normalise(view, ranks.device, torch.float32, model.config.pixels) for view in batch.views[0])
+        return [torch.stack([model.features(view) for view in views], 1).float()]
+
+    parts, problems = [], dict[int, str]()
+    reader = SplitReader(
+        split,
+        config.model.image_size,
+        config.augment,
+        config.evaluate.batch,
+        config.data.threads,
+        ranks,
+        budget=BadBudget(config.data.max_bad_share),
+        pixels=model.config.pixels,
+        views=() if count == 1 else (Views(count, config.model.image_size, config.augment),),
+        seed=config.seed,
+    )
+    of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
+    for first in range(0, len(split), _PART):
+        rows = np.arange(first, min(first + _PART, len(split)))
+        file = folder / f"{first}.npz"
+        seen = ranks.on_main(partial(_read, file))
+        if seen is None:
+            (computed,), is_readable, of_rows = each_sample(features, of_part, rows)
+            seen = Features(computed, is_readable, of_rows)
+            if ranks.is_main:
+                _write(file, seen)
+        problems = reader.problems_of_all([problems, seen.problems], len(split))
+        parts.append(seen)
+        start.console.say(f"features of {int(rows[-1]) + 1:,} of {len(split):,} images")
+    values, readable = (np.concatenate([getattr(part, of) for part in parts]) for of in ("values", "readable"))
+    return Features(values, readable, problems)
+
+
+def _read(file: Path) -> Features | None:
+    if not file.exists():
+        return None
+    with np.load(file) as saved:
+        problems = dict(zip(saved["rows"].tolist(), saved["reasons"].tolist(), strict=True))
+        return Features(saved["values"], saved["readable"], problems)
+
+
+def _write(file: Path, seen: Features) -> None:
+    rows, reasons = np.array([*seen.problems], np.int64), np.array([*seen.problems.values()], str)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as out:
+        np.savez(out, values=seen.values, readable=seen.readable, rows=rows, reasons=reasons)
