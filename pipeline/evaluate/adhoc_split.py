@@ -18,12 +18,13 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.missing import missing
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import INFO, open_dataset
+from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
+from pipeline.process.outputs import kind_of
 from pipeline.settings.commands.weights import GivenConfig
 
 # Endings of what launch/shard.py reads, and a model does not.
@@ -73,6 +74,9 @@ def open_adhoc_split(
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
     if setting == "data" or is_dataset(places):
+        folders = [Path(places[0]), shards_beside(Path(places[0]))]
+        if folders[0].is_dir() and {kind_of(folder) for folder in folders} == {None}:
+            raise UserError(f"data = {places[0]} is not a data set. Image files are given as source={places[0]}")
         dataset = open_dataset(places[0])
         opened = dataset.split(split, exclude)
         if not len(opened):

@@ -131,7 +131,7 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
     script = tmp_path / "moved" / "a_predict.py"  # Both together, to a place that knows nothing of this project.
     shutil.move(tmp_path / "out", script.parent)
 
-    arguments = [f"weights={weights}", f"images=[{tmp_path}/photos]", "image_size=32", "device=cpu"]
+    arguments = [f"weights={weights}", f"source=[{tmp_path}/photos]", "image_size=32", "device=cpu"]
     graph, classifier = script.with_name("a.onnx"), runpy.run_path(str(script))["Classifier"]
     for loss in ("sigmoid", "softmax"):
         content = onnx.load(graph)

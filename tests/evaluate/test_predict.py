@@ -211,6 +211,9 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         with pytest.raises(UserError, match=said) as error:
             run(weights, images, *more)
         assert "\n" not in str(error.value)
+    config = schema.load(PredictConfig, None, [f"weights={weights}", f"data={tmp_path}"])
+    with pytest.raises(UserError, match=f"source={tmp_path}"):
+        predict.run(config)
     with pytest.raises(
         UserError, match=r"has no head, .* launch/finetune.py .* launch/features.py writes the features"
     ):

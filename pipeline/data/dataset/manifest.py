@@ -265,14 +265,13 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         path = beside if (beside / INFO).exists() else path
         command = command_line("shard", f"source={path}", f"out={beside}")
         remedy = f"If {path} holds images, shard them: {command} . {remedy}"
+        if path.is_file():
+            raise UserError(f"{path} is a file, not a data set. {remedy}")
+        if (kind := kind_of(path)) not in (None, "data set"):
+            raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))
-    kind = kind_of(path) if isinstance(path, Path) else None
-    if kind not in (None, "data set"):
-        raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
-    if isinstance(path, Path) and path.is_file():
-        raise UserError(f"{path} is a file, not a data set. Shard it: python launch/shard.py source={path} out=...")
     with reading(path / INFO, remedy):
         text = (path / INFO).read_bytes()
     return Dataset(path, parse_info(text, f"{path / INFO}"), storage)

@@ -1,6 +1,5 @@
 """The settings of commands on trained weights: scores, export, predictions and explanations."""
 
-import os
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -192,8 +191,6 @@ class GivenConfig(Settings):
             raise UserError("source is not set. Set source=FOLDER of image files, or data=FOLDER of a data set.")
         if self.source and self.data:
             raise UserError("source and data both say where the images are: set one of them.")
-        if self.data and os.path.exists(self.data) and kind_of(Path(self.data)) is None:
-            raise UserError(f"data = {self.data} is not a data set. Image files are given as source={self.data}")
         for place in self.source:
             if "://" in place or kind_of(Path(place)) == "data set":
                 raise UserError(f"source = {place} is a data set, and source is for image files. Set data={place}")

@@ -121,14 +121,6 @@ def test_a_split_is_named_after_a_colon_that_may_be_in_the_folder_too(tmp_path: 
     assert location_and_split("s3://bucket/set?region=eu:1") == ("s3://bucket/set?region=eu:1", "")
 
 
-def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
-    counts = {20: 1, 1_000: 10, 50_000: 500, 100_000: 1_000, 500_000: 1_000, 14_197_122: 14_197}
-    assert {count: BadBudget(None).allowed(count) for count in counts} == counts
-    assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
-    assert BadBudget(0.0).allowed(1_000) == 0
-    assert BadBudget(None, least=10).allowed(20) == 10
-
-
 def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").touch()
@@ -144,3 +136,11 @@ def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: 
     dataset.info["samples"] = {"train": 2, "val": 2, "empty": 0}
     for name, meant in (("test", "val"), ("valid", "val"), ("vall", "val"), ("train2", "train"), ("empty", "val")):
         assert dataset.without_split(name).endswith(f"It has: train, val. Did you mean {meant}?")
+
+
+def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
+    counts = {20: 1, 1_000: 10, 50_000: 500, 100_000: 1_000, 500_000: 1_000, 14_197_122: 14_197}
+    assert {count: BadBudget(None).allowed(count) for count in counts} == counts
+    assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
+    assert BadBudget(0.0).allowed(1_000) == 0
+    assert BadBudget(None, least=10).allowed(20) == 10
