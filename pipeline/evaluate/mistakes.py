@@ -157,7 +157,7 @@ def read(folder: Path) -> tuple[Mistakes, dict[str, bytes]] | None:
 
 def files(found: Mistakes, pictures: Mapping[str, bytes]) -> dict[str, bytes | str | None]:
     """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
-    table = table_csv([asdict(one) for one in found.listed]) or None
+    table = table_csv([asdict(one) for one in found.listed]) if found.listed else None
     return {**NO_FILES, **pictures, CSV: table, JSON: json.dumps(asdict(found))}
 
 
