@@ -65,7 +65,8 @@ class Table:
     @property
     def _columns(self) -> list[list[str]]:
         """The text of each column; pictures have none."""
-        return [[row[i] if isinstance(row[i], str) else "" for row in self.rows] for i in range(len(self.header))]
+        texts = [[cell if isinstance(cell, str) else "" for cell in row] for row in self.rows]
+        return [[row[i] for row in texts] for i in range(len(self.header))]
 
     @property
     def pictures(self) -> list[PngImage]:
