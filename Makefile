@@ -70,7 +70,7 @@ docs: install
 
 # The runs of a database, by default those of this folder, in a browser (docs/reviewing.md).
 mlflow: install
-	@$(PY) launch/track_serve.py store=$(STORE) port=$(PORT)
+	@$(PY) launch/track_serve.py "store=$(STORE)" port=$(PORT)
 
 install: .venv/.installed
 

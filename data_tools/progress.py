@@ -10,9 +10,10 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from pipeline.base.progress import ProgressFile, duration
-from pipeline.base.words import significant
+from pipeline.base.progress import ProgressFile
+from pipeline.base.words import si
 from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.process.waits import Work
 
 _SECONDS_BETWEEN_FILES = 10.0
 _SECONDS_BETWEEN_LINES = 10.0
@@ -36,10 +37,9 @@ class ProgressMeter:
         self.images = self.bytes = self.shards = self.retries = 0
         # What the rates count, and since when: existing shards are only checked, which is faster, and come first.
         self._made_images = self._made_bytes = 0
-        self._start = self._shown = self._making_since = time.monotonic()
-        is_terminal = sys.stderr.isatty()
-        shown = {"desc": done or None, "unit": " images", "delay": _SECONDS_BEFORE_BAR}
-        self._bar = tqdm(total=total, **shown) if is_terminal else None
+        self._start = self._making_since = time.monotonic()
+        self._open = contextlib.ExitStack()
+        self._work = self._open.enter_context(Work(done, total))
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
@@ -54,8 +54,7 @@ class ProgressMeter:
         self.close()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._open.close()
         if self.file is not None:
             self._ended.set()
             self._writer.join()
@@ -72,26 +71,16 @@ class ProgressMeter:
                 self._made_bytes += num_bytes
             elif not self._made_images:
                 self._making_since = time.monotonic()
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{self._state()['bytes_per_second'] / 1e6:.1f} MB/s", refresh=False)
-            self._bar.update(images)
-        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            print(self._line(), file=sys.stderr, flush=True)
+        self._work.note = si(self._state()["bytes_per_second"], "B/s")
+        self._work.advance(images)
+        if not self._made_images:
+            self._work.restart()
 
     def retried(self, reason: str) -> None:
         """Count and report a retry: a task was lost with its worker or node."""
         self.retries += 1
         tqdm.write(f"{reason} The task is run again; retries so far: {self.retries:,}", file=sys.stderr)
         self._write()
-
-    def _line(self) -> str:
-        state = self._state()
-        left = "" if state["seconds_left"] is None else f", {duration(state['seconds_left'])} left"
-        return (
-            f"{self._done} {self.images:,} of {self.total or 'unknown'} images,"
-            f" {significant(state['images_per_second'])} images/s, {state['bytes_per_second'] / 1e6:.1f} MB/s{left}"
-        )
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_FILES):
@@ -134,8 +123,3 @@ def reading(path: AnyPath, done: str) -> Iterator[BinaryIO]:
         shown = {"total": file_size(path), "desc": f"{done} {path.name}", "unit_scale": True}
         with tqdm.wrapattr(file, "read", delay=_SECONDS_BEFORE_BAR, mininterval=interval, **shown) as wrapped:
             yield wrapped
-
-
-def data_size(num_bytes: int) -> str:
-    """'12 KB', '3.4 MB'"""
-    return f"{num_bytes / 1e3:,.0f} KB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"

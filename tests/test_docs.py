@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from browser import open_browser
 from cluster import readme_commands
+from raw_images import noise
+from tiny import make_dataset
 
+from pipeline import model as models
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.transfer import VtabConfig
@@ -89,6 +94,35 @@ def test_files_that_code_and_documentation_name_exist() -> None:
         if "NAME" not in mentioned and not (ROOT / mentioned).exists()
     }
     assert not missing
+
+
+def test_the_code_of_the_page_from_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one program, in a folder with the files that it names; the loader goes on at any step as if never stopped."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("cat", "dog") * 4):
+        file = tmp_path / "photos" / name / f"{number + 1}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        noise(number, 300, 260).save(file)
+    for name in ("runs/own_images_finetuned/model.safetensors", "ViT-S_16.npz"):
+        model, file = models.create("ViT-mu/32", 224, 2), tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".npz":
+            np.savez(file, **models.to_npz(model))
+        else:
+            models.save(model, file, {"classes": ["cat", "dog"]})
+    make_dataset(tmp_path / "datasets/photos", {"train": 40})
+
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/from_python.md").read_text(), re.DOTALL)
+    assert len(code) == 3
+    page: dict[str, Any] = {}
+    exec(compile("\n".join(code), "docs/from_python.md", "exec"), page)
+
+    assert models.load("tuned.safetensors").classes == ["cat", "dog"]
+    steps = list(page["batches"](0, 3))
+    assert [len(labels) for _, labels in steps] == [32] * 3
+    for (images, labels), (again, of_again) in zip(steps[2:], page["batches"](2, 3), strict=True):
+        assert torch.equal(images, again)
+        assert torch.equal(labels, of_again)
 
 
 def test_every_command_is_in_the_table() -> None:

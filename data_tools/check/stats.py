@@ -12,14 +12,13 @@ import numpy as np
 from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import SplitCounts, count
 from data_tools.check.histograms import draw_histograms
-from data_tools.progress import data_size
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv, table_csv
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, of_classes
+from pipeline.base.words import counted, of_classes, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.images.stored import describe_left_out
@@ -176,7 +175,7 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
             f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges)
         )
     for name, of in stats["splits"].items():
-        print(f"  {name}: {counted(of['samples'], 'image')}, {data_size(of['bytes'])}")
+        print(f"  {name}: {counted(of['samples'], 'image')}, {si(of['bytes'], 'B')}")
         for part in (
             "formats",
             "classes",

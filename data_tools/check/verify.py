@@ -19,12 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, check_shard, findings_table
-from data_tools.progress import data_size
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.files import as_csv
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
@@ -198,7 +197,7 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
     share = report["decoded"] / max(report["samples"], 1)
     read = (
         f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')},"
-        f" {data_size(report['bytes'])} in {duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
+        f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
     )
     if report["is_whole"]:
         emptied = f"; {listed} is empty now" if listed else ""

@@ -20,7 +20,7 @@ from data_tools.sources import Listing, Reader
 from data_tools.sources.listing import SourceImage, label_lists, with_columns
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.atomic import replacing
@@ -109,15 +109,15 @@ def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
     """Lines about the exact copies in a data set, with the commands that exclude them; often none."""
     lines = []
     for split, copies in found.items():
-        command = f"python launch/dedup.py data={dataset.path} split={split}"
-        within, between = f"{command} within_split=true", f"{command} against={dataset.path}:"
+        searched = f"data={dataset.path}", f"split={split}"
         if num := copies.other_labels:
             lines.append(
                 f"note: {split}: {counted(num, 'image')} with the same bytes as an image of another class. To exclude"
-                f" all but one of each: {within}"
+                f" all but one of each: {command_line('dedup', *searched, 'within_split=true')}"
             )
         lines += [
-            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them: {between}{other}"
+            f"note: {split}: {counted(num, 'exact copy')} of images in {other}. To exclude them:"
+            f" {command_line('dedup', *searched, f'against={dataset.path}:{other}')}"
             for other, num in copies.in_splits.items()
         ]
     return lines

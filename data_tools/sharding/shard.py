@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
-from data_tools.progress import data_size
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
 from data_tools.sharding.holdout import (
@@ -44,7 +43,7 @@ from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.missing import missing
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, of_classes, printable, significant
+from pipeline.base.words import counted, of_classes, printable, si, significant
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
@@ -255,7 +254,7 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
     num_items = len(listing) + len(listing.skipped)
     budget = 0 if listing.needs_all else BadBudget(config.max_bad_share).allowed(num_items)
     if len(skipped) > budget:
-        way_out = "" if listing.needs_all else " or raise max_bad_share"
+        way_out = "" if listing.needs_all else " or allow more (max_bad_share=0.1, say)"
         raise UserError(
             f"{len(skipped):,} of the {counted(num_read + len(listing.skipped), 'image')} read so far are bad, more"
             f" than {budget:,} of {num_items:,}: {reasons(skipped)}. To go on, make them readable{way_out}, and run"
@@ -398,7 +397,7 @@ def _print_listing(listing: Listing, seconds: float) -> None:
         print(note)
     print(
         f"{listing.source}: {counted(len(listing), 'image')} {of_classes(len(listing.classes))}, "
-        f"{data_size(listing.num_bytes)}, listed in {duration(seconds)}",
+        f"{si(listing.num_bytes, 'B')}, listed in {duration(seconds)}",
         flush=True,
     )
 
@@ -434,5 +433,5 @@ def print_summary(dataset: Dataset, results: list[Done], took: str, skipped: lis
         )
     print(
         f"{dataset.path}: {samples} images {of_classes(dataset.num_classes)} in {counted(num_shards, 'shard')}, "
-        f"{data_size(num_bytes)}{left_out}; {took}; fingerprint {dataset.fingerprint}"
+        f"{si(num_bytes, 'B')}{left_out}; {took}; fingerprint {dataset.fingerprint}"
     )

@@ -5,7 +5,6 @@ rank, and the others wait. After a kill, the next start continues, as launch/sha
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from data_tools.sources.listing import Collector, is_hidden, is_image
 from data_tools.sources.split_files import PARTS
 from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.base.progress import PROGRESS_FILE
+from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.storage.bucket import name_inside, walk_files
 from pipeline.process.outputs import kind_of, results_in
@@ -92,12 +92,10 @@ def _holds_images(images: Path) -> bool:
 
 def _shard(images: Path, out: Path, setting: str) -> None:
     settings = [f"source={images}", f"out={out}", *settings_for(images)]
-    command = shlex.join(["python", "launch/shard.py", *settings])
+    command = command_line("shard", *settings)
     print(f"{setting} = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
     if "layout=images" in settings and (tables := sorted(images.glob("*.csv"))):
-        other = shlex.join(
-            ["python", "launch/shard.py", f"source={tables[0]}", *settings[1:2], f"val_share={_VAL_SHARE}"]
-        )
+        other = command_line("shard", f"source={tables[0]}", f"out={out}", f"val_share={_VAL_SHARE}")
         print(f"note: no labels are read. If {tables[0]} has them, stop, and run first: {other}", flush=True)
     code = subprocess.run(
         [sys.executable, str(_COMMAND), *settings],

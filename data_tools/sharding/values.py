@@ -19,7 +19,7 @@ from data_tools.sources.reader import Reader
 from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset, record_pixels
@@ -97,7 +97,7 @@ def measure_values(
     if len(bad) > BadBudget(max_bad_share).allowed(images):
         raise UserError(
             f"{dataset.path}: {counted(len(bad), 'image')} cannot be read, such as one with {bad[0][1]}. See which, and"
-            f" exclude them: python launch/verify.py data={dataset.path}"
+            f" exclude them: {command_line('verify', f'data={dataset.path}')}"
         )
     totals = [total_of(counts, channel) for channel in range(pixels.num_channels)]
     if not all(len(total) for _, total in totals):

@@ -221,8 +221,8 @@ class TableColumns:
         """
         if self.label and not self._has_labels:
             raise UserError(
-                f"{self._first}: no row has a label in the column {self.label!r}. Fill it in, or read the images"
-                " without labels: label_column= (empty)."
+                f"{self._first}: no row has a label in the column {self.label!r}. Fill it in, or, for images without"
+                " labels, set label_column= (empty)."
             )
         self._collector.classes = self._numbers.classes() if self._numbers else []
         if self._missing:

@@ -5,6 +5,7 @@ has heard of is checked, grouped, ranked and drawn like any other.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -44,6 +45,9 @@ class Metric:
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
 
+_TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
+# The accuracy of a probe: data, number and kind, and the strength if there are several.
+_PROBE = re.compile(r"(?:(.+)_)?(?:(\d+)(nn|shot)(?:_l2_(.+))?|linear)")
 # Metrics of a probe that need no labels.
 SPREAD = {"rankme": Metric("", "higher", "probe"), "feature_std": Metric(group="probe")}
 # Metrics of reports and the training loop, which are not declared. The first matching pattern counts.
@@ -64,7 +68,9 @@ _KNOWN = {
     "best_score": Metric("share", "higher"),  # In studies.
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
-    **dict.fromkeys(("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn"), Metric("share", "higher", "probe")),
+    **dict.fromkeys(
+        ("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn", "*_linear"), Metric("share", "higher", "probe")
+    ),
     **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
     **dict.fromkeys(
         ("*_color_accuracy", "*_macro_*", "*_miou"),
@@ -82,6 +88,27 @@ def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric
     if declared and name in declared:
         return declared[name]
     return next((metric for pattern, metric in _KNOWN.items() if fnmatchcase(name, pattern)), Metric())
+
+
+def title_of(name: str) -> str:
+    """A metric's name in words, without the split: "top-1", "patch rank", "kNN of pets (k = 20)"."""
+    if (probe := _PROBE.fullmatch(name)) is None:
+        return _TITLES.get(name, name.replace("_", " "))
+    data, number, kind, strength = probe.groups()
+    of_data = f" of {data}" if data else ""
+    if kind == "nn":
+        return f"kNN{of_data} (k = {number})"
+    shots = f" ({number} shots{f', l2 = {strength}' if strength else ''})" if number else ""
+    return f"linear probe{of_data}{shots}"
+
+
+def kind_of(name: str) -> str:
+    """The kind of a score, of which there is one column each in MLflow, because an accuracy of nearest neighbours does
+    not compare with one of a head: "knn", "linear" or "miou"; "" for top-1 and its means.
+    """
+    if probe := _PROBE.fullmatch(name):
+        return "knn" if probe[3] == "nn" else "linear"
+    return "miou" if name.endswith("miou") else ""
 
 
 def score_of(metrics: Mapping[str, Metric]) -> str:

@@ -27,34 +27,6 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Table:
-    """rows: each has as many cells as header; columns of numbers are right-aligned, but not the first. bold: indices of
-    bold rows.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    bold: frozenset[int] = frozenset()
-
-    @property
-    def numeric(self) -> list[bool]:
-        """Whether most cells of each column begin like a number, not counting empty ones and dashes."""
-        filled = [[row[i] for row in self.rows if row[i].strip(" -\u2013")] for i in range(len(self.header))]
-        return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
-
-    @property
-    def looks(self) -> list[str]:
-        """Each column's class in the style sheet, or ""."""
-        found = []
-        for i, (name, is_number) in enumerate(zip(self.header, self.numeric, strict=True)):
-            longest = max((len(row[i]) for row in self.rows), default=0)
-            is_short = max(longest, *map(len, name.split()), 0) <= _SHORT_CELL
-            of_words = "word" if is_short else "words"
-            found.append("text" if longest > _LONG_CELL else "short" * is_short if is_number else of_words)
-        return found
-
-
-@dataclass(frozen=True)
 class PngImage:
     """name: file name of the PNG beside the Markdown. about: alternative text."""
 
@@ -64,13 +36,59 @@ class PngImage:
 
 
 @dataclass(frozen=True)
+class Table:
+    """rows: each has as many cells as header; columns of numbers are right-aligned, but not the first, which may have
+    pictures. bold: indices of bold rows.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | PngImage]]
+    bold: frozenset[int] = frozenset()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether most cells of each column begin like a number, not counting empty ones and dashes."""
+        filled = [[cell for cell in column if cell.strip(" -\u2013")] for column in self._columns]
+        return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
+
+    @property
+    def looks(self) -> list[str]:
+        """Each column's class in the style sheet, or ""."""
+        found = []
+        for name, is_number, column in zip(self.header, self.numeric, self._columns, strict=True):
+            longest = max(map(len, column), default=0)
+            is_short = max(longest, *map(len, name.split()), 0) <= _SHORT_CELL
+            of_words = "word" if is_short else "words"
+            found.append("text" if longest > _LONG_CELL else "short" * is_short if is_number else of_words)
+        return found
+
+    @property
+    def _columns(self) -> list[list[str]]:
+        """The text of each column; pictures have none."""
+        texts = [[cell if isinstance(cell, str) else "" for cell in row] for row in self.rows]
+        return [[row[i] for row in texts] for i in range(len(self.header))]
+
+    @property
+    def pictures(self) -> list[PngImage]:
+        return [cell for row in self.rows for cell in row if isinstance(cell, PngImage)]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A table and a picture, side by side where the page is wide enough."""
+
+    table: Table
+    picture: PngImage
+
+
+@dataclass(frozen=True)
 class Code:
     """Lines to be copied as they are."""
 
     text: str
 
 
-Block = Heading | Paragraph | Table | PngImage | Code
+Block = Heading | Paragraph | Table | PngImage | Beside | Code
 
 _TEMPLATES = Path(__file__).parent / "templates"
 # Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on
@@ -150,8 +168,14 @@ def _fill(template: Path, macros: str, values: dict[str, Any], parts: Path = _TE
 
 def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]:
     """Like `render`, for blocks."""
-    pictures = [block for block in blocks if isinstance(block, PngImage)]
-    return render(_TEMPLATES / "blocks.j2", title, pictures, blocks=blocks)
+    return render(_TEMPLATES / "blocks.j2", title, pictures_of(blocks), blocks=blocks)
+
+
+def pictures_of(blocks: Sequence[Block]) -> list[PngImage]:
+    """All pictures of the blocks, also those in tables."""
+    alone = [block.picture if isinstance(block, Beside) else block for block in blocks]
+    pictures = [block for block in alone if isinstance(block, PngImage)]
+    return pictures + [picture for block in blocks if isinstance(block, Table) for picture in block.pictures]
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:

@@ -3,6 +3,7 @@ something uses it.
 """
 
 import math
+import shlex
 from collections.abc import Sequence
 
 _SI = ("", "k", "M", "G", "T", "P", "E")
@@ -51,6 +52,11 @@ def aligned(rows: Sequence[Sequence[str]], num_left: float = math.inf) -> list[s
         "  ".join(pad(cell, width) for pad, cell, width in zip(sides, row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def command_line(name: str, *settings: str) -> str:
+    """`python launch/NAME.py` with settings, to be pasted into a shell: what has spaces is quoted."""
+    return shlex.join(["python", f"launch/{name}.py", *settings])
 
 
 def how_to_resume(step: int) -> str:

@@ -315,8 +315,8 @@ def describe(forecast: Forecast) -> list[str]:
         f"  plan         {plan.describe()}",
         (f"  arithmetic   {si(forecast.flops_per_image, 'FLOP')} per image, {si(forecast.flops, 'FLOP')} in total"),
         (
-            f"  checkpoint   {significant(forecast.checkpoint_bytes / _GIB)} GiB, {kept}: at most"
-            f" {significant(forecast.disk_bytes / _GIB)} GiB on disk"
+            f"  checkpoint   {si(forecast.checkpoint_bytes, 'B')}, {kept}: at most"
+            f" {si(forecast.disk_bytes, 'B')} on disk"
         ),
         f"  time         {time}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
@@ -346,6 +346,8 @@ def readers(forecast: Forecast) -> list[str]:
 def _describe_memory(forecast: Forecast) -> list[str]:
     cluster, engine = forecast.cluster, forecast.config.engine
     limit = cluster.gpu.memory if cluster else math.inf
+    # A tiny model would have a table of zeros.
+    unit, name = (_GIB, "GiB") if max(layout.memory.total for layout in forecast.layouts) >= _GIB else (2**20, "MiB")
     rows = [["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
     for layout in forecast.layouts:
         m = layout.memory
@@ -355,14 +357,14 @@ def _describe_memory(forecast: Forecast) -> list[str]:
             [
                 f"{'*' if is_configured else ' '} {layout.zero_stage}",
                 "yes" if layout.activation_checkpointing else "no",
-                *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
-                f"{m.total / _GIB:.2f}{' !' if m.total > limit else ''}",
+                *(f"{getattr(m, column) / unit:.2f}" for column in _COLUMNS),
+                f"{m.total / unit:.2f}{' !' if m.total > limit else ''}",
                 m.when,
                 "-" if layout.largest is None else str(layout.largest),
             ]
         )
     return [
-        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
+        f"Peak memory of a rank in {name}, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
         *(f"  {line}" for line in aligned(rows, 0)),
         "",
     ]

@@ -90,8 +90,8 @@ def open_adhoc_split(
         )
     links: list[str] = []
     files = [path for place in places for path in _expand(place, links, setting)]
-    folders = {path.parent for path in files if path.suffix == ".tar"}
-    label_names = {_names_in(folder) or tuple(names) for folder in folders} or {tuple(names)}
+    parents = {path.parent for path in files if path.suffix == ".tar"}
+    label_names = {_names_in(folder) or tuple(names) for folder in parents} or {tuple(names)}
     if len(label_names) > 1:
         raise UserError(
             f"{setting} = {', '.join(places)}: these tars belong to data sets of different classes. Use tars of one"

@@ -15,7 +15,7 @@ from pipeline.base.files import new_output, table_csv
 from pipeline.base.gallery import DPI, MAX_IMAGES, Tile, sheet
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted
+from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
@@ -82,11 +82,9 @@ def run(config: ChooseConfig) -> list[str]:
         f"mean cosine similarity of an image to the nearest chosen or labelled one: {similarity:.3f}; of as many random"
         f" ones {of_random:.3f}"
     )
-    table_file, has_groups = f"{config.out}/choice.csv", " group_column=group" * (groups is not None)
-    print(
-        f"fill in the column label of {table_file}, then: python launch/shard.py source={table_file}{has_groups}"
-        " out=..."
-    )
+    table_file, more = f"{config.out}/choice.csv", [] if groups is None else ["group_column=group"]
+    command = command_line("shard", f"source={table_file}", *more)
+    print(f"fill in the column label of {table_file}, then: {command} out=...")
     return [line["key"] for line in table]
 
 

@@ -31,6 +31,7 @@ class Predictions:
 
     top: int64 (n, T), the T most likely classes, best first. probabilities: float32 (n, T), of these classes.
     loss: float64 (n,). readable: bool (n,), False where the image could not be decoded. problems: row -> reason.
+    of_label: float32 (n,), the probability of the label, of several the largest; 0 without one.
     """
 
     top: np.ndarray
@@ -38,6 +39,7 @@ class Predictions:
     loss: np.ndarray
     readable: np.ndarray
     problems: dict[int, str]
+    of_label: np.ndarray
 
     @property
     def computed(self) -> np.ndarray:
@@ -84,12 +86,14 @@ def predict(
 
     def columns(loaded: Batch) -> list[Tensor]:
         logits = forward(loaded.images)
-        losses = classification.losses(logits, loaded.labels.to(logits.device), loss_kind)
+        labels, probabilities = loaded.labels.to(logits.device), probabilities_of(logits, loss_kind).float()
+        losses = classification.losses(logits, labels, loss_kind)
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
-        return [top, probabilities_of(logits, loss_kind).gather(1, top).float(), losses.double()]
+        of_label = (probabilities * classification.targets(labels, logits.shape[1])).amax(1)
+        return [top, probabilities.gather(1, top), losses.double(), of_label]
 
-    (top, probabilities, loss), readable, problems = each_sample(columns, reader)
-    return Predictions(top, probabilities, loss, readable, problems)
+    (top, probabilities, loss, of_label), readable, problems = each_sample(columns, reader)
+    return Predictions(top, probabilities, loss, readable, problems, of_label)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def run(config: ExportConfig) -> LogitDifference:
     height, width = trained.image_size
     print(f"read: {name_of(trained)} at {height} x {width} px, {counted(trained.num_classes, 'class')}")
     if source := _source_side(path, content):
-        own = models.load(path, content=content).eval()
+        own = models.load(path, content=content)
         _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
 
     # ------------------------------------------------------------------ the model to write
@@ -81,7 +81,7 @@ def run(config: ExportConfig) -> LogitDifference:
             representation=None if config.head or not isinstance(trained, ViTConfig) else False,
             content=content,
             say=print,
-        ).eval()
+        )
     del content  # whose tensors the model has copied
 
     # ------------------------------------------------------------------ written, and compared with the target program
@@ -283,7 +283,7 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
 
 def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
     # An .npz does not say the image size: 224 for a BiT, else the pixels that the patches cover.
-    return "our own reader", models.load(path, image_size=config.image_size).eval()
+    return "our own reader", models.load(path, image_size=config.image_size)
 
 
 def _quiet(transformers: Any) -> Any:

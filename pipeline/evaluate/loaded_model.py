@@ -23,6 +23,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.single_image import trained_view
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import read_by, shown_view
 from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
@@ -35,8 +36,7 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
-from pipeline.settings import schema
-from pipeline.settings.commands.weights import LookConfig, TrainedLoss, ViewConfig, WeightsConfig
+from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -93,7 +93,7 @@ class LoadedModel:
         check_outputs(config.weights, where, seen, split, rows)
         return seen
 
-    def shown(self, config: LookConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def shown(self, config: WeightsConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows that can be read, and what the model sees of them, with enough pixels to look at, uint8 (n, H, W,
         3).
 
@@ -103,7 +103,7 @@ class LoadedModel:
         with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
             kept, images = read_pixels(loader, rows, config.batch)
         print_unreadable(loader.bad, split.keys, "left out")
-        refuse_none_readable(f"{', '.join(config.images)}, as chosen", loader.bad, split, len(rows))
+        refuse_none_readable(f"split {split.name!r} that were chosen", loader.bad, split, len(rows))
         return kept, to_rgb(images.numpy(), self.pixels)
 
     def logits(self, pixels: Tensor) -> Tensor:
@@ -135,24 +135,15 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
     model = models.load(config.weights, image_size, content=content, say=print)
-    return LoadedModel(model.eval().to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
+    return LoadedModel(model.to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
 
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:
-    """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default.
-
-    For another image size, the weights' eval_resize is scaled with it.
-    """
-    crop, asked_resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
-    asked = {"eval_crop": crop, "resize_filter": config.resize_filter}
-    usual = {"eval_crop": "center", "resize_filter": "linear"}
-    chosen = {name: trained.get(name, usual[name]) if value == "auto" else value for name, value in asked.items()}
-    short = min(ImageSize.parse(image_size))
-    resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
-    view = schema.build(AugmentConfig, {**chosen, "eval_resize": asked_resize or resize}, config.weights)
-    if view.eval_crop != "resize" and 0 < view.eval_resize < short:
-        raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
-    return view
+    """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default."""
+    crop, resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
+    return trained_view(
+        trained, ImageSize.parse(image_size), config.weights, crop, resize, resize_filter=config.resize_filter
+    )
 
 
 def check_outputs(

@@ -5,8 +5,8 @@
     from NAME_predict import Classifier
     Classifier("NAME.onnx").predict("photo.jpg")         # [("cat", 0.93), ("dog", 0.05), ...]
 
-Needs onnxruntime, numpy and Pillow. The .onnx file says how its images are resized, cropped and scaled, and names the
-classes. Reads what Pillow opens, of 8 bits a value.
+Needs onnxruntime, numpy, Pillow and opencv-python-headless. The .onnx file says how its images are resized, cropped and
+scaled, and names the classes. Reads what Pillow opens, of 8 bits a value.
 
 Shapes: H, W height and width of an image; C its 3 channels.
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 from PIL import Image, ImageOps
 
@@ -107,90 +108,16 @@ def read_rgb(image: Image.Image) -> np.ndarray:
 
 
 def resize(image: np.ndarray, size: Size, name: str) -> np.ndarray:
-    """uint8 (H, W, C) -> uint8 (height, width, C), to the last bit as the evaluation of the model.
+    """uint8 (H, W, C) -> uint8 (height, width, C), as the evaluation of the model; bit for bit by linear and bilinear.
 
-    name: linear: OpenCV's INTER_AREA if both sides become smaller, else its INTER_LINEAR; bilinear: INTER_LINEAR;
-    antialias, bicubic: torch's filters of these names, which are nearly Pillow's.
+    name: linear: the mean of areas if both sides become smaller, else bilinear; antialias, bicubic: Pillow's filters.
     """
-    if image.shape[:2] == size:
-        return image
     if name in ("antialias", "bicubic"):
-        return by_kernel(image, size, name)
-    if name == "linear" and image.shape[0] > size[0] and image.shape[1] > size[1]:
-        return by_area(image, size)
-    return by_interpolation(image, size)
-
-
-def by_kernel(image: np.ndarray, size: Size, name: str) -> np.ndarray:
-    """A triangle, or Keys' bicubic kernel, which widens where the image becomes smaller; weights are integers."""
-    for axis, shape in ((1, (-1, 1)), (0, (-1, 1, 1))):
-        old, new = image.shape[axis], size[axis]
-        if old == new:
-            continue
-        scale, half = old / new, 1 if name == "antialias" else 2
-        center, support = (np.arange(new) + 0.5) * scale, half * max(scale, 1)
-        first = (center - support + 0.5).astype(int).clip(0)
-        last = (center + support + 0.5).astype(int).clip(None, old)
-        places = first + np.arange((last - first).max())[:, None]
-        x = np.abs((places - center + 0.5) / max(scale, 1))
-        weights = (
-            1 - x
-            if name == "antialias"
-            else np.where(x < 1, (1.5 * x - 2.5) * x * x + 1, ((2.5 - x / 2) * x - 4) * x + 2)
-        )
-        weights[(x >= half) | (places >= last)] = 0
-        weights /= weights.sum(0)
-        bits = next(bits for bits in range(22) if int(0.5 + weights.max() * 2 ** (bits + 1)) >= 2**15)
-        rounded = np.trunc(weights * 2**bits + np.copysign(0.5, weights)).astype(np.int32)
-        parts = zip(places.clip(0, old - 1), rounded, strict=True)
-        total = sum(np.take(image, place, axis) * weight.reshape(shape) for place, weight in parts)
-        image = (total + 2 ** (bits - 1) >> bits).clip(0, 255).astype(np.uint8)
-    return image
-
-
-def by_area(image: np.ndarray, size: Size) -> np.ndarray:
-    """Each pixel is the mean of the area that it covers."""
-    if not (image.shape[0] % size[0] or image.shape[1] % size[1]):
-        times = image.shape[0] // size[0], image.shape[1] // size[1]
-        sums = image.reshape(size[0], times[0], size[1], times[1], 3).sum((1, 3), dtype=np.int64)
-        values = sums.astype(np.float32) * np.float32(1 / (times[0] * times[1]))
-        # OpenCV rounds 0.5 up where both sides are halved, else to even.
-        return (np.floor(values + 0.5) if times == (2, 2) else np.rint(values)).astype(np.uint8)
-    values = image.astype(np.float32)
-    for axis, shape in ((1, (-1, 1)), (0, (-1, 1, 1))):
-        parts = zip(*covered(image.shape[axis], size[axis]), strict=True)
-        values = sum(np.take(values, places, axis) * shares.reshape(shape) for places, shares in parts)
-    return np.rint(values).clip(0, 255).astype(np.uint8)
-
-
-def covered(old: int, new: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places (k, new) of the old pixels that each new one covers, and their shares, float32 of the same shape."""
-    scale = 1 / (new / old)
-    begin = np.arange(new) * scale
-    end = begin + scale
-    places = np.floor(begin) + np.arange(int(np.ceil(scale)) + 1)[:, None]
-    overlaps = np.minimum(end, places + 1) - np.maximum(begin, places)
-    overlaps[overlaps <= 1e-3] = 0
-    return places.clip(0, old - 1).astype(int), (overlaps / np.minimum(scale, old - begin)).astype(np.float32)
-
-
-def by_interpolation(image: np.ndarray, size: Size) -> np.ndarray:
-    """Bilinear interpolation between the four nearest pixels, in OpenCV's integers."""
-    rows, share = nearest(image.shape[0], size[0])
-    columns, part = nearest(image.shape[1], size[1])
-    part = np.where((columns < 0) | (columns >= image.shape[1] - 1), np.float32(0), part)
-    weights = [np.rint(one * 2048).astype(np.int64) for one in (1 - part, part)]
-    left, right = (image[:, (columns + more).clip(0, image.shape[1] - 1)].astype(np.int64) for more in (0, 1))
-    between = (left * weights[0][:, None] + right * weights[1][:, None]) >> 4
-    weights = [np.rint(one * 2048).astype(np.int64)[:, None, None] for one in (1 - share, share)]
-    above, below = (between[(rows + more).clip(0, image.shape[0] - 1)] for more in (0, 1))
-    return (((weights[0] * above >> 16) + (weights[1] * below >> 16) + 2) >> 2).clip(0, 255).astype(np.uint8)
-
-
-def nearest(old: int, new: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each new pixel the old one before it, and how far it is on the way to the next, float32."""
-    at = ((np.arange(new) + 0.5) * (1 / (new / old)) - 0.5).astype(np.float32)
-    return np.floor(at).astype(int), at - np.floor(at)
+        kernel = Image.Resampling.BILINEAR if name == "antialias" else Image.Resampling.BICUBIC
+        return np.asarray(Image.fromarray(image).resize(size[::-1], kernel))
+    is_smaller = image.shape[0] > size[0] and image.shape[1] > size[1]
+    method = cv2.INTER_AREA if name == "linear" and is_smaller else cv2.INTER_LINEAR
+    return cv2.resize(image, size[::-1], interpolation=method)
 
 
 def files_of(places: list[Path]) -> Iterator[Path]:

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.page import Block, Heading, Paragraph, PngImage, Table, markdown, png
+from pipeline.base.page import Beside, Block, Heading, Paragraph, Table, png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
@@ -27,6 +27,7 @@ _COUNTS = {
     "num_unlabelled": "images without a label (counted as wrong)",
 }
 _MAX_LISTED, _MAX_NAMED = 30, 20
+CONFUSION = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
 
@@ -50,6 +51,10 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         knn = scores["knn"]
         text = f"accuracy of {knn['neighbours']} nearest neighbours"
         rows += _accuracy(text, knn["top1"], scores, knn.get("effective_images"))
+    if "linear" in scores:
+        rows += _accuracy(
+            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
+        )
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
@@ -72,9 +77,9 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
         yield f"  its 95 % interval over {over}", f"{found.low:.2%} to {found.high:.2%}"
 
 
-def page(scores: dict[str, Any], picture: bytes | None) -> str:
-    """The text of report.md. picture: content of confusion.png, None if the head is not scored."""
-    blocks: list[Block] = [Paragraph(_how(scores)), Table(("score", "value"), summary(scores))]
+def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:
+    """The title and the content of the report. of_mistakes: of `mistakes.blocks`."""
+    blocks: list[Block] = [Table(("score", "value"), summary(scores)), *of_mistakes]
     if "per_class" in scores:
         tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
         rows = [
@@ -83,18 +88,17 @@ def page(scores: dict[str, Any], picture: bytes | None) -> str:
         ]
         about = (
             f"The {len(rows)} of {counted(len(tested), 'class')} with images that have the lowest F1; all are in"
-            " [per_class.csv](per_class.csv)."
+            " per_class.csv."
         )
         table = Table(("class", "precision", "recall", "F1", "images"), rows)
         blocks += [Heading("Classes"), Paragraph(about), table]
-    if picture is not None:
-        about = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
-        blocks.append(PngImage("confusion.png", about, picture))
+        blocks += [block.picture for block in of_mistakes if isinstance(block, Beside)]  # In full size.
     if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
         named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
         about = f"{len(named)} of {len(bad):,}; all are in scores.json."
         blocks += [Heading("Unreadable images"), Paragraph(about), Table(("image", "problem"), named)]
-    return markdown(f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks)
+    blocks += [Heading("How it was measured"), Paragraph(_how(scores))]
+    return f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks
 
 
 def _how(scores: dict[str, Any]) -> str:

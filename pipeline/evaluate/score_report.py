@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, render
+from pipeline.evaluate import architecture, mistakes, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
     extract,
+    in_groups,
     label_map,
     label_table,
     names_in_mixture,
@@ -33,7 +36,9 @@ from pipeline.evaluate.classify import (
     predict,
     score,
 )
+from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, output_folder
+from pipeline.evaluate.probes.out_of_fold import predict_out_of_fold
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.model.files import find_file
@@ -77,11 +82,14 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     """
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
+    if config.folds:
+        config = replace(config, classify=False, shots=[], neighbours=0)
+    reads_labels = config.reads_labels or config.folds > 0
     dataset = open_dataset(config.data)
-    if config.classify or config.reads_labels:
+    if config.classify or reads_labels:
         dataset.refuse_without_labels("data", "Scores need some. Without: launch/features.py.")
     split = dataset.split(config.split, config.exclude)
-    split.refuse_without_score(config.data, config.classify or config.reads_labels)
+    split.refuse_without_score(config.data, config.classify or reads_labels)
     train = None
     if config.reads_labels:  # Before the forward pass of the other split.
         train = dataset.split(config.train_split, config.exclude)
@@ -93,7 +101,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
     )
     data = to_path(config.data)
-    name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}"
+    name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
     hold(folder)
     trained = trained_by(recorded(loaded.extra), dataset.fingerprint, split.name)
@@ -135,18 +143,19 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     }
     if split.groups is not None:
         scores["num_groups"] = len(np.unique(split.groups))
-    if predictions is not None or train is not None:
+    if predictions is not None or reads_labels:
         scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
-    picture = None
+    judged = None
     if predictions is not None:
-        true, predicted = outcomes(predictions, scored_split)
-        classes = per_class(true, predicted, scored.num_classes)
-        scores |= {
-            **score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict(),
-            **classes.macro(),
-        }
-        scores["per_class"] = pa.table({"class": scored.class_names, **classes._asdict()}).to_pylist()
-        picture = render.draw_confusion(true, predicted, scored.class_names)
+        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict()
+        judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label
+    elif config.folds and features is not None:
+        true = label_table(split)[:, 0]
+        judged = true, *predict_out_of_fold(features, true, scored.num_classes, config.folds, split.groups)
+        right = (judged[1] == true) & (true >= 0)
+        scores["linear"] = {"folds": config.folds, "top1": float(right.mean())}
+        if split.groups is not None:
+            scores["linear"]["effective_images"] = effective_number(*in_groups(right, split.groups))
     if features is not None and train is not None:
         scores |= _probe(config, loaded, features, split, train, dataset.num_classes)
     if features is not None and config.rankme_images:
@@ -154,16 +163,30 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
 
     # ---------------------------------------------------------------------- the files
-    files = {
-        "per_class.csv": table_csv(scores["per_class"]) if predictions else None,
-        "confusion.png": picture,
-        "report.md": render.page(scores, picture),
-        "scores.json": json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False),
-    }
-    write_files(folder, files, mark="scores.json")
+    files: dict[str, bytes | str | None] = {"per_class.csv": None, "confusion.png": None, **mistakes.NO_FILES}
+    of_mistakes: list[Block] = []
+    if judged is not None:
+        classes = per_class(*judged[:2], scored.num_classes)
+        scores |= classes.macro()
+        scores["per_class"] = pa.table({"class": scored.class_names, **classes._asdict()}).to_pylist()
+        found, pictures = mistakes.find(
+            *judged,
+            scored.class_names,
+            split,
+            partial(loaded.shown, config, split),
+            mistakes.how_found(split.name, trained, config.folds),
+            config.data,
+        )
+        confusion = render.draw_confusion(*judged[:2], scored.class_names)
+        files |= {"per_class.csv": table_csv(scores["per_class"]), **mistakes.files(found, pictures)}
+        of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
+    content = json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False)
+    # First: with report.html alone, the folder would be one of launch/report.py.
+    files = {"scores.json": content, **files, **report(*render.page(scores, of_mistakes))}
+    write_files(folder, files, mark="report.html")
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>18}")
-    print(f"report: {folder / 'report.md'}")
+    print(f"report: {folder / 'report.html'}")
     if origin is not None:
         written = [name for name, content in files.items() if content]
         _send(config, scored, split, loaded, origin, scores, folder, written)
@@ -184,10 +207,9 @@ def _send(
     data, trained = dataset.path.name, scores[TRAINED_BY]
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
-    score, scored_on = f"{split.name}_top1", f"{data}:{split.name}"
-    if score not in metrics and probed:  # Features alone: the first probe, as "5shot pets:test".
+    score = f"{split.name}_top1"
+    if score not in metrics and probed:  # Features alone: the first probe.
         score = next(iter(probed))
-        scored_on = f"{score.removeprefix(f'{data}_')} {scored_on}"
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     notes = {TRAINED_BY: trained} if trained else {}
@@ -203,7 +225,6 @@ def _send(
         f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
-        scored_on=scored_on,
         origin=origin,
     )
     paths = [folder / name for name in files]

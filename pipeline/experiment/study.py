@@ -18,6 +18,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
+from pipeline.base.metric import title_of
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
@@ -122,8 +123,6 @@ class Study(Experiment):
             f" `{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by"
             f" {config.score}."
         )
-        # As "61.00 % photos:val" for top-1, else as "61.00 % 5shot, photos:val".
-        named = "" if config.score == "top1" else f"{config.score}, "
         return RunFacts(
             config.name,
             "study",
@@ -132,7 +131,7 @@ class Study(Experiment):
             facts_of_splits(dataset, replace(run.data, eval_split=run.data.evaluated_split)),
             description,
             score=_BEST,
-            scored_on=named + self.scored_on,
+            scored_on=f"{title_of(config.score)} {self.scored_on}",
         )
 
 

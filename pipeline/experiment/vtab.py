@@ -331,7 +331,7 @@ class Sweep(Experiment):
             " `results.csv` among the artifacts has a row for each cell.",
             {"parent": str(run_id)} if run_id else {},
             score="vtab_mean",
-            scored_on="VTAB-1k",
+            scored_on="mean of VTAB-1k",
             origin=find_origin(weights, self.named),
         )
 

@@ -261,7 +261,7 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
     """
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
-    model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).eval().to(device)
+    model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).to(device)
     read = reader(protocol, model, device)
     features = _arithmetic(config, device)(lambda images: model.features(read(images)))
     values, labels = {}, {}

@@ -2,12 +2,14 @@
 """The models and their weights files. `vit.py` is the ViT, and the file to read first.
 
 Needs only torch and numpy, so that it can be used alone; safetensors is imported when such a file is read or written
-(`files.optional`), huggingface_hub for weights named OWNER/NAME. Imports base/, architecture/ and process/ (which
+(`files.optional`), huggingface_hub for weights named OWNER/NAME, and data/ when a model preprocesses an image.
+Imports base/, architecture/ and process/ (which
 checkpoints of a folder are complete). Used by most rooms.
 
     from pipeline.model import create, load
     model = create("ViT-B/16", num_classes=21843)
-    model = load("ViT-B_16.npz", image_size=384, num_classes=10)
+    model = load("ViT-B_16.npz", image_size=384)
+    logits = model(model.preprocess("photo.jpg")[None])
 """
 
 from typing import Any

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ResNetConfig
+from pipeline.model.image_model import ImageModel
 from pipeline.model.layers import Dense, check_images, initialize_head, lecun_normal, run_block
 
 GROUPS = 32
@@ -61,12 +62,14 @@ class PreActivationUnit(nn.Module):
         return self.conv3(F.relu(self.norm3(y))) + shortcut
 
 
-class ResNet(nn.Module):
+class ResNet(ImageModel):
     """BiT: a root that downsamples 4 times, stages of pre-activation units, global average pooling, a linear head.
 
     Built on the CPU, or on the meta device for shapes alone; the initial values depend on `seed` only.
     `activation_checkpointing = True` recomputes each unit in the backward pass: less memory, a third more computation.
     """
+
+    config: ResNetConfig
 
     def __init__(self, config: ResNetConfig, seed: int = 0):
         super().__init__()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Size, ViTConfig
 from pipeline.model import position, rope
+from pipeline.model.image_model import ImageModel
 from pipeline.model.layers import (
     Dense,
     attention,
@@ -215,12 +216,14 @@ class AttentionPooling(nn.Module):
         return pooled + self.mlp(self.mlp_norm(pooled))
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(ImageModel):
     """ViT; by default with a class token and learned 1-D position embeddings, as in the paper.
 
     Built on the CPU, or on the meta device for shapes alone; the initial values depend on `seed` only.
     `activation_checkpointing = True` recomputes each block in the backward pass: less memory, a third more computation.
     """
+
+    config: ViTConfig
 
     def __init__(self, config: ViTConfig, seed: int = 0):
         super().__init__()

@@ -38,6 +38,9 @@ METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
 # Prefix of tensors that belong to the objective that trained the model, not to the model.
 ADDITION = "objective."
 
+# Fields of `extra` that hold for a model after it was loaded: of how it reads images, and those of its head.
+_OF_IMAGES, _OF_HEAD = ("preprocessing", "trained_on"), ("classes", "class_names", "class_maps", "loss")
+
 Say = Callable[[str], object]
 
 
@@ -64,13 +67,16 @@ class _WeightsContent:
 
 
 def save(model: Model, path: StrPath, extra: Mapping[str, Any] | None = None) -> None:
-    """Write the model's weights in fp32 as .safetensors, atomically. extra: plain data, such as class names and
-    preprocessing.
+    """Write the model's weights in fp32 as .safetensors, atomically.
+
+    extra: plain data, such as "classes" (names) and "preprocessing"; None is the model's own, `model.extra`.
     """
     # Copies, because a parameter may be a view of one flat buffer.
     as_saved: Any = {"copy": True, "memory_format": torch.contiguous_format}
     state = {name: tensor.to("cpu", torch.float32, **as_saved) for name, tensor in model.state_dict().items()}
-    files.write_safetensors(state, Path(path), safetensors_metadata(model.config, extra or {}))
+    files.write_safetensors(
+        state, Path(path), safetensors_metadata(model.config, model.extra if extra is None else extra)
+    )
 
 
 def safetensors_metadata(config: Config, extra: Mapping[str, Any]) -> dict[str, str]:
@@ -195,7 +201,8 @@ def load(
     seed: for the values that are new.
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
-    Returns a model with fp32 parameters on the CPU, in training mode.
+    Returns a model with fp32 parameters on the CPU, in evaluation mode, with the class names and the preprocessing of
+    the weights.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
     weights = content or read_weights(path, say)
@@ -216,7 +223,8 @@ def load(
     fresh = () if keep_head else ("head.", "norm.") if changes.get("mean_pool") else ("head.",)
     kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
     model.load_state_dict({**new, **kept})
-    return model
+    model.extra = {name: weights.extra[name] for name in _OF_IMAGES + _OF_HEAD * keep_head if name in weights.extra}
+    return model.eval()
 
 
 def adapted(

@@ -5,6 +5,7 @@
     page/plan.txt           steps, batches and predicted memory
     page/predictions.npz    what the last evaluation predicted for each image
     page/figures/*.png      drawn at evaluations
+    page/mistakes/          the most confident mistakes: a page, pictures, and a CSV (`pipeline/evaluate/mistakes.py`)
 
 The run folder is the truth and MLflow a copy: these files are uploaded under the same names, so that a run's downloaded
 artifacts are a run folder, and launch/track_sync.py can make the whole MLflow run from the folder, also in another
@@ -28,6 +29,8 @@ RUN_FILE = "run.json"
 PAGE = "page"
 # Folder of the figures that MLflow shows, in a run folder or that of a sweep, grid or study.
 FIGURES = f"{PAGE}/figures"
+# Folder of the mistakes of the last evaluation, in `page/`.
+MISTAKES = "mistakes"
 _MAX_STARTS_SHOWN = 20
 LOG = "drawing.log"  # Not uploaded.
 

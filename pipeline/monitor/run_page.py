@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pipeline.base.metric import Metric, metric_of
+from pipeline.base.metric import Metric, kind_of, metric_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
+from pipeline.process.launcher_process import command_as_typed
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parents[2]
 # Tag of a run or an experiment: its description, Markdown.
 NOTE = "mlflow.note.content"
-# Metric that MLflow alone has: a run's score in per cent. The tag of the same name says it in words, with the data.
+# Metric that MLflow alone has: a run's score in per cent, with a suffix where it is not top-1. The tag of this name
+# says it in words, with the data.
 SCORE = "score"
 # Tag of a run: the published weights that its objective learns from.
 TEACHER_TAG = "teacher"
@@ -40,8 +42,9 @@ EXPERIMENT_TAGS = {
         """\
 Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
 
-**How to read it.** `score` is the accuracy of a run in per cent and on which data, the last one measured; a click on
-the number's head sorts by it. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far
+**How to read it.** `score` is the last score of a run in per cent, of what kind, and on which data; a click on the
+number's head sorts by it. Scores that do not compare with top-1 have columns of their own: `score_knn`, `score_linear`
+and `score_miou`. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far
 it came, `parent` from whose weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-
 shot and nearest-neighbour accuracy of the features, `train/` loss and learning rate, `speed/` throughput and where
 the time goes, `health/` skipped steps, bad images and retries. To compare runs of different batch or model size, draw
@@ -211,15 +214,21 @@ class RunFacts:
         return top1 if top1 in names else self.score
 
     def score_in_words(self, name: str, value: float) -> str:
-        """A score as the list of runs shows it: "53.67 % flowers:val" (top-1 has no name), "flowers_20nn 53.67 %"."""
+        """A score as the list of runs shows it: "53.67 % top-1 flowers:val", "53.67 % kNN of flowers (k = 20)"."""
         metric = self.metric(name)
         held_out = self.dataset("evaluation")
-        # A probe of another data set has that one's name in its own.
-        is_of_held_out = held_out and (metric.group != "probe" or name.startswith(f"{held_out.split}_"))
-        evaluated = dataset_name(held_out) if held_out and is_of_held_out else ""
-        is_plain = metric.is_share and (self.scored_on or name.endswith("top1"))
-        what = "" if is_plain else "loss " if metric.unit == "loss" else f"{name} "
-        return f"{what}{metric.text(value)} {self.scored_on or evaluated}".strip()
+        if self.scored_on:
+            return f"{metric.text(value)} {self.scored_on}"
+        if held_out is None:
+            return f"{metric.text(value)} {title_of(name)}"
+        of_split, of_data = name.removeprefix(f"{held_out.split}_"), name.removeprefix(f"{held_out.name}_")
+        if metric.group == "probe" and of_split == name:
+            # The probe of a run in training may be of another data set, and is of another split.
+            if self.kind != "evaluation":
+                return f"{metric.text(value)} {title_of(name)}"
+            of_split = of_data
+        words = [metric.text(value), "loss" if metric.unit == "loss" else title_of(of_split)]
+        return " ".join([*(words[::-1] if metric.unit == "loss" else words), dataset_name(held_out)])
 
     def sent_name(self, metric: str) -> str:
         """A metric as MLflow shows it: with its group, if any, and a loss with its objective, "train/loss_sigmoid".
@@ -232,13 +241,15 @@ class RunFacts:
         return f"{name}_{self.objective}" if has_objective else name
 
     def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted: only shares sort
-        together.
+        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted, or score_knn,
+        score_linear, score_miou: only shares of one kind sort together.
         """
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
         can_sort = self.metric(name).is_share and math.isfinite(value)
-        return {SCORE: round(100 * value, 2), **sent} if can_sort else sent  # A page lists what came first on top.
+        column = f"{SCORE}_{kind_of(name)}".rstrip("_")
+        # A page lists what came first on top.
+        return {column: round(100 * value, 2), **sent} if can_sort else sent
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""
@@ -253,7 +264,7 @@ def source_tags() -> dict[str, str]:
     return {
         "mlflow.user": os.environ.get("USER") or psutil.Process().username(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
-        "command": hide_passwords(shlex.join([program, *sys.argv[1:]]))[:2000],
+        "command": hide_passwords(shlex.join(command_as_typed())),
         "mlflow.source.type": "LOCAL",
         **_revision(),
     }

@@ -1,4 +1,5 @@
-"""Detects that the launcher of this rank has ended, so that orphaned ranks commit a checkpoint and exit. Linux only.
+"""The launcher of this rank: its command line, and whether it has ended, so that orphaned ranks commit a checkpoint and
+exit. Linux only.
 
 `deepspeed` is two processes: the runner, started by the user, and its child (with pdsh: a child of each host's sshd),
 the launcher `deepspeed.launcher.launch`, which starts the ranks. A SIGTERM or SIGKILL to the runner does not reach the
@@ -11,6 +12,7 @@ Only known launchers are watched, because a shell may end while `nohup torchrun 
 import contextlib
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +60,19 @@ def find_launcher() -> LauncherProcess | None:
             return found
         child = parent
     return found
+
+
+def command_as_typed() -> list[str]:
+    """The words of the command line that started this process: of a rank, those of its launcher (`deepspeed --num_gpus
+    2 launch/pretrain.py ...`). Of a rank that was started over ssh, whose launcher is not among its ancestors, those of
+    the script.
+    """
+    for parent in psutil.Process().parents():
+        if (program := _program(parent)) in (*_RUNNERS, *_TORCHRUN):
+            words = _command(parent)
+            at = next(number for number, word in enumerate(words) if os.path.basename(word) == program)
+            return ["python", "-m", *words[at:]] if "." in program else [program, *words[at + 1 :]]
+    return ["python", *(word for word in sys.argv if not word.startswith("--local_rank="))]
 
 
 def end_restarts() -> None:

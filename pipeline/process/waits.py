@@ -77,20 +77,20 @@ class Work:
     """Announces work of this process during the block. If it lasts, rank 0 shows a bar on a terminal; elsewhere, or if
     nothing is counted, a line.
 
-    what: the work, as "reading val". total: of what `advance` counts, in units of `unit`; 0 for nothing. note: beside
-    the numbers. As a wait does, it says its first line after NOTICE_SECONDS.
+    what: the work, as "reading val". total: of what `advance` counts, in units of `unit`; 0 for nothing, None if it is
+    not known. note: beside the numbers. As a wait does, it says its first line after NOTICE_SECONDS.
     """
 
-    def __init__(self, what: str, total: int = 0, unit: str = "image") -> None:
+    def __init__(self, what: str, total: int | None = 0, unit: str = "image") -> None:
         self.what, self.total, self.unit, self.note = what, total, unit, ""
-        self.done = 0
+        self.done = self._first = 0
         self.begin = time.monotonic()
         self.next_line = self.begin + NOTICE_SECONDS
         self._bar: Any = None
 
     def __enter__(self) -> "Work":
         self._board = _board
-        if self.total and rank() == 0 and sys.stderr.isatty():
+        if self.total != 0 and rank() == 0 and sys.stderr.isatty():
             from tqdm import tqdm
 
             shown = {"total": self.total, "unit": f" {plural(self.unit)}", "delay": NOTICE_SECONDS}
@@ -107,10 +107,16 @@ class Work:
             self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        self.done = min(self.done + count, self.total)
+        self.done += count
+        if self.total is not None:
+            self.done = min(self.done, self.total)
         if self._bar is not None:
             self._bar.set_postfix_str(self.note, refresh=False)
             self._bar.update(self.done - self._bar.n)
+
+    def restart(self) -> None:
+        """What was counted so far says nothing about the time that is left."""
+        self.begin, self._first = time.monotonic(), self.done
 
     def tell(self, say: Say) -> None:
         """Say how far it is, or show the bar, which by itself waits until something is counted."""
@@ -119,13 +125,15 @@ class Work:
             self.next_line = now + NOTICE_SECONDS
             self._bar.refresh()
             return
-        self.next_line = now + _LINE_SECONDS if self.total else math.inf
-        if not self.total:
+        self.next_line = now + _LINE_SECONDS if self.total != 0 else math.inf
+        if self.total == 0:
             say(f"{self.what} ...")
             return
-        left = (now - self.begin) * (self.total - self.done) / self.done if self.done else math.inf
-        told = [f"{self.done:,} of {counted(self.total, self.unit)}", self.note]
-        told.append(f"{duration(left)} left" if self.done else "")
+        told = [counted(self.done, self.unit), self.note]
+        if self.total is not None:
+            told[0] = f"{self.done:,} of {counted(self.total, self.unit)}"
+            if counts := self.done - self._first:
+                told.append(f"{duration((now - self.begin) * (self.total - self.done) / counts)} left")
         say(f"{self.what}: {', '.join(filter(None, told))}")
 
 

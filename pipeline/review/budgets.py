@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from pipeline.base.metric import SPREAD
+from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import shorten, si
-from pipeline.review.record import RunRecord, Score, Series, title_of
+from pipeline.review.record import RunRecord, Score, Series
 from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
 
 # More runs than colours differ by the style of their lines.

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.base.files import table_csv
 from pipeline.base.page import PngImage, Table, render
-from pipeline.base.words import shorten
+from pipeline.base.words import aligned, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.differences import LEVEL, in_words
 from pipeline.evaluate.intervals import of_seeds
@@ -115,11 +115,12 @@ class Group:
     def ranking(self) -> Table:
         """The runs by their last score, and their scores at equal budgets."""
         scored = {name: record.last_score for name, record in self.records.items()}
-        header = ["run", "last score", "step"]
+        measure = next((score.name for score in scored.values() if score), "score")
+        header = ["run", f"last {measure}", "step"]
         rows = {name: [name, str(score), shown(score and score.step)] for name, score in scored.items()}
         for axis in (IMAGES, FLOPS):
             budget, found = at_equal_budget(self.records, axis)
-            header += [f"score within {in_units(budget, axis)}"] * bool(found)
+            header += [f"{measure} within {in_units(budget, axis)}"] * bool(found)
             for name, score in found.items():
                 rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
         return Table(header, [rows[name] for name in sorted(rows, key=lambda name: best_first(scored[name]))])
@@ -148,9 +149,25 @@ def groups_of(records: Records) -> list[Group]:
 
 def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
     """Lines for the terminal: each run with its last score, and the best of each group beside the others."""
-    for name, record in records.items():
+    rows = [("run", "status", "kind of score", "score")]
+    for name, record in by_kind(records).items():
         score = record.last_score
-        yield f"{shorten(name, 40):<40} {record.status:<9} {f'{score.name} {score}' if score else 'no score'}"
+        rows.append((shorten(name, 40), record.status, *((score.name, str(score)) if score else ("–", "–"))))
+    yield from aligned(rows)
+    yield from claims(groups)
+
+
+def by_kind(records: Records) -> dict[str, RunRecord]:
+    """The runs, those whose scores compare together and the best of them first; those without a score last."""
+    groups = [
+        sorted(names, key=lambda name: best_first(records[name].last_score))
+        for names in by_evaluation(records).values()
+    ]
+    return {name: records[name] for name in [*(name for names in groups for name in names), *records]}
+
+
+def claims(groups: Sequence[Group]) -> Iterator[str]:
+    """What can be said of the best run of each group beside the others, with what differs in their budgets."""
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs_of_best):
         better, than, by, interval, _, corrected, verdict, _ = _told(pair)
@@ -165,18 +182,21 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         "Data": {},
         "Code": {},
     }
-    for name, record in records.items():
+    for name, record in by_kind(records).items():
         known = row(name, record)
         for section in ("Runs", "Data", "Code"):
             sections[section][name] = {
                 column.replace("_", " "): shown(value) for column, value in known[section].items()
             }
-        scores = {"last score": str(record.last_score or "–"), "best score": str(record.best_score or "–")}
+        last = record.last_score
+        scores = {"kind of score": last.name if last else "–", "last score": str(last or "–")}
+        scores |= {"best score": str(record.best_score or "–")}
         sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
     return render(
         _TEMPLATE,
         f"Comparison of {listed(list(records), 4)}",
         pictures,
+        claims=list(claims(groups)),
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
         level=LEVEL,
@@ -222,8 +242,12 @@ def _told(pair: Pair) -> tuple[str, ...]:
 
 
 def _budget(pair: Pair) -> str:
-    """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if equal."""
+    """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if it is the
+    same, or both are unknown.
+    """
     told, (first, second) = [], (of.record.axes(of.record.last_step) for of in (pair.first, pair.second))
+    if bool(first) != bool(second):
+        return f", of which {(pair.second if first else pair.first).title} saw an unknown number of images"
     for axis, name in (("images_seen", "images"), ("exaflops", "FLOPs")):
         ratio = first[axis] / second[axis] if first.get(axis) and second.get(axis) else 1.0
         if abs(ratio - 1) > _SAME_BUDGET:
@@ -232,5 +256,5 @@ def _budget(pair: Pair) -> str:
 
 
 def _pair_row(pair: Pair) -> dict[str, Any]:
-    tested = {"p_corrected": pair.corrected, "verdict": in_words(pair.difference, pair.corrected)}
+    tested = {"p_corrected": pair.corrected, "verdict": in_words(pair.difference, pair.corrected) + _budget(pair)}
     return {"first": pair.first.title, "second": pair.second.title, **asdict(pair.difference), **tested}

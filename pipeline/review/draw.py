@@ -1,4 +1,5 @@
-"""Draws the figures of a run folder into `page/figures/`; a process of its own beside training:
+"""Draws the figures of a run folder into `page/figures/`, and its mistakes into `page/mistakes/`; a process of its own
+beside training:
 
     python -m pipeline.review.draw RUN_FOLDER [--final]
 
@@ -12,23 +13,29 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from pipeline.base.files import replacing
+from pipeline.base.page import report
+from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
 from pipeline.data.mixture.run_data import open_run_data
+from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.cache import Storage
+from pipeline.evaluate import mistakes
 from pipeline.evaluate.render import draw_confusion
 from pipeline.explain import explain
-from pipeline.monitor.page_folder import FIGURES
+from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
-from pipeline.review.figures import draw_run, draw_sheet, draw_worst
+from pipeline.review.figures import draw_run, draw_sheet, draw_worst, read_shown
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 
+Files = dict[str, bytes | str | None]
 _NUM_EXPLAINED = 4
 _MAX_SECONDS = 300
 
@@ -40,10 +47,12 @@ def draw(folder: Path, final: bool) -> list[str]:
     problems: list[str] = []
     (folder / FIGURES).mkdir(parents=True, exist_ok=True)
 
-    def attempt(names: tuple[str, ...], make: Callable[[], Iterator[bytes | None]]) -> None:
+    def attempt(names: tuple[str, ...], make: Callable[[], Iterator[bytes | Files | None]]) -> None:
         try:
             for name, content in zip(names, make(), strict=True):
-                if content is not None:
+                if isinstance(content, dict):
+                    write_files(folder / PAGE / name, content)
+                elif content is not None:
                     with replacing(folder / FIGURES / f"{name}.png") as file:
                         file.write(content)
         except Exception as error:  # Whatever a damaged file, a library or the disk raises.
@@ -51,7 +60,7 @@ def draw(folder: Path, final: bool) -> list[str]:
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder))]))
     if (folder / PREDICTIONS).exists():
-        attempt(("confusion", "worst_classes", "predictions"), lambda: _of_evaluation(folder))
+        attempt(("confusion", "worst_classes", "predictions", MISTAKES), lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
         attempt(
@@ -61,7 +70,7 @@ def draw(folder: Path, final: bool) -> list[str]:
     return problems
 
 
-def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
+def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
     found = read_predictions(folder)
     config = read_settings(folder)
     data = config.data
@@ -72,6 +81,22 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | None]:
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)
+    record = from_folder(folder)
+    evaluated = record.dataset("evaluation")
+    of_run, pictures = mistakes.find(
+        found.true,
+        found.predicted,
+        found.probability,
+        found.of_label,
+        dataset.class_names,
+        split,
+        partial(read_shown, split, config),
+        mistakes.how_found(split.name, evaluated.notes.get(TRAINED_BY, "") if evaluated else ""),
+        data.path,
+        data.train_split if data.dev_share else "",
+    )
+    content = mistakes.blocks(of_run, pictures, folder / PAGE / MISTAKES)
+    yield mistakes.files(of_run, pictures) | report(f"Mistakes of {record.name}", content)
 
 
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:

@@ -2,6 +2,8 @@
 predictions.
 """
 
+from functools import partial
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -99,6 +101,14 @@ def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
     return png(figure)
 
 
+def read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the rows that can be read, the crops that the model sees, with enough pixels to look at, uint8 (n, H, W, 3))."""
+    view = shown_view(config.augment, config.model.image_size, split.pixels)
+    with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
+        rows, pixels = read_pixels(loader, rows, 16)
+    return rows, to_rgb(pixels.numpy(), split.pixels)
+
+
 def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:
     """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then
     right ones.
@@ -107,13 +117,6 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
     """
     if not ((found.true >= 0) & (found.predicted >= 0)).any():
         return None
-
-    def read(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        view = shown_view(config.augment, config.model.image_size, split.pixels)
-        with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
-            rows, pixels = read_pixels(loader, found.rows[chosen], 16)
-        return chosen[np.isin(found.rows[chosen], rows)], to_rgb(pixels.numpy(), split.pixels)
-
-    size = ImageSize.parse(config.model.image_size)
+    size, read = ImageSize.parse(config.model.image_size), partial(read_shown, split, config)
     figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_IMAGES, size, read)
     return png(figure, DPI, split.pixels.describe_shown())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import Metric, score_of
+from pipeline.base.metric import Metric, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
@@ -24,7 +24,6 @@ from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts
 PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")
 _MIN_LOGGED = 5
-_TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
 
 
 @dataclass(frozen=True)
@@ -50,30 +49,26 @@ def best_of(series: Series, metric: Metric) -> int:
     return int(np.argmax(values)) if np.isfinite(values).any() else len(series) - 1
 
 
-def title_of(name: str) -> str:
-    """A metric's name in words, without the split: "top-1", "patch rank"."""
-    return _TITLES.get(name, name.replace("_", " "))
-
-
 @dataclass(frozen=True)
 class LastPredictions:
     """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
 
     rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of
-    `Split.groups`; empty without. probability: float32.
+    `Split.groups`; empty without. probability, of_label: float32, of the predicted class and of the label.
     """
 
     rows: np.ndarray
     true: np.ndarray
     predicted: np.ndarray
     probability: np.ndarray
+    of_label: np.ndarray
     groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def read_predictions(folder: Path) -> LastPredictions:
     """predictions.npz of a run folder. Raises UserError for a damaged file."""
     file = folder / PREDICTIONS
-    names = ("rows", "true", "predicted", "probability")
+    names = ("rows", "true", "predicted", "probability", "of_label")
     return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 

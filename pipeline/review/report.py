@@ -1,27 +1,30 @@
-"""One run on one page: lineage, plan and measurement, scores, curves, warnings, settings, data, code, weights."""
+"""One run on one page: scores, confused classes and mistakes, warnings, figures, plan and measurement, lineage,
+settings, data, code, weights.
+"""
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import PngImage, Table, render
+from pipeline.base.metric import title_of
+from pipeline.base.page import Block, PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted, si
+from pipeline.base.words import command_line, counted, si
+from pipeline.evaluate import mistakes
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
 from pipeline.monitor.mlflow.state import STATE_FILE
-from pipeline.monitor.page_folder import FIGURES
+from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.compare import shown, when, write_report
 from pipeline.review.figures import draw_run
 from pipeline.review.reader import from_folder, is_run, read
-from pipeline.review.record import RunRecord, best_of, title_of
+from pipeline.review.record import RunRecord, best_of
 from pipeline.review.table import PLACES, row, weights_of
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
@@ -60,21 +63,28 @@ def run(config: RunReportConfig) -> Path:
 
 def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
     """The files of the report."""
-    pictures = [
-        PngImage(f"figure_{file.name}", file.stem.replace("_", " "), file.read_bytes())
+    drawn = {
+        file.stem: PngImage(f"figure_{file.name}", file.stem.replace("_", " "), file.read_bytes())
         for file in sorted((record.folder / FIGURES).glob("*.png"))
-        if file.name != "curves.png"  # Drawn here.
-    ]
+    }
+    of_mistakes, pictures_of_mistakes = list[Block](), dict[str, bytes]()
+    folder = record.folder / PAGE / MISTAKES
+    if found := mistakes.read(folder):
+        of_run, pictures_of_mistakes = found
+        of_mistakes = mistakes.blocks(of_run, pictures_of_mistakes, folder, drawn.get("confusion"))
+    drawn.pop("curves", None)  # Drawn here.
+    pictures = list(drawn.values())
     # An evaluation has one point, at step 0.
     if record.last_step and (curves := draw_run(record)):
         about = "Losses, held-out accuracy, learning rate and speed over the steps"
         pictures.insert(0, PngImage("curves.png", about, curves))
-    return render(
+    files = render(
         _TEMPLATE,
         title,
         pictures,
         TEMPLATES,
         record=record,
+        of_mistakes=of_mistakes,
         kind=_KINDS.get(record.kind, record.kind),
         period=[when(seconds) for seconds in record.period],
         problems=list(problems(record)),
@@ -98,6 +108,7 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
         code=code(record),
         weights=weights(record) if record.kind in ("pretrain", "finetune") else None,
     )
+    return {**files, **pictures_of_mistakes}
 
 
 def problems(record: RunRecord) -> Iterator[str]:
@@ -243,8 +254,5 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
         # "dev" is a part of the training split, which that command does not know.
         split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
         words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
-    how = (
-        f"python launch/evaluate.py {shlex.join(words)}\n\nfrom pipeline.model import load\nmodel ="
-        f' load("{chosen.path}")'
-    )
+    how = f'{command_line("evaluate", *words)}\n\nfrom pipeline.model import load\nmodel = load("{chosen.path}")'
     return Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows), how

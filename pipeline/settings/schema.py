@@ -431,8 +431,12 @@ class Change:
     fact: Fact
 
     def __str__(self) -> str:
-        then, now = ("empty" if value in ("", []) else value for value in (self.then, self.now))
-        return f"{self.name} was {then}, is {now}"
+        return f"{self.name} was {in_words(self.then)}, is {in_words(self.now)}"
+
+
+def in_words(value: Any) -> Any:
+    """A value in a sentence."""
+    return "empty" if value in ("", []) else value
 
 
 @functools.cache

@@ -72,6 +72,7 @@ class DrawingProcess:
             "true": true,
             "predicted": predicted,
             "probability": predictions.probabilities[:, 0],
+            "of_label": predictions.of_label,
         }
         if split.groups is not None:
             arrays["groups"] = split.groups

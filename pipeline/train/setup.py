@@ -211,7 +211,8 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
 def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
     """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
-    other = [f"{key} is {mine.get(key)} here, {of_rank_0.get(key)} on rank 0" for key in keys]
+    values = [(key, schema.in_words(mine.get(key)), schema.in_words(of_rank_0.get(key))) for key in keys]
+    other = [f"{key} is {here} here, {there} on rank 0" for key, here, there in values]
     if other:
         raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 

@@ -1,7 +1,9 @@
-"""Names and numbers in tables, figures and sentences."""
+"""Names, numbers and commands in tables, figures and sentences."""
+
+import shlex
 
 from pipeline.base.progress import duration
-from pipeline.base.words import shorten, si, significant
+from pipeline.base.words import command_line, shorten, si, significant
 
 
 def test_names_are_cut_in_the_middle_and_can_be_drawn() -> None:
@@ -25,3 +27,8 @@ def test_no_amount_is_rounded_to_zero() -> None:
     ]
     times = (0.034, 0.6, 8, 122, 7300, 200_000)
     assert [duration(x) for x in times] == ["0.03 s", "0.6 s", "8 s", "2 min", "2.0 h", "2.3 d"]
+
+
+def test_a_command_can_be_pasted_into_a_shell() -> None:
+    command = command_line("shard", "source=My Pets", "val_share=0.1")
+    assert shlex.split(command) == ["python", "launch/shard.py", "source=My Pets", "val_share=0.1"]

@@ -25,8 +25,10 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         classes: list[str],
         bad: dict[str, list[int]] | None = None,
         groups: Callable[[int], str | None] | None = None,
+        drawn: dict[str, list[list[int]]] | None = None,
     ) -> Dataset:
         """splits: name -> the labels of each sample. bad: name -> rows that are not images. groups: row -> its group.
+        drawn: name -> the labels by which the images are drawn, if they are others.
 
         Red and green of the upper left pixel are the row's low and high byte; the rest depends on first label and row.
         """
@@ -37,7 +39,11 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             name, rows = f"{split}-000000.tar", []
             with tarfile.open(path / name, "w", format=tarfile.GNU_FORMAT) as tar:
                 for row, own in enumerate(labels):
-                    data = b"no image" if row in (bad or {}).get(split, []) else picture(row, own)
+                    data = (
+                        b"no image"
+                        if row in (bad or {}).get(split, [])
+                        else picture(row, (drawn or splits)[split][row])
+                    )
                     member = tarfile.TarInfo(f"{split}{row}.png")
                     member.size = len(data)
                     rows.append(

@@ -192,7 +192,7 @@ def test_any_of_several_labels_is_right(make_dataset) -> None:
     # unreadable; right.
     top = np.array([[4, 0], [1, 0], [2, 5], [0, 1], [2, 1], [6, 0]])
     readable = np.array([True, True, True, True, False, True])
-    predictions = Predictions(top, np.ones(top.shape, np.float32), np.arange(6.0), readable, {4: "cut"})
+    predictions = Predictions(top, np.ones(top.shape, np.float32), np.arange(6.0), readable, {4: "cut"}, np.ones(6))
     scores = score(predictions, split, 7)
     assert (scores.top1, scores.top5) == (2 / 6, 3 / 6)
     assert scores.loss == (0 + 1 + 2 + 5) / 4

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from PIL import Image
 from sklearn import metrics
 from sklearn.linear_model import Ridge
 
+from data_tools.check import exclude
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset
@@ -29,11 +31,14 @@ from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
+from pipeline.settings.commands.data import ExcludeConfig
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import TrackConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE, K = 8, 6
+GREY = (0, 7)  # As `make_dataset` draws classes that a model can tell apart.
+OF_REPORT = {"report.md", "report.html"}
 CLASSES = ["ant", "bee", "cat|dog", "doe $x_", "eel", "fox"]
 # One of every class: any constant prediction for an unreadable image would be correct for one of them.
 BAD = {"train": [3], "val": [5, 40, 41, 42, 43, 44]}
@@ -89,7 +94,8 @@ def test_command_line_to_folder(weights: Path, data: Dataset, tmp_path: Path) ->
     done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     scores = json.loads((out / "scores.json").read_text())
-    assert sorted(path.name for path in out.iterdir()) == ["confusion.png", "per_class.csv", "report.md", "scores.json"]
+    names = {path.name for path in out.iterdir() if not path.name.startswith("mistake_")}
+    assert names == {"confusion.png", "per_class.csv", "scores.json", *OF_REPORT, "mistakes.csv", "mistakes.json"}
 
     # The head, with Pillow's pixels and scikit-learn's metrics.
     model = models.load(weights).eval()
@@ -288,6 +294,42 @@ def test_a_missing_shard_is_no_bad_image(data: Dataset, weights: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+def test_wrong_labels_are_on_top_and_can_be_excluded(make_dataset, tmp_path: Path) -> None:
+    """Three images with another label than what they show: found by a linear layer that did not see them, on the
+    training split too; the CSV, without the lines that are right, is a list of excluded samples.
+    """
+    shown = [[int(c)] for c in np.random.default_rng(0).integers(0, 2, 150)]
+    labels = [list(of) for of in shown]
+    for row in (7, 20, 101):
+        labels[row] = [1 - shown[row][0]]
+    data = make_dataset({"train": labels}, CLASSES[:2], {"train": [3]}, drawn={"train": [[GREY[c]] for (c,) in shown]})
+    given = config(save(tmp_path / "w.pt", K), data, "split=train", "folds=5", f"out={tmp_path / 'out'}")
+    scores = score_report.run(given)
+    assert 0.9 < scores["linear"]["top1"] <= 146 / 150
+    rows = list(csv.DictReader((tmp_path / "out" / "mistakes.csv").open()))
+    assert {row["key"] for row in rows[:3]} == {"train7", "train20", "train101"}
+    for row in rows[:3]:
+        number = int(row["row"])
+        assert (row["split"], row["label"]) == ("train", CLASSES[labels[number][0]])
+        assert row["predicted"] == CLASSES[shown[number][0]]
+        pixels = np.asarray(Image.open(tmp_path / "out" / row["picture"]).convert("RGB"))
+        assert pixels[-1].mean() == pytest.approx(20 + 30 * GREY[shown[number][0]], abs=8)  # Its own picture.
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert all(row["key"] in html for row in rows)
+    assert not [link for link in re.findall(r'(?:src|href)="([^"]*)', html) if not link.startswith("data:")]
+
+    with (tmp_path / "kept.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows[:2])
+    excluding = schema.load(ExcludeConfig, None, [f"data={data.path}", f"samples={tmp_path / 'kept.csv'}"])
+    assert exclude.run(excluding) == 2
+    assert score_report.run(given)["num_samples"] == 148
+    again = {row["key"] for row in csv.DictReader((tmp_path / "out" / "mistakes.csv").open())}
+    assert rows[2]["key"] in again
+    assert not {row["key"] for row in rows[:2]} & again
+
+
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:
     """classify=false needs no matching head, gives the same few-shot scores, and removes files of an earlier report."""
     out = f"out={tmp_path / 'out'}"
@@ -296,7 +338,7 @@ def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path
     only = score_report.run(config(nine, data, out, "shots=2", "classify=false"))
     assert only["fewshot"] == whole["fewshot"]
     assert "top1" not in only
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "scores.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*sorted(OF_REPORT), "scores.json"]
     neither = score_report.run(config(weights, data, out, "shots=0"))
     assert {name: neither[name] for name in ("top1", "top5", "loss")} == {
         name: whole[name] for name in ("top1", "top5", "loss")

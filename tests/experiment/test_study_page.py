@@ -76,7 +76,7 @@ def test_a_study_is_a_parent_run_with_its_cells_below_it(
     assert (metrics["best_wide"], metrics["best_slim"]) == (0.75, 0.5)
     assert parent.data.params["models"] == "['wide', 'slim', 'odd']"
     tags = parent.data.tags
-    assert (tags["question"], tags["score"], tags["dataset"]) == ("ablation", "75.00 % data:val", "data")
+    assert (tags["question"], tags["score"], tags["dataset"]) == ("ablation", "75.00 % top-1 data:val", "data")
     assert metrics["score"] == 75
     assert "| slim | 1 | 50.00" in tags["mlflow.note.content"], "the answer's table"
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}

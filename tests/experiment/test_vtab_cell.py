@@ -66,8 +66,8 @@ def cell_of(data: Dataset, config: VtabConfig, stage: str = "final", seed: int =
     return VtabCell(TASK, stage, settings_of(config.protocol)[0], seed, data.fingerprint)  # type: ignore[arg-type]
 
 
-def trained(data: Dataset, settings: VtabConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    model = models.load(settings.weights, image_size=SIDE, num_classes=NUM_CLASSES, new_head=True)
+def trained(data: Dataset, settings: VtabConfig, seed: int = 0, dropout: float = 0.0) -> dict[str, torch.Tensor]:
+    model = models.load(settings.weights, image_size=SIDE, num_classes=NUM_CLASSES, new_head=True, dropout=dropout)
     train_model(model, data.split("train800", "none"), cell_of(data, settings, seed=seed), settings, CPU)
     return model.state_dict()
 
@@ -105,6 +105,12 @@ def test_a_cell_trains_as_a_plain_loop(data: Dataset, optimizer: str, weight_dec
             continue  # A key's bias has no gradient but rounding errors, and Adam makes them large.
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
     assert found["head.weight"].any()
+
+
+def test_dropout_acts_in_training(data: Dataset) -> None:
+    """Loaded weights are in evaluation mode, where it does nothing."""
+    with_it, without = (trained(data, config(data, "protocol.lr=[0.3]"), dropout=rate) for rate in (0.5, 0.0))
+    assert not torch.equal(with_it["head.weight"], without["head.weight"])
 
 
 def test_the_same_cell_gives_the_same_bits_and_another_seed_others(data: Dataset) -> None:

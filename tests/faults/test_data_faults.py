@@ -24,6 +24,7 @@ from tiny import train_view
 from data_tools.check import verify
 from data_tools.sharding import shard
 from pipeline.base.errors import UserError
+from pipeline.base.words import si
 from pipeline.data.dataset.exclusion import read_lists
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
 from pipeline.data.loading.loader import Batch, Loader
@@ -87,7 +88,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert report["is_whole"]
     assert (report["shards"], report["samples"], report["decoded"], report["kinds"]) == (5, 187, 187, {})
     assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
-    assert f": intact. read 5 shards, 187 images, {report['bytes'] / 1e3:,.0f} KB in" in capfd.readouterr().out
+    assert f": intact. read 5 shards, 187 images, {si(report['bytes'], 'B')} in" in capfd.readouterr().out
     shutil.rmtree(copy.path / "verify")
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 

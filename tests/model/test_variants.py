@@ -229,7 +229,7 @@ def test_every_model_takes_a_step_comes_back_from_disk_and_goes_on(case, tmp_pat
     second = step(model, optimizer)
     assert second < math.log(3)
 
-    resumed = load(tmp_path / "model.pt")
+    resumed = load(tmp_path / "model.pt").train()
     optimizer = torch.optim.AdamW(resumed.parameters())
     optimizer.load_state_dict(moments)
     assert step(resumed, optimizer) == second

@@ -47,6 +47,25 @@ def test_saved_weights_come_back(file):
     assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
 
 
+def test_a_loaded_model_is_ready_for_images(tmp_path):
+    """In evaluation mode, with the names of its classes, readable ones where there are some."""
+    about = {"preprocessing": {"eval_crop": "resize"}, "class_names": ["a cat", "a dog"], "loss": "sigmoid", "step": 7}
+    save(tiny(num_classes=2), tmp_path / "a.safetensors", {"classes": ["n1", "n2"], **about})
+    model, images = load(tmp_path / "a.safetensors"), torch.zeros(2, 3, 8, 8)
+    assert torch.equal(model(images), model(images))
+    assert model.classes == ["a cat", "a dog"]
+    assert load(tmp_path / "a.safetensors", num_classes=0).classes is None
+    other = load(tmp_path / "a.safetensors", num_classes=2, new_head=True)
+    assert (other.classes, other.extra) == (None, {"preprocessing": {"eval_crop": "resize"}})
+    assert create("ViT-mu/4", 8, 2).classes is None
+
+    # What is saved again says the same of images and classes, and no longer which step of a run it is.
+    save(model, tmp_path / "b.safetensors")
+    expected = {"classes": ["n1", "n2"], **about}
+    del expected["step"]
+    assert read_weights(tmp_path / "b.safetensors").extra == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_views_of_a_flat_buffer_are_saved_as_small_fp32_tensors(tmp_path, dtype):
     model = tiny()

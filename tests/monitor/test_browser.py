@@ -103,7 +103,7 @@ def fill(out: Path) -> dict[str, str]:
             "photos-b16",
             ids["photos-b16"],
             8,
-            "53.10 % photos:val",
+            "53.10 % top-1 photos:val",
         ),
     )
     ids[pets.name] = add_run(out, pets, 0.93)
@@ -141,7 +141,7 @@ def test_clicks_lead_from_the_first_page_to_scores_and_their_intervals(
     browser.page.set_viewport_size({"width": 1366, "height": 768})  # A laptop's.
     browser.open(url, "vit")
     browser.click("vit")
-    browser.reads("87.66 % pets:val", "loss 0.7709 photos:val", "ViT-B/16", "finished", "diverged at step")
+    browser.reads("87.66 % top-1 pets:val", "loss 0.7709 photos:val", "ViT-B/16", "finished", "diverged at step")
     browser.picture("run_list")
     look = "heads => heads.map(head => [head.getBoundingClientRect().right, head.innerText.trim()])"
     heads = sorted(browser.page.locator(".ag-header-cell").evaluate_all(look))
@@ -166,7 +166,7 @@ def test_the_addresses_that_are_printed(pages: tuple[Browser, str, dict[str, str
     browser, url, _ = pages
     browser.open(url + runs_page("1"), "photos-s16", "pets-b16", "finetune")
     browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
-    browser.reads("pretrain", "ViT-B/16", "87.66 % pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
+    browser.reads("pretrain", "ViT-B/16", "87.66 % top-1 pets:val", "loss 0.7709 photos:val", "photos-b16, step 8")
     browser.open(f"{url}{runs_page('1')}&orderByKey=metrics.%60score%60&orderByAsc=true", "photos-s16", "pets-b16")
     worst_first = ["photos-b16-lr1", "photos-s16", "photos-b16", "pets-b16"]
     until(lambda: [name for name in shown_runs(browser) if name in worst_first] == worst_first)
@@ -177,7 +177,8 @@ def test_the_addresses_that_are_printed(pages: tuple[Browser, str, dict[str, str
     index = Path(mlflow.server.__file__).parent / "js/build/index.html"
     plain.route(f"{url}/", lambda route: route.fulfill(path=index))
     plain.goto(how_to_open(url, "1"))
-    plain.get_by_text("87.66 % pets:val").wait_for()
+    plain.get_by_text("87.66 % top-1 pets:val").wait_for()
+    assert plain.evaluate("localStorage.getItem('mlflow.workflowType_v1')") is None
     plain.close()
 
 
@@ -195,7 +196,7 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
         run, "Fine-tuning of ViT-B/16", "Result", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
     )
     browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020")
-    browser.reads("53.10 % photos:val", "photos-b16, step 8")
+    browser.reads("53.10 % top-1 photos:val", "photos-b16, step 8")
     browser.picture("run")
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")
     browser.reads("eval (3)", "health (1)", "speed (2)", "train (4)", "Model metrics (1)")

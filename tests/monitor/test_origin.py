@@ -38,10 +38,10 @@ def test_a_run_that_trains_on_has_given_what_it_had_then(tmp_path: Path) -> None
     run = run_in_progress(tmp_path / "large", {200: 0.0455, 400: 0.0642})
     file = checkpoint(run, 200)
     origin = find_origin(file, "weights")
-    assert origin == WeightsOrigin(str(file), "c0ffee", "large", "", 200, "4.55 % flowers:val")
+    assert origin == WeightsOrigin(str(file), "c0ffee", "large", "", 200, "4.55 % top-1 flowers:val")
     assert origin.title == "large, step 200"
-    assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % flowers:val"
-    assert find_origin(checkpoint(run, 300), "weights").score == "4.55 % flowers:val at step 200"
+    assert origin.details == "step 200, SHA-256 c0ffee..., which scored 4.55 % top-1 flowers:val"
+    assert find_origin(checkpoint(run, 300), "weights").score == "4.55 % top-1 flowers:val at step 200"
     assert find_origin(checkpoint(run, 100), "weights").score == ""
 
 
@@ -56,7 +56,7 @@ def test_the_run_of_a_checkpoint_in_another_folder_is_the_one_named(tmp_path: Pa
     run = run_in_progress(tmp_path / "large", {200: 0.0455})
     file = checkpoint(tmp_path / "disk", 200)
     assert find_origin(file, "weights").score == ""
-    assert find_origin(file, str(run)).score == "4.55 % flowers:val"
+    assert find_origin(file, str(run)).score == "4.55 % top-1 flowers:val"
 
 
 def test_a_file_that_says_which_run_made_it(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_files_of_others_and_damaged_ones_have_a_hash(tmp_path: Path, content: b
 
 
 def test_tags_say_all_of_it() -> None:
-    origin = WeightsOrigin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % flowers:val")
+    origin = WeightsOrigin("/r/w", "c0ffee", "large", "f00", 200, "4.55 % top-1 flowers:val")
     tags = RunFacts("small", "finetune", parents={"parent": "f00"}, origin=origin).all_tags()
     assert {name: text for name, text in tags.items() if name.startswith("parent")} == {
         "parent": "large, step 200",
         "parent_checkpoint": "/r/w",
         "parent_sha256": "c0ffee",
-        "parent_score": "4.55 % flowers:val",
+        "parent_score": "4.55 % top-1 flowers:val",
         "parent_run_id": "f00",
     }

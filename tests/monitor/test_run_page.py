@@ -79,7 +79,7 @@ def test_the_list_of_runs_says_what_a_run_is_and_how_far_it_came(out: Path, monk
     assert tags["progress"] == "50% (10 of 20 steps)"
     assert tags["outcome"] == "stopped by SIGTERM"
     assert tags["mlflow.note.content"] == "**Result**: fine.\n\nWhat it is."
-    assert tags["command"] == "launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
+    assert tags["command"] == "python launch/pretrain.py track.uri=postgresql://me:***@host/db seed=1"
     assert "secret" not in json.dumps(run.to_dictionary())
     assert run.data.params == {"optimizer.lr": "0.1", "settings": "track.uri=postgresql://me:***@host/db"}
     assert "secret" not in (out / "run" / "run.json").read_text()
@@ -123,20 +123,38 @@ SWEEP = RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k")
 
 
 @pytest.mark.parametrize(
-    ("facts", "metrics", "number"),
+    ("facts", "metrics", "sent"),
     [
-        (replace(PRETRAINED, score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, 53.67),
-        (replace(PRETRAINED, score="val_loss"), {"val_loss": 1.0}, None),
-        (replace(PRETRAINED, score="val_20nn"), {"val_20nn": 0.25}, 25),
-        (SWEEP, {"vtab_mean": 0.712}, 71.2),
-        (SWEEP, {"cells_done": 3.0}, None),
-        (replace(PRETRAINED, score="val_top1"), {"val_top1": math.nan}, None),
+        (replace(PRETRAINED, score="val_top1"), {"val_top1": 0.53672, "val_loss": 1.0}, {"score": 53.67}),
+        (replace(PRETRAINED, score="val_loss"), {"val_loss": 1.0}, {}),
+        (replace(PRETRAINED, score="val_20nn"), {"val_20nn": 0.25}, {"score_knn": 25}),
+        (replace(PRETRAINED, score="a_b_5shot_l2_10"), {"a_b_5shot_l2_10": 0.25}, {"score_linear": 25}),
+        (replace(PRETRAINED, score="val_linear"), {"val_linear": 0.25}, {"score_linear": 25}),
+        (replace(PRETRAINED, score="val_miou"), {"val_miou": 0.25}, {"score_miou": 25}),
+        (SWEEP, {"vtab_mean": 0.712}, {"score": 71.2}),
+        (SWEEP, {"cells_done": 3.0}, {}),
+        (replace(PRETRAINED, score="val_top1"), {"val_top1": math.nan}, {}),
     ],
 )
-def test_one_column_says_how_good_any_kind_of_run_is(
-    facts: RunFacts, metrics: dict[str, float], number: float | None
-) -> None:
-    assert facts.as_sent(metrics).get("score") == number
+def test_scores_of_one_kind_have_one_column(facts: RunFacts, metrics: dict[str, float], sent: dict[str, float]) -> None:
+    """A column sorts: a kNN of 60 % is not better than a top-1 of 50 %."""
+    found = facts.as_sent(metrics)
+    assert {name: value for name, value in found.items() if name.startswith("score")} == sent
+
+
+@pytest.mark.parametrize(
+    ("kind", "score", "words"),
+    [
+        ("pretrain", "val_top1", ("top-1", "x:val")),
+        ("pretrain", "val_miou", ("mIoU", "x:val")),
+        ("pretrain", "other_20nn", ("kNN", "other", "20")),
+        ("evaluation", "x_5shot", ("linear probe", "5", "x:val")),
+    ],
+)
+def test_the_tag_names_the_kind_of_the_score_and_its_data(kind: str, score: str, words: tuple[str, ...]) -> None:
+    facts = RunFacts("a", kind, datasets=(replace(HELD_OUT, name="x"),), score=score)
+    said = facts.score_in_words(score, 0.25)
+    assert all(word in said for word in ("25.00 %", *words)), said
 
 
 def test_losses_of_different_objectives_are_different_metrics(out: Path) -> None:

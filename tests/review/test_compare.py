@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from review_runs import write_run
 
 from pipeline import model as models
+from pipeline.base.metric import Metric
 from pipeline.evaluate import architecture
 from pipeline.evaluate.differences import STUDENT
 from pipeline.experiment.vtab_tasks import TASKS
@@ -96,6 +98,40 @@ def test_runs_of_other_seeds_have_a_mean_and_no_test(tmp_path: Path) -> None:
     records = compare.named([from_folder(run) for run in (*runs, other)])
     (group,) = compare.groups_of(records)
     assert (group.of_seeds, len(group.pairs)) == ("", 1)
+
+
+def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
+    """A kNN of 60 % stands neither above nor among top-1 of 50 %; the kind is a column of its own."""
+    runs = [write_run(tmp_path / f"top{n}", f"optimizer.lr=0.{n}", evaluations={20: n / 10}) for n in (4, 5)]
+    knn = {"digits_20nn": Metric("share", "higher", "probe")}
+    for n in (6, 3):
+        runs.insert(1, write_run(tmp_path / f"knn{n}", f"optimizer.lr=0.{n}", evaluations={20: n / 10}, declared=knn))
+    records = compare.named([from_folder(run) for run in runs])
+    assert list(compare.by_kind(records)) == ["top5", "top4", "knn6", "knn3"]
+    header, *lines = list(compare.summary(records, compare.groups_of(records)))[:5]
+    place = header.index("kind of score")
+    assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
+    (row,) = re.findall(r"\| kind of score \|.*", str(compare.page(records, [], [])["report.md"]))
+    assert row.count("kNN of digits (k = 20)") == row.count("test top-1") == 2
+
+
+def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
+    """On the terminal, on top of the page, and in pairs.csv; nothing where the budget is the same."""
+    long = write_run(tmp_path / "long", "optimizer.lr=0.5", steps=50, evaluations={50: 0.9})
+    short = write_run(tmp_path / "short", "optimizer.lr=0.1", steps=20, evaluations={20: 0.5})
+    same = write_run(tmp_path / "same", "optimizer.lr=0.2", steps=50, evaluations={50: 0.6})
+    for runs, told in (((long, short), True), ((long, same), False)):
+        out = tmp_path / "out" / runs[1].name
+        records = compare.run(schema.load(CompareConfig, None, [f"runs=[{','.join(map(str, runs))}]", f"out={out}"]))
+        (claim,) = compare.claims(compare.groups_of(records))
+        (pair,) = csv.DictReader((out / "pairs.csv").open())
+        top = (out / "report.md").read_text().partition("## What")[0]
+        assert [
+            ("2.5 times the images" in text, "2.5 times the FLOPs" in text) for text in (claim, pair["verdict"], top)
+        ] == [(told, told)] * 3
+    unknown = dataclasses.replace(records["same"], images_per_step=0)
+    (claim,) = compare.claims(compare.groups_of({"long": records["long"], "same": unknown}))
+    assert "same saw an unknown number" in claim
 
 
 def test_a_run_without_an_evaluation_within_the_budget(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
-from pipeline.evaluate import score_report
+from pipeline.evaluate import mistakes, score_report
 from pipeline.evaluate.classify import Predictions, label_table
 from pipeline.explain import explain
 from pipeline.monitor import tracking
@@ -78,6 +78,9 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
     found = {file.path for folder in ("", "page") for file in client.list_artifacts(run.info.run_id, folder)}
     assert {"config.yaml", "log.txt", "deepspeed.json", "metrics.jsonl"} <= found
     assert {"page/plan.txt", "page/environment.txt", "page/predictions.npz"} <= found
+    assert {"page/mistakes/report.html", "page/mistakes/mistakes.json"} <= {
+        file.path for file in client.list_artifacts(run.info.run_id, "page/mistakes")
+    }
     assert "page/drawing.log" not in found
     # The last checkpoint is a logged model that loads by its address.
     (output,) = run.outputs.model_outputs
@@ -87,6 +90,27 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
         "system/cpu_percent",
         "system/memory_gib",
     }
+
+
+def test_mistakes_have_their_keys_the_least_probable_label_first(trained: Path, dataset: Path, tmp_path: Path) -> None:
+    """With pictures in the page itself. The run makes none, so some predictions are changed."""
+    of_run, _ = mistakes.read(trained / "page" / "mistakes") or pytest.fail("not written")
+    assert (of_run.num_wrong, of_run.listed) == (0, [])
+    folder = tmp_path / "small"
+    shutil.copytree(trained, folder)
+    arrays = dict(np.load(folder / "page" / "predictions.npz"))
+    changed = {3: 0.3, 7: 0.1, 5: 0.2}
+    for row, of_label in changed.items():
+        arrays["predicted"][row] = (arrays["true"][row] + 1) % 4
+        arrays["of_label"][row] = of_label
+    np.savez(folder / "page" / "predictions.npz", **arrays)
+    assert draw(folder, final=False) == []
+    of_run, pictures = mistakes.read(folder / "page" / "mistakes") or pytest.fail("not written")
+    assert (of_run.num_wrong, of_run.num_images) == (3, len(arrays["true"]))
+    assert [one.key for one in of_run.listed] == open_dataset(dataset).split("val").keys([7, 5, 3])
+    assert sum(pair.images for pair in of_run.confused) == 3
+    html = (folder / "page" / "mistakes" / "report.html").read_text()
+    assert html.count("data:image/png") == len(pictures) == 3
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
@@ -111,13 +135,13 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "ti')
     (line,) = draw(folder, final=False)
-    assert line.startswith("confusion, worst_classes, predictions not drawn: ")
+    assert line.startswith("confusion, worst_classes, predictions, mistakes not drawn: ")
     assert "predictions.npz" in line
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.yaml").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
         "curves",
-        "confusion, worst_classes, predictions",
+        "confusion, worst_classes, predictions, mistakes",
         "reconstruction",
         "attention, positions, components",
     ]
@@ -151,7 +175,7 @@ def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(
 def predictions_of(split: Split) -> Predictions:
     num = len(split)
     top = np.zeros((num, 1), np.int64)
-    return Predictions(top, np.full((num, 1), 0.5, np.float32), np.ones(num), np.ones(num, bool), {})
+    return Predictions(top, np.full((num, 1), 0.5, np.float32), np.ones(num), np.ones(num, bool), {}, np.full(num, 0.5))
 
 
 def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp_path: Path) -> None:

@@ -4,12 +4,19 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
+from browser import open_browser
 from review_runs import MODEL, write_run
 
 from pipeline.checkpoint.store import FORMAT
 from pipeline.cluster.status_files import read_settings
+from pipeline.data.storage.atomic import write_files
+from pipeline.evaluate import mistakes
+from pipeline.evaluate.render import draw_confusion
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
@@ -94,6 +101,41 @@ def test_epochs_of_a_mixture_are_those_of_its_first_set(tmp_path: Path) -> None:
         change(folder, facts=replace(facts, parameters=facts.parameters | epochs))
         page = page_of(from_folder(folder))
         assert f"| epochs | {shown} | {shown} |" in page
+
+
+def test_the_first_screen_says_how_good_it_is_what_it_confuses_and_what_to_look_at(tmp_path: Path) -> None:
+    """In a window of 1,500 x 1,000; from a folder that has been moved, without its data."""
+    folder = write_run(tmp_path / "a", evaluations={20: 0.5})
+    image = cv2.imencode(".png", np.full((32, 32, 3), 90, np.uint8))[1].tobytes()
+    listed = [
+        mistakes.Mistake(f"mistake_{n:02}.png", "test", n, f"cat/{n:04}", "cat", "dog", 0.9, 0.01) for n in range(1, 4)
+    ]
+    found = mistakes.Mistakes(
+        "How.", "datasets/digits", 400, 200, [mistakes.ConfusedPair("cat", "dog", 3, 0.5)], listed
+    )
+    files = mistakes.files(found, {one.picture: image for one in listed})
+    write_files(folder / "page" / "mistakes", files)
+    write_files(
+        folder / "page" / "figures", {"confusion.png": draw_confusion(np.arange(10), np.arange(10), list("abcdefghij"))}
+    )
+    folder = folder.rename(tmp_path / "moved")
+    file = report.run(schema.load(RunReportConfig, None, [f"run={folder}"]))
+    shown = re.findall(r"\]\((\S+)\)", (file.parent / "report.md").read_text())
+    assert {one.picture for one in listed} < set(shown)
+    assert all((file.parent / name).is_file() for name in shown)
+    with open_browser(tmp_path) as browser:
+        browser.open(file.as_uri(), "50.00 %")
+        page: Any = browser.page
+        for text in ("50.00 %", "50.0%", "cat/0001"):
+            box = page.get_by_text(text).first.bounding_box()
+            assert box["y"] + box["height"] < 1000, text
+        sizes = page.evaluate(
+            "[...document.images].map(image => [image.naturalWidth, image.getBoundingClientRect().top])"
+        )
+        assert all(width for width, _ in sizes)
+        assert sum(top < 1000 for _, top in sizes) >= 2  # The confusion matrix and the first mistake.
+        assert not browser.complaints
+        assert {url for url in browser.requests if not url.startswith("data:")} == {file.as_uri()}
 
 
 @pytest.mark.slow

@@ -148,6 +148,7 @@ def predictions(folder: Path, right: np.ndarray, **more: np.ndarray) -> None:
     buffer = io.BytesIO()
     true = np.arange(len(right)) % 10
     more |= {"true": true, "predicted": np.where(right, true, (true + 1) % 10), "probability": np.ones(len(right))}
+    more["of_label"] = right.astype(np.float32)
     np.savez(buffer, rows=np.arange(len(right)), **more)
     (folder / "page" / "predictions.npz").write_bytes(buffer.getvalue())
 

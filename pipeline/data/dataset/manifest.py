@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +32,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.missing import missing
-from pipeline.base.words import counted
+from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
@@ -234,7 +233,7 @@ class Dataset:
         if not self.pixels.is_measured:
             raise UserError(
                 f"{self.path}: the range of the values of its images is not known ({self.pixels.describe()}). Measure"
-                f" it: python launch/stats.py data={self.path} values=percentiles"
+                f" it: {command_line('stats', f'data={self.path}', 'values=percentiles')}"
             )
 
     def refuse_without_labels(self, setting: str, way_out: str) -> None:
@@ -264,7 +263,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
     if isinstance(path, Path) and not (path / INFO).exists():
         beside = shards_beside(path)
         path = beside if (beside / INFO).exists() else path
-        command = shlex.join(["python", "launch/shard.py", f"source={path}", f"out={beside}"])
+        command = command_line("shard", f"source={path}", f"out={beside}")
         remedy = f"If {path} holds images, shard them: {command} . {remedy}"
         if path.is_file():
             raise UserError(f"{path} is a file, not a data set. {remedy}")
@@ -283,7 +282,7 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
 def shards_beside(images: Path) -> Path:
     """The folder of the data set that a run makes of a folder of images (`data_tools/sharding/shard_once.py`)."""
     whole = images if images.name not in ("", "..") else images.resolve()
-    return whole.with_name(f"{whole.name}_shards")
+    return whole.parent / f"{whole.name}_shards"
 
 
 def location_and_split(entry: str) -> tuple[str, str]:

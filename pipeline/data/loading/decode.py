@@ -140,10 +140,10 @@ def _whole(data: bytes, ext: str, pixels: Pixels) -> np.ndarray:
     """uint8 (H, W, 3), upright, of any 8-bit image. pixels: 8-bit RGB of some mean. Raises DecodeError for others."""
     if ext == "tiff":  # First by Pillow, which reads those of 8 bits in half the time.
         with contextlib.suppress(DecodeError):
-            return upright(*with_pillow(data, _tiff_to_rgb))
+            return upright(*with_pillow(data, _tiff_to_rgb8))
     stored = _stored(data, ext)
     if stored is None:
-        return upright(*with_pillow(data, _to_rgb))
+        return upright(*with_pillow(data, to_rgb8))
     if ext == "heic":
         stored = replace(stored, type="uint8")  # Read so whatever its bits, which `left_out` names.
     is_8_bit = stored.type in ("uint8", "bool") and stored.channels in (1, 3)
@@ -366,8 +366,8 @@ def _orientation(image: Image.Image) -> int:
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
-def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
-    """`_to_rgb` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would
+def _tiff_to_rgb8(image: Image.Image) -> tuple[np.ndarray, int]:
+    """`to_rgb8` of a TIFF that is an 8-bit photograph by its tags. Raises DecodeError for others, of which Pillow would
     drop bits or bands.
     """
     tags = image.tag_v2  # type: ignore[attr-defined]
@@ -376,10 +376,10 @@ def _tiff_to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
     has_all_colours = tags.get(277, 1) - len(extra) == _TIFF_COLOURS.get(tags.get(262))
     if names or bits.max() > 8 or (formats != 1).any() or (extra == 0).any() or not has_all_colours:
         raise DecodeError("a TIFF that is not an 8-bit photograph")
-    return _to_rgb(image)
+    return to_rgb8(image)
 
 
-def _to_rgb(image: Image.Image) -> tuple[np.ndarray, int]:
+def to_rgb8(image: Image.Image) -> tuple[np.ndarray, int]:
     """(pixels as stored, EXIF orientation)."""
     # Pillow rotates a TIFF on loading and drops the tag, so read the orientation after loading.
     image.load()

@@ -157,6 +157,12 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     if "knn" in scores:
         name = f"{prefix}_{scores['knn']['neighbours']}nn"
         metrics |= {name: scores["knn"]["top1"], f"{name}_effective_images": scores["knn"].get("effective_images")}
+    if "linear" in scores:
+        linear = scores["linear"]
+        metrics |= {
+            f"{prefix}_linear": linear["top1"],
+            f"{prefix}_linear_effective_images": linear.get("effective_images"),
+        }
     metrics |= {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
     # A file has None where there is no number.
     return {name: value for name, value in metrics.items() if value is not None}

@@ -17,9 +17,11 @@ _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by i
 
 # Columns of the run list, left to right, and their widths in pixels; the important ones first: a window of 1,366 has
 # 700 left beside MLflow's menu and the fixed columns. Columns without content in a store are not shown. MLflow sorts by
-# metrics, not by tags: so `score` is both.
+# metrics, not by tags: so `score` is both. Scores of other kinds than top-1 have columns of their own.
+_KINDS = ("knn", "linear", "miou")
 _COLUMNS = {
     "metrics.`score`": 80,
+    **{f"metrics.`score_{kind}`": 90 for kind in _KINDS},
     "tags.`score`": 180,
     "tags.`dataset`": 120,
     "tags.`model`": 125,
@@ -45,7 +47,10 @@ def view_tag() -> str:
     # Open sections, with large charts: (section, its charts: metric, x axis). MLflow hides charts without points.
     # Losses of different objectives have charts of their own, because they do not compare.
     sections = [
-        ("Score in per cent", [("score", _IMAGES), ("score", _FLOPS)]),
+        (
+            "Score in per cent",
+            [(name, x) for name in ("score", *(f"score_{kind}" for kind in _KINDS)) for x in (_IMAGES, _FLOPS)],
+        ),
         ("Loss by objective", [(loss, _IMAGES) for loss in losses]),
     ]
     state = {

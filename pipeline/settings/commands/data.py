@@ -280,6 +280,19 @@ class VerifyConfig(JobConfig):
     """
 
 
+class ExcludeConfig(Settings):
+    """A list of samples to exclude from training and evaluation, from a table."""
+
+    data: PathText
+    """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
+    samples: PathText
+    """CSV with a line for each sample: columns split and key, or those of mistakes.csv, whose row tells samples with
+    one key apart; the other columns are kept as the reason
+    """
+    name: str = setting("wrong_labels", pattern=r"^\w[\w.-]*$")
+    """Name of the list, exclude/NAME.parquet of the data set. Samples are added to one that exists."""
+
+
 class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import kind_of
@@ -96,9 +96,17 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Score the weights' own head; false scores only features (for other classes)."""
     match_classes: bool = True
     """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
+    folds: NonNegativeInt = 0
+    """To find wrong labels, in place of all other scores: predict each image of split by a linear layer on the features
+    that is fitted to the images of the other folds (5, say); 0: off.
+    """
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
+        if self.folds == 1:
+            raise UserError("folds = 1 leaves no image to fit the linear layer to: use 2 or more, or 0 for none.")
+        if self.folds:
+            return
         self.check_splits("", self.split)
         if not self.classify and not self.probes:
             raise UserError(

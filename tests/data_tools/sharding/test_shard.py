@@ -30,6 +30,7 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
+from pipeline.process import waits
 from pipeline.settings.commands.data import ShardConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -254,22 +255,28 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
 
 def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "_LINE_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "_board", waits._Board())
     with progress.ProgressMeter(1000, 10, tmp_path, "sharded") as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
         assert (state["images_per_second"], state["seconds_left"]) == (0, None)
-        until(lambda: wait_for_state(tmp_path)["seconds"] > state["seconds"] + 0.1)
+        until(lambda: wait_for_state(tmp_path)["seconds"] > state["seconds"] + 0.8)
         job.add(100, 1_000_000)
         state = wait_for_state(tmp_path, images=700)
         assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])
         # 100 images since the check ended, not 700 since the start.
         assert 100 / state["seconds"] < state["images_per_second"] < 100 / 0.1
+        time.sleep(1)  # Two lines, and more on a slow machine.
     time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
-    checked, made = capfd.readouterr().err.splitlines()
-    assert checked.startswith("sharded 600 of 1000 images, 0 images/s")
-    assert made.startswith("sharded 700 of 1000 images, ")
+    lines = capfd.readouterr().err.splitlines()
+    checked, made = ([line for line in lines if f"{count} of 1,000 images" in line] for count in (600, 700))
+    assert checked
+    assert not any("left" in line for line in checked), "checks say nothing about the time to make the others"
+    assert made
+    assert all("left" in line for line in made)
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
