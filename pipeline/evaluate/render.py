@@ -79,7 +79,9 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:
     """The title and the content of the report. of_mistakes: of `mistakes.blocks`."""
-    blocks: list[Block] = [Table(("score", "value"), summary(scores)), *of_mistakes]
+    trained = scores.get(TRAINED_BY)
+    warning = [Paragraph(f"Note: {not_held_out(scores['split'], trained)}.")] if trained else []
+    blocks: list[Block] = [*warning, Table(("score", "value"), summary(scores)), *of_mistakes]
     if "per_class" in scores:
         tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
         rows = [
@@ -104,12 +106,11 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
-    trained = f"{not_held_out(scores['split'], scores[TRAINED_BY])}. " if scores.get(TRAINED_BY) else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     return (
-        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."

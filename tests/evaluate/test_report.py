@@ -316,6 +316,7 @@ def test_wrong_labels_are_on_top_and_can_be_excluded(make_dataset, tmp_path: Pat
         assert pixels[-1].mean() == pytest.approx(20 + 30 * GREY[shown[number][0]], abs=8)  # Its own picture.
     html = (tmp_path / "out" / "report.html").read_text()
     assert all(row["key"] in html for row in rows)
+    assert "folds" in json.loads((tmp_path / "out" / "scores.json").read_text())["linear"]
     assert not [link for link in re.findall(r'(?:src|href)="([^"]*)', html) if not link.startswith("data:")]
 
     with (tmp_path / "kept.csv").open("w", newline="") as file:
