@@ -38,6 +38,10 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
+    if "linear" in scores:
+        rows += _accuracy(
+            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
+        )
     rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
     if "loss" in scores:
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
@@ -51,10 +55,6 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         knn = scores["knn"]
         text = f"accuracy of {knn['neighbours']} nearest neighbours"
         rows += _accuracy(text, knn["top1"], scores, knn.get("effective_images"))
-    if "linear" in scores:
-        rows += _accuracy(
-            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
-        )
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
