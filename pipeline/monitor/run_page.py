@@ -247,8 +247,8 @@ class RunFacts:
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
         can_sort = self.metric(name).is_share and math.isfinite(value)
-        kind = kind_of(str(self.parameters.get("score", name)))  # Of a study, that of its runs.
-        column = f"{SCORE}_{kind}".rstrip("_")
+        name = str(self.parameters.get("score", name))  # Of a study, that of its runs.
+        column = f"{SCORE}_{kind_of(name)}".rstrip("_")
         return {**sent, column: round(100 * value, 2)} if can_sort else sent
 
     def axes(self, step: int) -> dict[str, float]:
