@@ -84,7 +84,7 @@ def how_found(split: str, trained_by: str = "", folds: int = 0) -> str:
     if trained_by:
         return (
             f"The weights were trained on split {split} by {trained_by}, wrong labels included, so they may find few of"
-            " these: folds=5 predicts each image by a linear layer that was not fitted to it."
+            " these. launch/evaluate.py with folds=5 and weights that were not trained on it finds more."
         )
     return f"The weights were not trained on split {split}, as far as is known, so they do not know its wrong labels."
 
@@ -166,7 +166,8 @@ def blocks(
 ) -> list[Block]:
     """The part of a report. folder: of the CSV. confusion: picture of the confusion matrix."""
     if not found.num_wrong:
-        return [Heading("Mistakes"), Paragraph(f"None of {counted(found.num_images, 'image')}. {found.how}")]
+        none = Paragraph(f"None of {counted(found.num_images, 'image')} is predicted as another class. {found.how}")
+        return [Heading("Mistakes"), none, *([confusion] if confusion else [])]
     pairs = [(of.label, of.predicted, f"{of.images:,}", f"{of.share:.1%}") for of in found.confused]
     confused = Table(("label", "predicted as", "images", "of this label"), pairs)
     rows = [
@@ -189,7 +190,7 @@ def blocks(
             f" label. First come those whose label is the least probable, where a wrong label is most likely."
             f" {found.how}"
         ),
-        Table(("image", "label", "predicted as", "confidence", "of the label", "key"), rows),
+        Table(("image", "label", "predicted as", "confidence", "label's probability", "key"), rows),
         Paragraph(
             f"To train without wrong labels, delete the rows of {CSV} whose label is right, and exclude the rest:"
         ),
