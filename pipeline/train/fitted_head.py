@@ -31,7 +31,7 @@ _PART = 2048
 
 
 def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
-    """Replace the head of `start.model` by one fitted to its features of the training split.
+    """Replace the head of the run's model by one fitted to its features of the training split.
 
     Each image is read once, by all ranks together; rank 0 fits. Returns metrics: the decay that was chosen, and the
     held-out accuracy and loss. Raises UserError for too few images.
