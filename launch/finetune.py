@@ -39,8 +39,7 @@ def finetune(config: RunConfig) -> None:
         run,
     )
 
-    refuse_missing_weights(config)  # Before hours of sharding.
-    shard_once(config.data.path)
+    shard_once(config.data.path, lambda: refuse_missing_weights(config))
     run(config, draw="pipeline.review.draw")
 
 
