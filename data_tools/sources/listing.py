@@ -239,7 +239,7 @@ class Collector:
     its container's prefix.
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
-    progress: closed by `finish`.
+    progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
 
@@ -412,7 +412,6 @@ class Collector:
     def finish(self) -> Listing:
         """Returns the checked Listing. Raises UserError if it cannot make a data set."""
         self._flush()
-        self.progress.close()
         if self.by_folders:
             self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
