@@ -13,19 +13,19 @@ from pathlib import Path
 
 from data_tools.sharding.source_table import SOURCE_TABLE, difference
 from data_tools.sources.layouts import folder
-from data_tools.sources.listing import Collector, is_hidden, is_image
+from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import PARTS
 from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.base.progress import PROGRESS_FILE
 from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
+from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import name_inside, walk_files
 from pipeline.process.start import dying_with_parent, rank
 from pipeline.settings.commands.data import ShardConfig
 
 _COMMAND = Path(__file__).resolve().parents[2] / "launch" / "shard.py"
 _VAL_SHARE = 0.1
-_ALL = {"train": ""}
 # What makes a process join a cluster. Its CPUs may be those that the ranks hold.
 _OF_A_CLUSTER = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 # Settings by which the keys of samples are not those of their files.
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.5
 _MOST_SECONDS_WITHOUT_PROGRESS = 600.0
 
 
-def shard_once(path: str, setting: str = "data.path") -> None:
+def shard_once(path: str) -> None:
     """Make the data set beside a folder of images, unless it is finished; no-op for any other path.
 
     A finished one is used as it is; what changed in the folder since is said. Raises UserError if the images cannot be
@@ -48,20 +48,21 @@ def shard_once(path: str, setting: str = "data.path") -> None:
     if _is_finished(out):
         if rank() == 0:
             _say_changes(images, out)
-    elif _holds_images(images):
+    elif images.is_dir() and any(is_visible_image(name_inside(file, images) or "") for file, *_ in walk_files(images)):
         if rank() == 0:
-            _shard(images, out, setting)
+            _shard(images, out)
         else:
-            _wait_for(out, setting)
+            _wait_for(out)
 
 
 def settings_for(images: Path) -> list[str]:
     """The settings of launch/shard.py for a folder of images: splits if its folders are called so, layout=images unless
     most images are in class folders, and with labels a held-out share, which evaluation needs.
     """
-    splits = {name: inner for inner, name in _walked(images, "folder", _ALL).like_splits("train").items()}
-    found = _walked(images, "folder", splits or _ALL)
-    is_labelled = any(found.has_class_folders(split) for split in found.splits)
+    found = _walked(images, "folder", {"train": ""})
+    if splits := {name: inner for inner, name in found.like_splits("train").items()}:
+        found = _walked(images, "folder", splits)
+    is_labelled = any(map(found.has_class_folders, found.splits))
     return [
         *([] if is_labelled else ["layout=images"]),
         *(f"splits.{name}={inner}" for name, inner in splits.items()),
@@ -82,17 +83,10 @@ def _is_finished(out: Path) -> bool:
     return (out / INFO).exists() and not (out / PARTS).exists()
 
 
-def _holds_images(images: Path) -> bool:
-    if not images.is_dir():
-        return False
-    names = (name_inside(path, images) or "" for path, *_ in walk_files(images))
-    return any(is_image(name) and not is_hidden(name) for name in names)
-
-
-def _shard(images: Path, out: Path, setting: str) -> None:
+def _shard(images: Path, out: Path) -> None:
     settings = [f"source={images}", f"out={out}", *settings_for(images)]
     command = command_line("shard", *settings)
-    print(f"{setting} = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
+    print(f"data.path = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
     if "layout=images" in settings and (tables := sorted(images.glob("*.csv"))):
         other = command_line("shard", f"source={tables[0]}", f"out={out}", f"val_share={_VAL_SHARE}")
         print(f"note: no labels are read. If {tables[0]} has them, stop, and run first: {other}", flush=True)
@@ -105,13 +99,13 @@ def _shard(images: Path, out: Path, setting: str) -> None:
         raise KeyboardInterrupt
     if code:
         text = (
-            f"{setting} = {images}: its images were not sharded, for the reason above. If you change the images, remove"
+            f"data.path = {images}: its images were not sharded, for the reason above. If you change the images, remove"
             f" {out} and start again; to change settings, run first: {command} setting=value"
         )
         raise UserError(text) if code == 2 else CrashError(text)
 
 
-def _wait_for(out: Path, setting: str) -> None:
+def _wait_for(out: Path) -> None:
     """Wait for rank 0, which may be on another host, as long as it makes progress."""
     seen, since = None, time.monotonic()
     while not _is_finished(out):
@@ -122,7 +116,7 @@ def _wait_for(out: Path, setting: str) -> None:
             seen, since = now, time.monotonic()
         if time.monotonic() - since > _MOST_SECONDS_WITHOUT_PROGRESS:
             raise OneRankError(
-                f"{setting}: waited {_MOST_SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes for rank 0 to shard its images"
+                f"data.path: waited {_MOST_SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes for rank 0 to shard its images"
                 f" into {out}, and saw no progress there. All hosts must share this folder."
             )
 

@@ -36,7 +36,7 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
-from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
+from pipeline.settings.commands.weights import TrainedLoss, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 

@@ -12,11 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check_columns, check_names, is_text
-from data_tools.sources.listing import Collector, is_hidden, is_image
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.missing import missing
-from pipeline.base.words import counted, on_one_line, printable
+from pipeline.base.words import counted, first_of, on_one_line
+from pipeline.data.loading.decode import is_image, is_visible_image
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside, walk_files
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
@@ -164,7 +165,7 @@ class _FilesById:
         for path, *_ in walk_files(self._folder):
             name = name_inside(path, self._folder) or ""
             stem = name.rpartition(".")[0]
-            for known in {stem, stem.rpartition("/")[2]} if is_image(name) and not is_hidden(name) else {name}:
+            for known in {stem, stem.rpartition("/")[2]} if is_visible_image(name) else {name}:
                 named[known].append(name)
         return named
 
@@ -175,13 +176,15 @@ class _FilesById:
         """
         if is_image(name) or name.startswith("/") or "://" in name:
             return name
-        first, *others = sorted(self._named.get(name, [name]))
-        if others:
+        found = self._named.get(name, [name])
+        if name in found:
+            return name
+        if len(found) > 1:
             raise UserError(
-                f"{where}: {quoted(name)} is the name of {counted(1 + len(others), 'image')}: {printable(first)} and"
-                f" {printable(others[0])}. Write their paths into the list, or move it into the folder of its images."
+                f"{where}: {quoted(name)} is the name of {counted(len(found), 'image')}: {first_of(sorted(found), 2)}."
+                " Write their paths into the list, or move it into the folder of its images."
             )
-        return first
+        return found[0]
 
 
 @contextlib.contextmanager
