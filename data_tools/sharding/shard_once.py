@@ -16,6 +16,7 @@ from data_tools.sources.layouts import folder
 from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import PARTS
 from pipeline.base.errors import CrashError, OneRankError, UserError
+from pipeline.base.json_record import read_or_none
 from pipeline.base.progress import PROGRESS_FILE
 from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
@@ -110,10 +111,8 @@ def _wait_for(out: Path) -> None:
     seen, since = None, time.monotonic()
     while not _is_finished(out):
         time.sleep(_POLL_SECONDS)
-        progress = out / PROGRESS_FILE
-        now = progress.stat().st_mtime_ns if progress.exists() else 0
-        if now != seen:
-            seen, since = now, time.monotonic()
+        if (progress := read_or_none(out / PROGRESS_FILE, dict)) != seen:
+            seen, since = progress, time.monotonic()
         if time.monotonic() - since > _MOST_SECONDS_WITHOUT_PROGRESS:
             raise OneRankError(
                 f"data.path: waited {_MOST_SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes for rank 0 to shard its images"
