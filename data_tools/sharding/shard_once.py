@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.sharding.source_table import SOURCE_TABLE, difference
@@ -22,6 +23,7 @@ from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import name_inside, walk_files
+from pipeline.process.outputs import kind_of, results_in
 from pipeline.process.start import dying_with_parent, rank
 from pipeline.settings.commands.data import ShardConfig
 
@@ -36,11 +38,11 @@ _POLL_SECONDS = 0.5
 _MOST_SECONDS_WITHOUT_PROGRESS = 600.0
 
 
-def shard_once(path: str) -> None:
+def shard_once(path: str, check: Callable[[], object] = lambda: None) -> None:
     """Make the data set beside a folder of images, unless it is finished; no-op for any other path.
 
-    A finished one is used as it is; what changed in the folder since is said. Raises UserError if the images cannot be
-    sharded.
+    A finished one is used as it is; what changed in the folder since is said. check: called before the images are
+    sharded, which may take hours. Raises UserError if they cannot be.
     """
     images = Path(path)
     if "://" in path or (images / INFO).exists():
@@ -49,7 +51,8 @@ def shard_once(path: str) -> None:
     if _is_finished(out):
         if rank() == 0:
             _say_changes(images, out)
-    elif images.is_dir() and any(is_visible_image(name_inside(file, images) or "") for file, *_ in walk_files(images)):
+    elif _holds_images(images):
+        check()
         if rank() == 0:
             _shard(images, out)
         else:
@@ -82,6 +85,12 @@ def _walked(images: Path, layout: str, splits: dict[str, str]) -> Collector:
 
 def _is_finished(out: Path) -> bool:
     return (out / INFO).exists() and not (out / PARTS).exists()
+
+
+def _holds_images(images: Path) -> bool:
+    if not images.is_dir() or kind_of(images) == "run" or {"run", "data set"} & results_in(images).keys():
+        return False  # Their figures are no images to train on.
+    return any(is_visible_image(name_inside(path, images) or "") for path, *_ in walk_files(images))
 
 
 def _shard(images: Path, out: Path) -> None:

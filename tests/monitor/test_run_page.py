@@ -132,6 +132,7 @@ SWEEP = RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k")
         (replace(PRETRAINED, score="val_linear"), {"val_linear": 0.25}, {"score_linear": 25}),
         (replace(PRETRAINED, score="val_miou"), {"val_miou": 0.25}, {"score_miou": 25}),
         (SWEEP, {"vtab_mean": 0.712}, {"score": 71.2}),
+        (RunFacts("a", "study", {"score": "20nn"}, score="best_score"), {"best_score": 0.5}, {"score_knn": 50}),
         (SWEEP, {"cells_done": 3.0}, {}),
         (replace(PRETRAINED, score="val_top1"), {"val_top1": math.nan}, {}),
     ],
