@@ -80,7 +80,6 @@ def _walked(images: Path, layout: str, splits: dict[str, str]) -> Collector:
     archives = None if is_labelled else dict[str, str]()
     found = Collector(images, splits, by_folders=is_labelled, is_labelled=is_labelled, archives=archives)
     folder.walk(images, ShardConfig(source="", out=""), images, found)
-    found.progress.close()  # Not every caller finishes it.
     return found
 
 
@@ -91,7 +90,7 @@ def _is_finished(out: Path) -> bool:
 def _holds_images(images: Path) -> bool:
     if not images.is_dir() or kind_of(images) == "run" or {"run", "data set"} & results_in(images).keys():
         return False  # Their figures are no images to train on.
-    return any(is_visible_image(name_inside(file, images) or "") for file, *_ in walk_files(images))
+    return any(is_visible_image(name_inside(path, images) or "") for path, *_ in walk_files(images))
 
 
 def _shard(images: Path, out: Path) -> None:

@@ -107,7 +107,8 @@ def test_images_that_cannot_be_sharded_stop_the_run(command: str, tmp_path: Path
     (photos / "elk").mkdir()
     run = run_settings(photos, tmp_path / "runs", "run")
     if command == "finetune":
-        run = [*(word for word in run if not word.startswith("model.")), "init.weights=none.npz"]
+        (weights := photos / "weights.npz").touch()  # Not read before the images.
+        run = [*(word for word in run if not word.startswith("model.")), f"init.weights={weights}"]
     script = [sys.executable, str(ROOT / "launch" / f"{command}.py"), *run]
     refused = subprocess.run(script, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 2
