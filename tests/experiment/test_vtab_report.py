@@ -127,8 +127,6 @@ def test_a_mean_that_all_seeds_have_has_an_interval(tmp_path: Path) -> None:
     """As each task's has: accuracies are rounded to whole images. It was from the mean to the mean."""
     column = columns([write(tmp_path / "same", results(**{task.name: [0.5, 0.5] for task in TASKS}))])[0]
     mean, task = column.means[OVERALL].interval, column.tasks["pets"].interval
-    assert mean is not None
-    assert task is not None
     # Roundings of 19 tasks are independent.
     assert 0.5 - mean.low == pytest.approx((0.5 - task.low) / 19**0.5)
     assert mean.high - 0.5 == pytest.approx(12**-0.5 / 1000 / 38**0.5 * intervals.quantile(1))

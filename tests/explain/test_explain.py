@@ -89,9 +89,7 @@ def test_command_to_folder_and_mlflow(
     settings = [f"weights={weights}", images_given(photos), f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
     explain.run(schema.load(ExplainConfig, None, settings))
 
-    said = capsys.readouterr().out
-    assert "9.png cannot be read (no image" in said
-    assert f"not predicted: {photos}" in said
+    assert "9.png" in capsys.readouterr().out
     assert drawn(out) == ALL
     for name in ALL:
         pixels = np.asarray(Image.open(out / f"{name}.png").convert("RGB"))
@@ -130,15 +128,12 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
 
 
 @pytest.mark.usefixtures("not_drawn")
-def test_drawings_that_do_not_apply_are_reported(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drawings_that_do_not_apply_are_left_out(photos: Path, tmp_path: Path) -> None:
     images = images_given(photos)
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_drawn=2")
     assert drawn(tmp_path / "bit") == ["filters", "predictions"]
-    assert "not drawn: positions" in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
     run(headless, tmp_path / "headless", images)
     assert drawn(tmp_path / "headless") == [
@@ -148,7 +143,6 @@ def test_drawings_that_do_not_apply_are_reported(
         "filters",
         "rollout",
     ]
-    assert "not drawn: predictions" in capsys.readouterr().out
     whole = save(tmp_path / "whole.pt")
     run(whole, tmp_path / "whole")
     assert drawn(tmp_path / "whole") == ["filters", "positions"]
@@ -158,9 +152,8 @@ def test_drawings_that_do_not_apply_are_reported(
         (whole, "source=", "draw=attention"),
         (whole, "layer = 2", "layer=2"),
     ):
-        with pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=words):
             run(weights, tmp_path / "none", *more)
-        assert "\n" not in str(error.value)
     assert not (tmp_path / "none").exists()
 
 

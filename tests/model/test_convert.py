@@ -65,7 +65,6 @@ def test_a_bad_file_names_the_key_and_the_shapes(npz, changes, message):
         load(path)
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_pickles_are_not_executed(npz, tmp_path):

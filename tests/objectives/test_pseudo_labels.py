@@ -44,7 +44,6 @@ def given(data: Path, *more: str) -> list[str]:
 def create(*more: str) -> PseudoLabels:
     config = schema.load(RunConfig, None, given(Path("d"), *more))
     found = objectives.create(config, build(objectives.new_backbone(config, 4)))
-    assert isinstance(found, PseudoLabels)
     for number, model in enumerate((found.backbone, found.teacher["backbone"])):  # New heads are zero.
         torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(number))
     return found.train()

@@ -56,7 +56,6 @@ def test_the_held_out_split_is_optional_without_labels_or_when_it_is_said(photos
     assert held_out_split(labelled, usual) == "val"
     assert run_splits(labelled, dataclasses.replace(usual, eval_split=""), 0)[1] is None
     dev = run_splits(bare, dataclasses.replace(usual, dev_share=0.1), 0)[1]
-    assert dev is not None
     assert (dev.name, len(dev)) == ("dev", 15)
     with pytest.raises(UserError, match=r"has no split 'vla'. It has: train"):
         run_splits(bare, dataclasses.replace(usual, eval_split="vla"), 0)

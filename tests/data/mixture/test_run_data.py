@@ -218,9 +218,8 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
     ],
 )
 def test_a_mixture_that_cannot_be_used_is_refused(sets: Path, mix: str, reason: str) -> None:
-    with pytest.raises(UserError, match=reason) as refused:
+    with pytest.raises(UserError, match=reason):
         opened(sets, mix)
-    assert "\n" not in str(refused.value)
 
 
 def read_all(split: MixedSplit, model: Pixels) -> dict[int, np.ndarray]:
@@ -285,7 +284,6 @@ def test_sets_of_the_same_channels_and_type_are_read_by_the_first_range_and_thei
     data = opened(sets, "{path: dark, weight: 1}, {path: holes, weight: 1}")
     assert [note.endswith("a") for note in data.notes() if "range" in note] == [True]
     split = data.split
-    assert isinstance(split, MixedSplit)
     assert split.pixels == RGB8
     for row, found in read_all(split, split.pixels).items():
         part, own = split.part_of(row)

@@ -38,7 +38,6 @@ def test_configurations_are_judged_by_their_losses_and_kernels() -> None:
         results.add("step", row)
     assert [row["loss_difference"] for row in results.rows] == [0, 0.05, 0.0005, 0.0005]
     found = results.fastest(TINY.name, TINY.batch)
-    assert found is not None
     assert found["setup"] == asdict(DEFAULTS)
 
 

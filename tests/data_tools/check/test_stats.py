@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from mlflow.tracking import MlflowClient
 from PIL import Image
+from ranks import ROOT
 from raw_images import settings, write_folder
 
 from data_tools.check import contact_sheet, count, stats
@@ -20,7 +21,6 @@ from data_tools.sharding import shard
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
 from pipeline.settings.commands.data import StatsConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 FILES = [stats.STATS, stats.CLASSES, stats.SHARDS, stats.HISTOGRAMS, stats.SHEET]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from measure_dedup import PLANTS, measure_recall
 from PIL import Image
+from ranks import ROOT
 from raw_images import encoded, settings, write_folder
 
 from data_tools.dedup import dedup, near_copies
@@ -26,7 +27,6 @@ from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig
 from pipeline.train.shown_facts import _test_copies
 
-ROOT = Path(__file__).resolve().parents[3]
 DEFAULT = DedupConfig(data="", against=[]).max_distance
 
 

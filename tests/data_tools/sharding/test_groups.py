@@ -51,7 +51,6 @@ def listed(source: Path, **others: object) -> Listing:
 def refused(source: Path, **others: object) -> str:
     with pytest.raises(UserError) as error:
         listed(source, **others)
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -211,7 +210,6 @@ def check(dataset: Dataset) -> None:
     train = open_dataset(dataset.path).split("train")
     keys = train.keys(np.arange(len(train)))
     groups = train.groups
-    assert groups is not None
     assert [groups[i] == groups[0] for i in range(len(keys))] == [patient(key) == patient(keys[0]) for key in keys]
     assert len(np.unique(groups)) == len(set(map(patient, keys)))
     drawn = set()

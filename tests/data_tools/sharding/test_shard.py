@@ -19,6 +19,7 @@ import pytest
 import webdataset
 from faulty_s3 import S3, bucket_path, put
 from polling import until
+from ranks import ROOT
 from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder
 
 from data_tools import progress
@@ -32,8 +33,6 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
 from pipeline.process import waits
 from pipeline.settings.commands.data import ShardConfig
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def expected_key(name: str) -> str:
