@@ -4,10 +4,9 @@ Add the samples of a CSV to a list of excluded samples of a data set, exclude/NA
 
   python launch/exclude.py data=datasets/photos samples=runs/photos/page/mistakes/mistakes.csv
 
-mistakes.csv lists the most confident mistakes of a run or of launch/evaluate.py, among which wrong labels are found:
-look at the pictures beside it, and delete the lines whose label is right before this command. Any other CSV with the
-columns split and key will do. All lists are applied by default (data.exclude, exclude); remove the file of a list to
-undo it.
+mistakes.csv lists the worst mistakes of a run or of launch/evaluate.py, among which wrong labels are found: look at
+the pictures beside it, and delete the lines whose label is right before this command. Any other CSV with the columns
+split and key will do. All lists are applied by default (data.exclude, exclude); remove the file of a list to undo it.
 
 See docs/data_format.md.
 """

@@ -19,7 +19,7 @@ from pipeline import model as models
 from pipeline.settings.command import read_settings
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.transfer import VtabConfig
-from pipeline.settings.commands.weights import ScoreConfig
+from pipeline.settings.commands.weights import ExportConfig, ScoreConfig
 from pipeline.settings.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,7 +135,8 @@ def test_every_command_is_in_the_table() -> None:
 def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """As written in the README: from sharding to the score from published weights, and without labels."""
     monkeypatch.chdir(ROOT)
-    classes = {"shard": ShardConfig, "pretrain": RunConfig, "finetune": RunConfig, "evaluate": ScoreConfig}
+    runs = {"pretrain": RunConfig, "finetune": RunConfig}
+    classes = {**runs, "shard": ShardConfig, "evaluate": ScoreConfig, "export": ExportConfig}
 
     def commands(heading: str) -> tuple[list[str], list[Any]]:
         section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -145,16 +146,17 @@ def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: 
         names = [Path(line[i]).stem for line, i in zip(words, at, strict=True)]
         return names, [read_settings(classes[n], w[i + 1 :]) for n, w, i in zip(names, words, at, strict=True)]
 
-    names, (shards, tuned, score) = commands("Your own images")
-    assert names == ["shard", "finetune", "evaluate"]
-    assert shards.out == tuned.data.path == score.data
-    assert score.weights == f"{tuned.out}/{tuned.name}"
+    names, (fitted, score, export, doubts) = commands("Your own images")
+    assert names == ["finetune", "evaluate", "export", "evaluate"]
+    assert fitted.data.path == score.data == doubts.data
+    assert score.weights == export.weights == f"{fitted.out}/{fitted.name}"
+    assert doubts.weights == fitted.init.weights
     names, (unlabelled, run, continued) = commands("Your own images without labels")
     assert names == ["shard", "pretrain", "finetune"]
-    assert (run.data.path, run.probe.data, continued.data.path) == (unlabelled.out, shards.out, shards.out)
+    assert (run.data.path, run.probe.data, continued.data.path) == (unlabelled.out, score.data, score.data)
     assert continued.init.weights == f"{run.out}/{run.name}"
     # A second run of a name, but of other weights, is refused.
-    assert len({one.name for one in (tuned, run, continued)}) == 3
+    assert len({one.name for one in (fitted, run, continued)}) == 3
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pipeline.base.progress import PROGRESS_FILE
 from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.storage.bucket import name_inside, walk_files
+from pipeline.process.outputs import kind_of, results_in
 from pipeline.process.start import dying_with_parent, rank
 from pipeline.settings.commands.data import ShardConfig
 
@@ -83,8 +84,8 @@ def _is_finished(out: Path) -> bool:
 
 
 def _holds_images(images: Path) -> bool:
-    if not images.is_dir():
-        return False
+    if not images.is_dir() or kind_of(images) == "run" or {"run", "data set"} & results_in(images).keys():
+        return False  # Their figures are no images to train on.
     names = (name_inside(path, images) or "" for path, *_ in walk_files(images))
     return any(is_image(name) and not is_hidden(name) for name in names)
 

@@ -11,12 +11,12 @@ _MAX_NAMES = 10_000
 
 def missing(path: str | os.PathLike[str], what: str = "file or folder", way_out: str = "") -> str:
     """Returns "PATH: no such file or folder.", and the similar path that exists, else the way out."""
-    near = similar_path(path)
     several = str(path).strip("[]").split(",")
     if len(several) > 1 and all(several):
         return f"{path}: no such {what}. Several are written as a list, where one is read: [{','.join(several)}]."
     if {*"*?"} & {*str(path)}:
         return f"{path}: no such {what}: nothing matches, or no * is read here. Name the folder."
+    near = similar_path(path)
     return f"{path}: no such {what}. {f'Did you mean {near}?' if near else way_out}".rstrip()
 
 
@@ -27,14 +27,15 @@ def similar_path(path: str | os.PathLike[str]) -> Path | None:
     whole = Path(path)
     found = Path(whole.anchor)
     for number, part in enumerate(parts := whole.relative_to(found).parts):
-        if (found / part).exists():
+        if os.path.exists(found / part):
             found /= part
             continue
         names = {name.lower(): found / name for name in _names(found)}
-        deeper = [place / name for place in names.values() for name in _names(place)]
-        names = {place.name.lower(): place for place in deeper[:_MAX_NAMES][::-1]} | names
+        deeper = (place / name for place in names.values() for name in _names(place))
+        first = list(itertools.islice(deeper, _MAX_NAMES))
+        names = {place.name.lower(): place for place in reversed(first)} | names
         for near in difflib.get_close_matches(part.lower(), names, 3, 0.7):
-            if (there := names[near].joinpath(*parts[number + 1 :])).exists():
+            if os.path.exists(there := names[near].joinpath(*parts[number + 1 :])):
                 return there
         return None
     return None

@@ -65,9 +65,8 @@ class Table:
     @property
     def _columns(self) -> list[list[str]]:
         """The text of each column; pictures have none."""
-        return [
-            ["" if isinstance(cell, PngImage) else cell for cell in column] for column in zip(*self.rows, strict=True)
-        ] or [[] for _ in self.header]
+        texts = [[cell if isinstance(cell, str) else "" for cell in row] for row in self.rows]
+        return [[row[i] for row in texts] for i in range(len(self.header))]
 
     @property
     def pictures(self) -> list[PngImage]:

@@ -76,15 +76,15 @@ def how_found(split: str, trained_by: str = "", folds: int = 0) -> str:
     """How doubtful labels are found, a sentence. trained_by: the runs that trained on the split, if any."""
     if folds:
         found = (
-            f"The class of each image of split {split} is predicted from its features by a linear layer that was fitted"
-            f" to the other images ({folds} parts, of which {folds - 1} are fitted to)"
+            f"Each image of split {split} is predicted from its features by a linear layer that was fitted to the other"
+            f" {folds - 1} of {folds} parts of the split."
         )
-        unsure = f". But the weights themselves were trained on this split by {trained_by}, and know its wrong labels:"
-        return found + (f"{unsure} weights that were not trained on it find more." if trained_by else ".")
+        trained = f" The weights were trained on this split by {trained_by}, and may know its wrong labels: use others."
+        return found + trained * bool(trained_by)
     if trained_by:
         return (
             f"The weights were trained on split {split} by {trained_by}, wrong labels included, so they may find few of"
-            " these: folds=5 predicts each image by a linear layer that was not fitted to it."
+            " these. launch/evaluate.py with folds=5 and weights that were not trained on it finds more."
         )
     return f"The weights were not trained on split {split}, as far as is known, so they do not know its wrong labels."
 
@@ -157,7 +157,7 @@ def read(folder: Path) -> tuple[Mistakes, dict[str, bytes]] | None:
 
 def files(found: Mistakes, pictures: Mapping[str, bytes]) -> dict[str, bytes | str | None]:
     """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
-    table = table_csv([asdict(one) for one in found.listed]) or None
+    table = table_csv([asdict(one) for one in found.listed]) if found.listed else None
     return {**NO_FILES, **pictures, CSV: table, JSON: json.dumps(asdict(found))}
 
 
@@ -166,7 +166,8 @@ def blocks(
 ) -> list[Block]:
     """The part of a report. folder: of the CSV. confusion: picture of the confusion matrix."""
     if not found.num_wrong:
-        return [Heading("Mistakes"), Paragraph(f"None of {counted(found.num_images, 'image')}. {found.how}")]
+        none = Paragraph(f"None of {counted(found.num_images, 'image')} is predicted as another class. {found.how}")
+        return [Heading("Mistakes"), none, *([confusion] if confusion else [])]
     pairs = [(of.label, of.predicted, f"{of.images:,}", f"{of.share:.1%}") for of in found.confused]
     confused = Table(("label", "predicted as", "images", "of this label"), pairs)
     rows = [
@@ -189,7 +190,7 @@ def blocks(
             f" label. First come those whose label is the least probable, where a wrong label is most likely."
             f" {found.how}"
         ),
-        Table(("image", "label", "predicted as", "confidence", "of the label", "key"), rows),
+        Table(("image", "label", "predicted as", "confidence", "label's probability", "key"), rows),
         Paragraph(
             f"To train without wrong labels, delete the rows of {CSV} whose label is right, and exclude the rest:"
         ),

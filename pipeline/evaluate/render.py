@@ -38,6 +38,10 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
+    if "linear" in scores:
+        rows += _accuracy(
+            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
+        )
     rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
     if "loss" in scores:
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
@@ -51,10 +55,6 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         knn = scores["knn"]
         text = f"accuracy of {knn['neighbours']} nearest neighbours"
         rows += _accuracy(text, knn["top1"], scores, knn.get("effective_images"))
-    if "linear" in scores:
-        rows += _accuracy(
-            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
-        )
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
@@ -79,7 +79,9 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:
     """The title and the content of the report. of_mistakes: of `mistakes.blocks`."""
-    blocks: list[Block] = [Table(("score", "value"), summary(scores)), *of_mistakes]
+    trained = scores.get(TRAINED_BY)
+    warning = [Paragraph(f"Note: {not_held_out(scores['split'], trained)}.")] if trained else []
+    blocks: list[Block] = [*warning, Table(("score", "value"), summary(scores)), *of_mistakes]
     if "per_class" in scores:
         tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
         rows = [
@@ -104,12 +106,11 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
-    trained = f"{not_held_out(scores['split'], scores[TRAINED_BY])}. " if scores.get(TRAINED_BY) else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     return (
-        f"{trained}{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."

@@ -62,7 +62,9 @@ def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | No
         engine.run_one(experiment, config.cell)
         return None
     specs, rows = experiment.known()
-    cost = estimate(experiment, rows)
+    cost = estimate(
+        experiment, rows, f"{at_a_time} at a time on {counted(config.gpus, 'GPU') if config.gpus else 'CPUs'}"
+    )
     if not (config.slurm or config.report):
         runs, summary = plan_lines(experiment, rows, cost, at_a_time)
         print("\n".join([*runs, *summary]), flush=True)
@@ -82,8 +84,8 @@ class CostEstimate:
     source: str
 
 
-def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
-    """Estimate the hours of every run, by the speed of those that are done.
+def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here") -> CostEstimate:
+    """Estimate the hours of every run, by the speed of those that are done. where: they train, in words.
 
     Without them, it is the speeds of the models with `minutes`, or `tflops` of the settings.
     """
@@ -96,19 +98,22 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row]) -> CostEstimate:
         per_flop = {group: median(values) for group, values in measured.items()}
         usual = median(per_flop.values())
         hours = {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
-        return CostEstimate(hours, f"as measured in {counted(sum(map(len, measured.values())), 'run')} of these")
+        num_measured = counted(sum(map(len, measured.values())), "run")
+        return CostEstimate(hours, f"as measured in {num_measured} of these, {where}")
     rate = config.tflops * 1e12 * max(1, config.gpus)
     source = f"with {config.tflops:g} TFLOP/s (tflops) a device" if rate else "at the models' speeds"
     rates = [experiment.rates.get(spec.group, rate) for spec in specs]
     if not all(rates) or not all(spec.flops for spec in specs):
         return CostEstimate(
             {},
-            "known when the first has ended, or by tflops=..., what a device keeps up (launch/plan.py predicts it)",
+            f"{where}, at a speed that is known when the first has ended, or by tflops=..., what a device keeps up"
+            " (launch/plan.py predicts it)",
         )
     if any(spec.config.engine.compile for spec in specs):  # Measured hours include it.
         source += ", without the time to compile the models (engine.compile)"
     seconds = [spec.flops / rate + _SECONDS_OF_A_PROCESS for spec, rate in zip(specs, rates, strict=True)]
-    return CostEstimate({spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}, source)
+    hours = {spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}
+    return CostEstimate(hours, f"{source}, {where}")
 
 
 def plan_lines(
@@ -130,15 +135,14 @@ def plan_lines(
     left = [name for name, row in rows.items() if row.state in TO_RUN]
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
-    gpus = experiment.config.gpus
-    where = f"{at_a_time} at a time on {counted(gpus, 'GPU') if gpus else 'the CPU'}"
     if cost.hours and left:
         hours_left = [cost.hours[name] for name in left]
         alone = max(sum(hours_left) / at_a_time, *hours_left)  # They may not divide evenly.
-        summary += f"; those left take {duration(3600 * alone)} {cost.source}, {where}"
+        summary += f"; those left take {duration(3600 * alone)} {cost.source}"
+        gpus = experiment.config.gpus
         summary += f", {sum(hours_left) * gpus:,.3g} GPU hours" if gpus else ""
     elif left:
-        summary += f"; those left train {where}. Time: {cost.source}"
+        summary += f"; those left train {cost.source}"
     return aligned(table, 1), [f"{summary}.", *experiment.notes]
 
 

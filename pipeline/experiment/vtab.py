@@ -94,7 +94,7 @@ def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = ""
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
-    cells, summary = plan_lines(sweep, sweep.known()[1], CostEstimate({}, "of unknown speed"), 1)
+    cells, summary = plan_lines(sweep, sweep.known()[1], CostEstimate({}, "at an unknown speed"), 1)
     print("\n".join([*without_effect(config), *(cells if config.plan else []), *summary]), flush=True)
     return None if config.plan else engine.run(sweep, run_jobs)
 

@@ -26,7 +26,7 @@ from pipeline.base.words import on_one_line
 from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
-from pipeline.process.outputs import kind_of
+from pipeline.process.outputs import kind_of, results_in
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
@@ -85,8 +85,8 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
             return file
     if kind_of(path) == "data set":
         raise UserError(f"{path} is a data set, not weights. Name a run, a checkpoint, or a file of weights.")
-    if not folder.exists() and (runs := sorted(inner for inner in path.iterdir() if kind_of(inner) == "run")):
-        raise UserError(f"{path} has runs in it. Name one, as {runs[0]}.")
+    if not folder.exists() and (run := results_in(path).get("run")):
+        raise UserError(f"{path} has runs in it. Name one, as {run}.")
     raise UserError(
         f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a"
         " run, or a file."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.base.files import write_text
+from pipeline.base.words import counted
 
 METRICS_FILE = "metrics.jsonl"
 # Metrics are numbers of float32; the square of a larger one, or its share in per cent, would be infinite.
@@ -47,19 +48,19 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
     old: list[bytes] = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         old = file.readlines()
-    lines, logged, removed = list[bytes](), dict[str, float](), Counter[str]()
+    lines, logged, removed = list[bytes](), dict[str, float](), Counter[tuple[str, str]]()
     for line in old:
         record = parse_line(line)
         if record is None:
-            removed["damaged lines"] += 1
+            removed["damaged line", ""] += 1
         elif record.step > last_step:
-            removed[f"records after step {last_step:,}, from which the run continues"] += 1
+            removed["record", f" after step {last_step:,}, from which the run continues"] += 1
         else:
             lines.append(line.rstrip(b"\n") + b"\n")
             logged |= record.metrics if record.step == last_step else {}
     if lines != old:
         write_text(path, b"".join(lines).decode())
-    return logged, [f"{path}: removed {count:,} {what}" for what, count in removed.items()]
+    return logged, [f"{path}: removed {counted(count, what)}{rest}" for (what, rest), count in removed.items()]
 
 
 def open_to_append(path: Path) -> BinaryIO:

@@ -247,6 +247,7 @@ class RunFacts:
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
         can_sort = self.metric(name).is_share and math.isfinite(value)
+        name = str(self.parameters.get("score", name))  # Of a study, that of its runs.
         column = f"{SCORE}_{kind_of(name)}".rstrip("_")
         # A page lists what came first on top.
         return {column: round(100 * value, 2), **sent} if can_sort else sent

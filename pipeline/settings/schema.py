@@ -200,7 +200,7 @@ def _way_out(kind: str, value: Any, said: str) -> str:
     """What to write in place of a value that pydantic refuses, if that is known. kind: of its error."""
     if kind == "string_type" and isinstance(value, list):
         return " Give one, not a list."
-    if kind == "float_parsing" and re.fullmatch(r"[0-9.]{1,9} ?%", value):
+    if kind == "float_parsing" and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)? ?%", value):
         return f" Write a share as a number: {float(value.rstrip('% ')) / 100:g}."
     choices = re.findall(r"'(\w+)'", said) if kind == "literal_error" else []
     near = difflib.get_close_matches(str(value), choices, 1, 0.7)

@@ -266,7 +266,8 @@ class TrainingRun(StartingPoint):
             declared = engine.objective.values(self.config)
             shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
             lines.append(progress_line(progress.step, plan.steps, metrics | speed, plan.global_batch, shown))
-            lines += self.slow_ranks.changed(own_seconds)
+            if progress.step > progress.start + 1:  # Whose first step is slower for reasons of its own.
+                lines += self.slow_ranks.changed(own_seconds)
         if record:
             metrics |= self.meter.read() | saver.read() | self.host_meter.read_on_all_ranks()
             collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})

@@ -22,6 +22,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.classify import Features, each_sample, label_table
 from pipeline.evaluate.probes import linear_head
 from pipeline.evaluate.probes.linear_head import LinearHead
+from pipeline.evaluate.probes.out_of_fold import divide
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.train.bookkeeping import StartingPoint, TrainingRun
 
@@ -30,7 +31,7 @@ _PART = 2048
 
 
 def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
-    """Replace the head of `start.model` by one fitted to its features of the training split.
+    """Replace the head of the run's model by one fitted to its features of the training split.
 
     Each image is read once, by all ranks together; rank 0 fits. Returns metrics: the decay that was chosen, and the
     held-out accuracy and loss. Raises UserError for too few images.
@@ -51,7 +52,7 @@ def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
         of_views = labels[usable].repeat(values.shape[1], axis=0)
         # Each class counts as often as training draws it.
         weights = np.bincount(of_views[:, 0]).astype(np.float64)[of_views[:, 0]] ** (config.data.balance - 1)
-        parts = linear_head.folds(len(values), config.seed, None if split.groups is None else split.groups[usable])
+        parts = divide(labels[usable, 0], linear_head.FOLDS, None if split.groups is None else split.groups[usable])
         head = linear_head.fit(
             torch.from_numpy(values.reshape(-1, values.shape[2])).to(ranks.device),
             torch.from_numpy(of_views).to(ranks.device),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline import model as models
@@ -15,7 +16,6 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate import choose, coverage
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ChooseConfig
-from tests.helpers.given_images import images as images_given
 
 SIDE = 8
 COLOURS = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}

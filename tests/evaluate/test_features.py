@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline import model as models
@@ -16,7 +17,6 @@ from pipeline.base.errors import UserError
 from pipeline.evaluate import features
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import FeaturesConfig
-from tests.helpers.given_images import images as images_given
 
 SIDE, NUM_IMAGES, BAD = 8, 9, 4
 CLASSES = ["ant", "bee"]

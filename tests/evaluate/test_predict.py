@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from given_images import images as images_given
 from PIL import Image
 from ranks import ROOT
 
@@ -23,7 +24,6 @@ from pipeline.evaluate import features, predict
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import FeaturesConfig, PredictConfig
-from tests.helpers.given_images import images as images_given
 
 SIDE = 8
 CLASSES = ["ant", 'the "bee", small', "cat"]

@@ -23,8 +23,9 @@ from sklearn.linear_model import Ridge
 from data_tools.check import exclude
 from pipeline import model as models
 from pipeline.base.errors import UserError
+from pipeline.base.page import PngImage
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate import render, score_report
+from pipeline.evaluate import mistakes, render, score_report
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, output_folder
 from pipeline.evaluate.probes.probe import choose_samples
@@ -310,6 +311,7 @@ def test_wrong_labels_are_on_top_and_can_be_excluded(make_dataset, tmp_path: Pat
         assert pixels[-1].mean() == pytest.approx(20 + 30 * GREY[shown[number][0]], abs=8)  # Its own picture.
     html = (tmp_path / "out" / "report.html").read_text()
     assert all(row["key"] in html for row in rows)
+    assert "confusion.png" in (tmp_path / "out" / "report.md").read_text()
     assert not [link for link in re.findall(r'(?:src|href)="([^"]*)', html) if not link.startswith("data:")]
 
     with (tmp_path / "kept.csv").open("w", newline="") as file:
@@ -322,6 +324,20 @@ def test_wrong_labels_are_on_top_and_can_be_excluded(make_dataset, tmp_path: Pat
     again = {row["key"] for row in csv.DictReader((tmp_path / "out" / "mistakes.csv").open())}
     assert rows[2]["key"] in again
     assert not {row["key"] for row in rows[:2]} & again
+
+
+def test_a_warning_of_trained_images_is_above_the_scores(data: Dataset, tmp_path: Path) -> None:
+    on = [{"name": "photos", "fingerprint": data.fingerprint, "split": "val", "run": "zebra"}]
+    trained = save(tmp_path / "w.pt", K, classes=CLASSES, trained_on=on)
+    score_report.run(config(trained, data, "shots=0", f"out={tmp_path / 'out'}"))
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.index("zebra") < text.index("top-1 accuracy")
+    assert "folds=5" in text.partition("## Look")[2]  # What to do to find wrong labels anyway.
+
+
+def test_without_a_mistake_the_confusion_matrix_stays() -> None:
+    matrix = PngImage("confusion.png", "", b"")
+    assert matrix in mistakes.blocks(mistakes.Mistakes("How.", "d", 5, 0, [], []), {}, Path("x"), matrix)
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path, capsys) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline import model as models
@@ -22,7 +23,6 @@ from pipeline.explain import explain, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
-from tests.helpers.given_images import images as images_given
 
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]

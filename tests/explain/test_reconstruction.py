@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline import model as models
@@ -17,7 +18,6 @@ from pipeline.objectives.mae import Mae, MaeSettings, patches_of
 from pipeline.objectives.objective import stored_name
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
-from tests.helpers.given_images import images as images_given
 
 SETTINGS = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
 

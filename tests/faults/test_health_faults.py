@@ -170,7 +170,7 @@ def test_a_run_can_go_back_and_leave_out_the_data_that_did_it(out: Path) -> None
     # One record a step: those of the batches that were left out are gone.
     steps = [json.loads(line)["step"] for line in (out / "rolled" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, STEPS + 1), STEPS]
-    assert "records after step 8, from which the run continues" in log(out / "rolled")
+    assert "after step 8, from which the run continues" in log(out / "rolled")
     assert "jumped 1 time, more than health.max_rollbacks = 0" in (out / "tired.error").read_text()
     for name in ("weight", "tired"):
         status = read_status(out / name)

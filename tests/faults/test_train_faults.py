@@ -408,7 +408,7 @@ def test_a_killed_run_has_one_point_a_step_in_mlflow(
     told = (folder / "log.txt").read_text()
     resumed = int(told.rpartition("resumed from ")[2].partition("at step ")[2].partition(" of ")[0].replace(",", ""))
     assert committed <= resumed
-    assert f"records after step {resumed:,}, from which the run continues" in told
+    assert f"after step {resumed:,}, from which the run continues" in told
     for name in ("loss", "grad_norm", "images_per_second"):
         found = points(store, name)
         # A kill between a request and the note that it was made: its points, at most 500 numbers, are there twice.

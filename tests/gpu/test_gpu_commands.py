@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from block_pairs import write_block_pairs
+from given_images import images as images_given
 from tiny import make_dataset
 from tiny_vtab import job_of
 
@@ -24,7 +25,6 @@ from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.commands.transfer import VtabConfig
 from pipeline.settings.commands.weights import ExplainConfig, ExportConfig, PredictConfig
-from tests.helpers.given_images import images as images_given
 
 TASK = TASKS[2]
 SPLITS = {"train800": 32, "val200": 16, "train800val200": 48, "test": 40}

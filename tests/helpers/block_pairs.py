@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline.settings import schema
 from pipeline.settings.commands.segment import SegmentConfig
-from tests.helpers.given_images import images as images_given
 
 Write = Callable[..., tuple[Path, Path]]
 SIDE, NUM_CLASSES = 8, 3

@@ -45,7 +45,7 @@ def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
     assert record.metrics == {"photos _2__20nn": 0.5, "best_R50_ViT-B/16": 0.75, "_a_20nn": 1.0}
     assert num_damaged == 0
     saved = PageFolder(tmp_path / "run").read_facts().facts
-    assert saved.as_sent(record.metrics)["score"] == 50
+    assert saved.as_sent(record.metrics)["score_knn"] == 50
     assert saved.metric(saved.score) == declared["photos (2)_20nn"]
 
 

@@ -130,6 +130,7 @@ SWEEP = RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k")
         (replace(PRETRAINED, score="val_20nn"), {"val_20nn": 0.25}, {"score_knn": 25}),
         (replace(PRETRAINED, score="a_b_5shot_l2_10"), {"a_b_5shot_l2_10": 0.25}, {"score_linear": 25}),
         (SWEEP, {"vtab_mean": 0.712}, {"score": 71.2}),
+        (RunFacts("a", "study", {"score": "20nn"}, score="best_score"), {"best_score": 0.5}, {"score_knn": 50}),
         (replace(PRETRAINED, score="val_top1"), {"val_top1": math.nan}, {}),
     ],
 )

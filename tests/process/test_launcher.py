@@ -97,8 +97,8 @@ def test_ranks_of_a_host_share_its_cores(
 @pytest.mark.parametrize(
     ("runner", "typed"),
     [
-        ("deepspeed", ["deepspeed", "--num_gpus", "2", "launch/x.py", "train.length=2 epochs"]),
-        ("torchrun", ["torchrun", "--num_gpus", "2", "launch/x.py", "train.length=2 epochs"]),
+        ("deepspeed", ["deepspeed", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
+        ("torchrun", ["torchrun", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
         ("own_script", ["python", "{rank}", "train.length=2 epochs"]),
     ],
 )
@@ -111,6 +111,6 @@ def test_the_command_is_that_of_the_launcher(runner: str, typed: list[str], tmp_
     script.write_text(
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-u', {str(rank)!r}, '--local_rank=1', sys.argv[-1]])"
     )
-    words = [sys.executable, str(script), "--num_gpus", "2", "launch/x.py", "train.length=2 epochs"]
+    words = [sys.executable, str(script), "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [word.format(rank=rank) for word in typed]

@@ -78,7 +78,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
     found = {file.path for folder in ("", "page") for file in client.list_artifacts(run.info.run_id, folder)}
     assert {"config.yaml", "log.txt", "deepspeed.json", "metrics.jsonl"} <= found
     assert {"page/plan.txt", "page/environment.txt", "page/predictions.npz"} <= found
-    assert {"page/mistakes/report.html", "page/mistakes/mistakes.csv"} <= {
+    assert {"page/mistakes/report.html", "page/mistakes/mistakes.json"} <= {
         file.path for file in client.list_artifacts(run.info.run_id, "page/mistakes")
     }
     assert "page/drawing.log" not in found
@@ -92,18 +92,25 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
     }
 
 
-def test_mistakes_are_those_with_the_least_probable_label(trained: Path, dataset: Path) -> None:
-    """Under their keys in the manifest, with pictures in the page itself."""
-    found = read_predictions(trained)
-    folder = trained / "page" / "mistakes"
-    of_run, pictures = mistakes.read(folder) or pytest.fail("no mistakes")
-    wrong = np.flatnonzero(found.true != found.predicted)
-    assert (of_run.num_wrong, of_run.num_images) == (len(wrong), len(found.true))
-    order = wrong[np.argsort(found.of_label[wrong], kind="stable")][: len(of_run.listed)]
-    assert [one.key for one in of_run.listed] == open_dataset(dataset).split("val").keys(order)
-    assert sum(pair.images for pair in of_run.confused) <= len(wrong)
-    html = (folder / "report.html").read_text()
-    assert html.count("data:image/png") == len(of_run.listed) == len(pictures) > 0
+def test_mistakes_have_their_keys_the_least_probable_label_first(trained: Path, dataset: Path, tmp_path: Path) -> None:
+    """With pictures in the page itself. The run makes none, so some predictions are changed."""
+    of_run, _ = mistakes.read(trained / "page" / "mistakes") or pytest.fail("not written")
+    assert (of_run.num_wrong, of_run.listed) == (0, [])
+    folder = tmp_path / "small"
+    shutil.copytree(trained, folder)
+    arrays = dict(np.load(folder / "page" / "predictions.npz"))
+    changed = {3: 0.3, 7: 0.1, 5: 0.2}
+    for row, of_label in changed.items():
+        arrays["predicted"][row] = (arrays["true"][row] + 1) % 4
+        arrays["of_label"][row] = of_label
+    np.savez(folder / "page" / "predictions.npz", **arrays)
+    assert draw(folder, final=False) == []
+    of_run, pictures = mistakes.read(folder / "page" / "mistakes") or pytest.fail("not written")
+    assert (of_run.num_wrong, of_run.num_images) == (3, len(arrays["true"]))
+    assert [one.key for one in of_run.listed] == open_dataset(dataset).split("val").keys([7, 5, 3])
+    assert sum(pair.images for pair in of_run.confused) == 3
+    html = (folder / "page" / "mistakes" / "report.html").read_text()
+    assert html.count("data:image/png") == len(pictures) == 3
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     (folder / "config.yaml").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
         "curves",
-        "confusion, worst_classes, predictions",
+        "confusion, worst_classes, predictions, mistakes",
         "reconstruction",
         "attention, positions, components",
     ]

@@ -120,6 +120,9 @@ def test_the_first_screen_says_how_good_it_is_what_it_confuses_and_what_to_look_
     )
     folder = folder.rename(tmp_path / "moved")
     file = report.run(schema.load(RunReportConfig, None, [f"run={folder}"]))
+    shown = re.findall(r"\]\((\S+)\)", (file.parent / "report.md").read_text())
+    assert {one.picture for one in listed} < set(shown)
+    assert all((file.parent / name).is_file() for name in shown)
     with open_browser(tmp_path) as browser:
         browser.open(file.as_uri(), "50.00 %")
         page: Any = browser.page

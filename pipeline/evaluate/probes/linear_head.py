@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base import random_numbers
-from pipeline.base.random_numbers import Purpose
 from pipeline.evaluate.classify import probabilities_of
 from pipeline.objectives import classification
 
@@ -36,15 +34,6 @@ class LinearHead:
     probabilities: Tensor
 
 
-def folds(num_samples: int, seed: int, groups: np.ndarray | None) -> np.ndarray:
-    """int64 (n,): the part, 0 to F - 1, in which each sample is held out. groups: of `Split.groups`, which stay
-    whole.
-    """
-    units, of_samples = np.unique(np.arange(num_samples) if groups is None else groups, return_inverse=True)
-    places = random_numbers.permutation(len(units), seed, Purpose.named("folds of the head"))
-    return np.argsort(places)[of_samples] % FOLDS
-
-
 def fit(
     features: Tensor,
     labels: Tensor,
@@ -56,7 +45,7 @@ def fit(
     """Minimise the mean loss + decay / 2 * |W|^2 of standardised features, for the decay with the least held-out loss.
 
     features: float32 (n, D). labels: int64 (n, M), -1 where a sample has fewer. weights: float32 (n,), of each sample
-    in the mean. parts: as `folds` returns. kind: "softmax" or "sigmoid".
+    in the mean. parts: int64 (n,), the part, 0 to F - 1, in which a sample is held out. kind: "softmax" or "sigmoid".
     """
     mean, deviation = features.mean(0), features.std(0).clamp(min=1e-6)
     standard = (features - mean) / deviation

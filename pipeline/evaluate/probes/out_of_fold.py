@@ -26,7 +26,7 @@ def predict_out_of_fold(
     """
     usable = np.flatnonzero(features.readable & np.isfinite(features.values).all(1) & (labels >= 0))
     values, known = features.values[usable], labels[usable]
-    fold = _folds(known, folds, None if groups is None else groups[usable])
+    fold = divide(known, folds, None if groups is None else groups[usable])
     predicted, of_predicted, of_labels = np.full(len(labels), -1), np.zeros(len(labels)), np.zeros(len(labels))
     for number in range(folds):
         tested = fold == number
@@ -44,9 +44,9 @@ def predict_out_of_fold(
     return predicted, of_predicted, of_labels
 
 
-def _folds(labels: np.ndarray, folds: int, groups: np.ndarray | None) -> np.ndarray:
-    """int64 (n,): the fold of each sample, at random, each with about its share of each class; groups are not
-    divided.
+def divide(labels: np.ndarray, folds: int, groups: np.ndarray | None) -> np.ndarray:
+    """int64 (n,), 0 to folds - 1: the fold of each sample, at random, each with about its share of each class; groups
+    are not divided.
     """
     _, first, units = np.unique(np.arange(len(labels)) if groups is None else groups, True, True)
     order = random_numbers.permutation(len(first), 0, Purpose.named("folds"))

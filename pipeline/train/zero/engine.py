@@ -60,6 +60,8 @@ def start_ranks(
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.set_log_level_from_string(os.environ.get(_LOG_LEVEL, "warning"))
+    # Its warning of optimizers that it did not test; ours are tested here (see `deepspeed_settings`).
+    deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     with all_started(ranks, timeout_minutes, meet), _without_prints():
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)

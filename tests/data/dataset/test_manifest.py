@@ -129,6 +129,8 @@ def test_what_is_no_data_set_is_said_and_a_split_that_exists_proposed(tmp_path: 
         with pytest.raises(UserError, match=said):
             open_dataset(tmp_path / name)
     dataset = write(tmp_path / "set")
+    with pytest.raises(UserError, match=f"data sets in it.*{dataset.path}"):
+        open_dataset(tmp_path)
     with pytest.raises(UserError, match=r"train, val. Did you mean val\?"):
         dataset.split("test")
     dataset.info["samples"] = {"train": 2}

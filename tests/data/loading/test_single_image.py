@@ -27,11 +27,11 @@ def saved(path: Path, pixels: Pixels | None = None, **view: Any) -> Path:
 
 def as_evaluated(weights: Path, image: Path, image_size: int) -> torch.Tensor:
     """The input that a command computes for a file."""
-    config = PredictConfig(weights=str(weights), images=[str(image)], image_size=image_size, device="cpu")
+    config = PredictConfig(weights=str(weights), source=[str(image)], image_size=image_size, device="cpu")
     loaded = load_model(config)
     split = open_adhoc_split([str(image)], "val", "all", (), pixels=loaded.pixels).split
     requests = [(np.zeros(1, np.int64), np.zeros(1, np.int64))]
-    with loaded.reading(split, config, 1) as reader, reader.open(requests, 1) as (batches, bad):
+    with loaded.reading(split, config) as reader, reader.open(requests, 1) as (batches, bad):
         (batch,) = batches
         assert not bad
         return loaded.images(batch.images)[0]

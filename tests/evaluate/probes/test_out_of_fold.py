@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluate.classify import Features
-from pipeline.evaluate.probes.out_of_fold import _folds, predict_out_of_fold
+from pipeline.evaluate.probes.out_of_fold import divide, predict_out_of_fold
 
 N, D, K = 300, 16, 4
 
@@ -48,10 +48,10 @@ def test_unreadable_and_unlabelled_samples_have_no_class() -> None:
 
 def test_folds_have_all_classes_and_divide_no_group() -> None:
     labels = np.arange(N) % K
-    alone = _folds(labels, 5, None)
+    alone = divide(labels, 5, None)
     counts = np.array([[((alone == fold) & (labels == c)).sum() for c in range(K)] for fold in range(5)])
     assert counts.min() >= counts.max() - 1
     groups = np.arange(N) // 7
-    together = _folds(labels, 5, groups)
+    together = divide(labels, 5, groups)
     assert all(len(set(together[groups == group])) == 1 for group in range(groups[-1] + 1))
     assert len(set(together)) == 5
