@@ -73,9 +73,9 @@ def test_files_exist() -> None:
     """
     pattern = re.compile(rf"(?<![\w/.<{{-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
     missing = {
-        (name, mentioned)
-        for name, text in sources()
-        for mentioned in pattern.findall(text)
+        (path.name, mentioned)
+        for path in (*PAGES, *CODE, *CONFIGS)
+        for mentioned in pattern.findall(path.read_text())
         if not re.search(r"[A-Z]{3}|\.\.\.|^configs/.*\.(py|yml)$", mentioned)
         and not list(ROOT.glob(mentioned.rstrip("/")))
     }

@@ -59,11 +59,6 @@ def test_the_disk_holds_all_checkpoints_that_a_run_keeps() -> None:
     assert more.disk_bytes == (2 + 4 + 1 + 1) * more.checkpoint_bytes == to_dict(more)["disk_bytes"]
 
 
-def test_hours_need_a_measured_speed() -> None:
-    assert make_forecast(load("cluster=8x8xH100")).hours is None
-    assert "measured=" in "\n".join(describe(make_forecast(load())))
-
-
 @pytest.mark.slow
 def test_h14_on_imagenet21k_is_made_for_8_nodes_of_8_gpus() -> None:
     file = ROOT / "configs/pretrain/vit_h14_imagenet21k.yaml"
@@ -182,26 +177,6 @@ def test_training_refuses_what_the_plan_refuses(
     rank = forge.start_work(1, "test_forecast:train_on_a_small_gpu", overrides)
     assert rank.wait() == [2], rank.said()
     assert rank.said().splitlines()[-1] == f"error: {planned.value}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["cluster=64xH100"], "cluster = 64xH100: write nodes x GPUs x kind"),
-        (["cluster=8x8xTPU"], "TPU"),
-        (["samples=0"], "samples = 0, classes = 21841: set both, or neither"),
-        (["variant=ViT-L/16"], "model.name"),
-    ],
-)
-def test_refusals(overrides: list[str], said: str) -> None:
-    with pytest.raises(UserError) as error:
-        make_forecast(load(*overrides))
-    assert said in str(error.value)
-
-
-def test_weights_that_are_not_there() -> None:
-    with pytest.raises(UserError, match=r"init\.weights = nowhere: .*variant="):
-        make_forecast(load("init.weights=nowhere", file=ROOT / "configs/finetune/imagenet_384px.yaml"))
 
 
 def test_what_init_changes_is_planned_without_the_weights() -> None:

@@ -78,9 +78,9 @@ def run_that_ends(folder: Path) -> Iterator[subprocess.Popen[str]]:
         yield rank
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 37})
+@pytest.fixture
+def data(dataset: Path) -> Path:
+    return dataset
 
 
 def test_grid_from_trials_to_table_and_comparison(

@@ -1,6 +1,5 @@
 """launch/explain.py, from settings to the folder and the MLflow run; the choice of images, maps and mistakes."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from given_images import images as images_given
 from PIL import Image
+from raw_images import encoded
 
 from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
@@ -45,10 +45,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(11):
         place = folder / (CLASSES[number % 3] if number < 10 else "unsorted")
         place.mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).resize((20, 24)).save(buffer, "PNG")
-        (place / f"{number}.png").write_bytes(b"junk" if number == 9 else buffer.getvalue())
+        image = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((20, 24))
+        (place / f"{number}.png").write_bytes(b"junk" if number == 9 else encoded(image, "PNG"))
     return folder
 
 
@@ -248,13 +246,6 @@ def test_maps_of_layers_and_heads() -> None:
         chosen, *found = galleries.choose_maps(attention, layer, head)
         assert torch.allclose(chosen, expected)
         assert tuple(found) == names
-
-
-def test_order_of_the_sheet() -> None:
-    right = np.array([True, False, True, False, False, True, False, True])
-    confidence = np.array([0.9, 0.2, 0.5, 0.8, 0.6, 0.7, 0.95, 0.3])
-    assert galleries.order_by_mistake(right, confidence, 8).tolist() == [6, 3, 4, 1, 7, 2, 5, 0]
-    assert galleries.order_by_mistake(right, confidence, 4).tolist() == [6, 3, 4, 7]  # a quarter for right ones
 
 
 def test_maps_are_enlarged_to_where_their_patches_lie() -> None:

@@ -25,13 +25,6 @@ FAST = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 
-@pytest.fixture
-def out(database: Path, tmp_path: Path) -> Path:
-    """A folder of runs with an empty store in it."""
-    shutil.copy(database, tmp_path / "mlflow.db")
-    return tmp_path
-
-
 def tracked(
     out: Path, facts: RunFacts, folder: str = "run", outcome: str = "", start: int | None = None, result: str = ""
 ):

@@ -144,8 +144,7 @@ def test_another_source_is_refused_with_the_difference(dataset: Dataset, picture
     before = contents(dataset.path)
     changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
     changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
-    said = r"2 came \(train/cat/new .*train/dog/00 .*11 went \(train/cat/00"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=r"2 came \(train/cat/new .*train/dog/00 .*11 went \(train/cat/00"):
         shard.run(settings(write_folder(changed, tmp_path / "changed"), dataset.path, val_share=0.25))
     assert contents(dataset.path) == before
 

@@ -4,8 +4,6 @@ import gzip
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 import scipy.io
 import vtab_originals
 import webdataset
-from ranks import ROOT
 from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
 
@@ -405,13 +402,3 @@ def test_other_forms_of_the_same_files(vtab_tasks: tuple[Path, Truth], tmp_path:
     for name in tasks[:3]:
         ours, theirs = open_dataset(tmp_path / "out" / name), open_dataset(vtab_tasks[0] / "out" / name)
         assert ours.fingerprint == theirs.fingerprint
-
-
-def test_the_command_proves_and_says_what_is_wrong_in_one_line(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "launch" / "vtab_prepare.py"), "--prove"]
-    shutil.copytree(vtab_tasks[0] / "out" / "eurosat", tmp_path / "eurosat")
-    done = subprocess.run([*script, f"out={tmp_path}"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    # Made with small splits, so by the rule with 800 and 200 it is no VTAB.
-    assert done.returncode == 2
-    assert "eurosat: NOT PROVED: eurosat: 120 samples of 'train'" in done.stdout
-    assert done.stderr.count("\n") == 1
