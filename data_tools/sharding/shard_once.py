@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.sharding.source_table import SOURCE_TABLE, difference
@@ -36,11 +37,11 @@ _POLL_SECONDS = 0.5
 _MOST_SECONDS_WITHOUT_PROGRESS = 600.0
 
 
-def shard_once(path: str, setting: str = "data.path") -> None:
+def shard_once(path: str, check: Callable[[], object] = lambda: None) -> None:
     """Make the data set beside a folder of images, unless it is finished; no-op for any other path.
 
-    A finished one is used as it is; what changed in the folder since is said. Raises UserError if the images cannot be
-    sharded.
+    A finished one is used as it is; what changed in the folder since is said. check: called before the images are
+    sharded, which may take hours. Raises UserError if they cannot be.
     """
     images = Path(path)
     if "://" in path or (images / INFO).exists():
@@ -50,10 +51,11 @@ def shard_once(path: str, setting: str = "data.path") -> None:
         if rank() == 0:
             _say_changes(images, out)
     elif _holds_images(images):
+        check()
         if rank() == 0:
-            _shard(images, out, setting)
+            _shard(images, out, "data.path")
         else:
-            _wait_for(out, setting)
+            _wait_for(out, "data.path")
 
 
 def settings_for(images: Path) -> list[str]:
@@ -76,6 +78,7 @@ def _walked(images: Path, layout: str, splits: dict[str, str]) -> Collector:
     archives = None if is_labelled else dict[str, str]()
     found = Collector(images, splits, by_folders=is_labelled, is_labelled=is_labelled, archives=archives)
     folder.walk(images, ShardConfig(source="", out=""), images, found)
+    found.progress.close()  # Not every caller finishes it.
     return found
 
 

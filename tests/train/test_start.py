@@ -134,7 +134,7 @@ def test_weights_that_an_objective_cannot_train_are_refused(
 def test_weights_in_no_file_are_refused(dataset: Path, tmp_path: Path) -> None:
     """`init.weights=/` ended with a traceback."""
     given = [text for text in settings(dataset, tmp_path, "x", "init.weights=/") if not text.startswith("model.")]
-    with pytest.raises(UserError, match=r"^init\.weights = /: "):
+    with pytest.raises(UserError, match="/: contains neither"):
         start.prepare(schema.load(RunConfig, None, given))
 
 
