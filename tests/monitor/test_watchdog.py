@@ -157,7 +157,7 @@ def test_a_hang_names_rank_host_and_line_and_leaves_a_record(tmp_path: Path, sta
     assert [process.exitcode for process in ranks] == [1, 1, 1]
     told = "".join(errors)
     assert (
-        "rank 1 on b has been in data of step 13, waiting for s3://bucket/x, at most 0 s (data.retry_minutes), for"
+        "rank 1 on b has been in data of step 13, waiting for s3://bucket/x, at most 0.5 s (data.retry_minutes), for"
         in told
     )
     assert "rank 0 on a has been in" not in told
