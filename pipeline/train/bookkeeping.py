@@ -369,7 +369,9 @@ class TrainingRun(StartingPoint):
         self.feed.loader.close()
         self.saver.close()
         if self.drawing:
-            self.drawing.end(last=is_finished and self.progress.step > self.progress.start)
+            is_new = self.progress.step > self.progress.start or bool(self.head_metrics)
+            if again := self.drawing.end(last=is_finished and is_new):
+                self.console.say(f"the last figures are not drawn within {self.drawing.timeout:.0f} s. Later: {again}")
         waits.say_with(None)  # The console was this run's.
 
     def show_end(self, how: Ending, reason: str) -> None:

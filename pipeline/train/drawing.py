@@ -6,6 +6,7 @@ that starts the run: reports use the same figures, and their rooms are above thi
 """
 
 import contextlib
+import shlex
 import subprocess
 import sys
 import time
@@ -47,11 +48,13 @@ class DrawingProcess:
             if time.monotonic() - self._begun >= self.every and not is_drawing:
                 self._process = self._start(("nice", "-n", "19", *self.command))
 
-    def end(self, last: bool) -> None:
-        """End a drawing in progress. last: draw once more, with the figures that need the weights."""
+    def end(self, last: bool) -> str:
+        """End a drawing in progress. last: draw once more, with the figures that need the weights. Returns the command
+        that does so if there was not enough time.
+        """
         self._kill()
         if not last:
-            return
+            return ""
         with contextlib.suppress(OSError):
             # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up
             # its end.
@@ -61,8 +64,8 @@ class DrawingProcess:
                     time.sleep(0.05)
             if self._process.poll() is None:
                 self._kill()
-                with open(self.folder / PAGE / LOG, "a") as log:
-                    log.write(f"ended after {self.timeout:.0f} s: what was not drawn until then is missing\n")
+                return shlex.join(["python", *self.command[2:], "--final"])
+        return ""
 
     def _keep(self, predictions: Predictions, split: Split) -> None:
         true, predicted = outcomes(predictions, split)

@@ -103,9 +103,10 @@ def test_a_set_up_that_fails_ends_the_decoding_processes(monkeypatch: pytest.Mon
     """They lived until the process ended, which may go on with other runs."""
     loader = Loader()
     ranks = SimpleNamespace(device=torch.device("cpu"), on_all=lambda function: function())
-    config = SimpleNamespace(engine=SimpleNamespace(activation_checkpointing=False))
+    engine, init = SimpleNamespace(activation_checkpointing=False), SimpleNamespace(fit_head=False)
     start: Any = SimpleNamespace(
-        config=config,
+        config=SimpleNamespace(engine=engine, init=init),
+        resumed=None,
         plan=None,
         ranks=ranks,
         stop=None,
