@@ -21,60 +21,52 @@ _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BEFORE_BAR = 1.0
 
 
-class ProgressMeter:
-    """Counts finished images and bytes; shows images/s, MB/s and the remaining time on stderr.
+class ProgressMeter(Work):
+    """Counts finished images and bytes; shows images, MB/s and the remaining time on stderr during the block.
 
-    total: number of images; None while it is unknown. shards: number of shards. done: the operation as a participle,
-    such as "sharded". folder: where progress.json is written, or None. A thread replaces the file every ten seconds,
+    total: number of images; None while it is unknown. shards: number of shards. folder: where progress.json is written,
+    or None. done: the operation as a participle, such as "sharded". A thread replaces the file every ten seconds,
     because a shard may take minutes; it is removed when the block ends, so a file that no longer changes is from a
     killed job. No file is written to an object store: the job may be ending because the store cannot be reached.
     """
 
     def __init__(self, total: int | None, shards: int = 0, folder: AnyPath | None = None, done: str = "") -> None:
-        self.total, self.total_shards = total, shards
+        super().__init__(done, total)
         self.file = ProgressFile(folder) if isinstance(folder, Path) else None
-        self._done = done
-        self.images = self.bytes = self.shards = self.retries = 0
-        # What the rates count, and since when: existing shards are only checked, which is faster, and come first.
-        self._made_images = self._made_bytes = 0
-        self._start = self._making_since = time.monotonic()
-        self._open = contextlib.ExitStack()
-        self._work = self._open.enter_context(Work(done, total))
-        self._counting = threading.Lock()
+        self.total_shards, self.shards, self.retries = shards, 0, 0
+        # first_bytes: before what the rates count, as _first for images.
+        self.bytes = self._first_bytes = 0
+        self._is_making = False
+        self._start = self.begin
         self._ended = threading.Event()
         self._writer = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
+
+    def __enter__(self) -> "ProgressMeter":
         if self.file is not None:
             self._write()
             self._writer.start()
-
-    def __enter__(self) -> "ProgressMeter":
+        super().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._open.close()
+        super().__exit__()
         if self.file is not None:
             self._ended.set()
             self._writer.join()
             self.file.remove()
 
     def add(self, images: int, num_bytes: int, made: bool = True) -> None:
-        """Count one finished shard. made: False (an existing shard) excludes it from the rates."""
-        with self._counting:
-            self.images += images
-            self.bytes += num_bytes
-            self.shards += 1
-            if made:
-                self._made_images += images
-                self._made_bytes += num_bytes
-            elif not self._made_images:
-                self._making_since = time.monotonic()
-        self._work.note = si(self._state()["bytes_per_second"], "B/s")
-        self._work.advance(images)
-        if not self._made_images:
-            self._work.restart()
+        """Count one finished shard. made: False for an existing one; these are only checked, which is faster, and come
+        first: the rates do not count them.
+        """
+        self.bytes += num_bytes
+        self.shards += 1
+        self._is_making |= made
+        self.note = si(self._state()["bytes_per_second"], "B/s")
+        self.advance(images)
+        if not self._is_making:
+            self._first_bytes = self.bytes
+            self.restart()
 
     def retried(self, reason: str) -> None:
         """Count and report a retry: a task was lost with its worker or node."""
@@ -93,24 +85,23 @@ class ProgressMeter:
             self.file.write(self._state())
 
     def _state(self) -> dict[str, Any]:
-        with self._counting:
-            now = time.monotonic()
-            seconds = max(now - self._making_since, 1e-3)
-            images_per_second = self._made_images / seconds
-            left = self.total - self.images if self.total else 0
-            return {
-                "phase": self._done,
-                "images": self.images,
-                "total_images": self.total,
-                "shards": self.shards,
-                "total_shards": self.total_shards,
-                "bytes": self.bytes,
-                "retries": self.retries,
-                "images_per_second": images_per_second,
-                "bytes_per_second": self._made_bytes / seconds,
-                "seconds": now - self._start,
-                "seconds_left": left / images_per_second if images_per_second and self.total else None,
-            }
+        now = time.monotonic()
+        seconds = max(now - self.begin, 1e-3)
+        images_per_second = (self.done - self._first) / seconds
+        left = self.total - self.done if self.total else 0
+        return {
+            "phase": self.what,
+            "images": self.done,
+            "total_images": self.total,
+            "shards": self.shards,
+            "total_shards": self.total_shards,
+            "bytes": self.bytes,
+            "retries": self.retries,
+            "images_per_second": images_per_second,
+            "bytes_per_second": (self.bytes - self._first_bytes) / seconds,
+            "seconds": now - self._start,
+            "seconds_left": left / images_per_second if images_per_second and self.total else None,
+        }
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from data_tools.check.count import SplitCounts
 from pipeline.base.page import png, style_axes
-from pipeline.base.words import counted, of_classes, printable, shorten
+from pipeline.base.words import counted, of_classes, printable, shorten, si
 from pipeline.data.dataset.manifest import Dataset
 
 _MAX_NAMED = 20
@@ -135,7 +135,4 @@ def _mixing(axes: Axes, shards: Sequence[dict[str, Any]], colours: Colours) -> N
 
 def _number(value: float, _: object) -> str:
     """1,500 as 1.5k; no exponents."""
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:.3g}"
+    return si(value, "").replace(" ", "")

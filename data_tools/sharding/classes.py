@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.labels import names_of_synsets, read_lines, read_names
+from data_tools.sources.labels import names_of_synsets, read_names
 from data_tools.sources.listing import label_lists, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, first_of, printable
+from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
 
 

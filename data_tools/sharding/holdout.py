@@ -82,40 +82,31 @@ def describe_mixed_groups(listing: Listing, pattern: str) -> list[str]:
     """
     if not listing.has_groups:
         return []
-    groups, images, is_mixed = _mixed_groups(listing)
-    if not is_mixed.any():
+    mixed = _mixed_groups(listing)
+    if not len(mixed):
         return []
-    first = int(np.argmax(is_mixed))
-    keys = listing.table["key"].take(pa.array(images[first])).to_pylist()
+    first = {name: printable(text) for name, text in mixed.slice(0, 1).to_pylist()[0].items()}
+    num_groups = pc.count_distinct(listing.table["group"]).as_py()
     line = (
-        f"warning: {int(is_mixed.sum()):,} of {counted(len(groups), 'group')} with images of several classes, such as"
-        f" {printable(groups[first].as_py())!r}: {' and '.join(map(printable, keys))}"
+        f"warning: {len(mixed):,} of {counted(num_groups, 'group')} with images of several classes, such as"
+        f" {first['group']!r}: {first['key_first']} and {first['key_last']}"
     )
     of_class = f"^([^/]+/.*?(?:{pattern}))"
     with suppress(re.error, UserError):  # A pattern with flags, or that looks for the beginning of the key.
-        if pattern and not _mixed_groups(with_groups(listing, of_class))[2].any():
+        if pattern and not len(_mixed_groups(with_groups(listing, of_class))):
             line += (
                 f". If each class numbers its own groups, include the class: {shlex.quote(f'group_pattern={of_class}')}"
             )
     return [line]
 
 
-def _mixed_groups(listing: Listing) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """(names of the groups, int (groups, 2), rows of their images of the lowest and the highest class, bool (groups,),
-    whether these classes differ).
-    """
+def _mixed_groups(listing: Listing) -> pa.Table:
+    """The groups with images of several classes: group, and keys of two such images, key_first and key_last."""
     rows, labels = listing.label_pairs()
-    groups = pc.dictionary_encode(listing.table["group"].combine_chunks())
-    of_rows = groups.indices.to_numpy()[rows]
-    order = np.lexsort((labels, of_rows))
-    rows, labels, of_rows = rows[order], labels[order], of_rows[order]
-    numbers, begins = np.unique(of_rows, return_index=True)
-    ends = np.append(begins, len(rows))[1:] - 1
-    return (
-        groups.dictionary.take(pa.array(numbers)),
-        np.stack([rows[begins], rows[ends]], 1),
-        labels[begins] != labels[ends],
-    )
+    table = listing.table.select(["group", "key"]).take(pa.array(rows)).append_column("label", pa.array(labels))
+    by_group = table.sort_by("label").group_by("group", use_threads=False)
+    found = by_group.aggregate([("key", "first"), ("key", "last"), ("label", "min"), ("label", "max")])
+    return found.filter(pc.not_equal(found["label_min"], found["label_max"])).drop(["label_min", "label_max"])
 
 
 def groups_of(listing: Listing) -> dict[str, pa.ChunkedArray]:

@@ -243,7 +243,7 @@ def _run_jobs(
             results[number] = done
             skipped += done.skipped
             progress.add(len(plan[number].rows), done.shard.bytes, made=done.made or is_known)
-            _check_budget(skipped, listing, config, progress.images)
+            _check_budget(skipped, listing, config, progress.done)
     return [results[number] for number in range(len(plan))]
 
 

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from data_tools.sharding.source_table import SOURCE_TABLE, difference
 from data_tools.sources.layouts import folder
-from data_tools.sources.listing import Collector, is_hidden, is_image
+from data_tools.sources.listing import Collector
 from data_tools.sources.split_files import PARTS
 from pipeline.base.errors import CrashError, OneRankError, UserError
+from pipeline.base.json_record import read_or_none
 from pipeline.base.progress import PROGRESS_FILE
 from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
+from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import name_inside, walk_files
 from pipeline.process.outputs import kind_of, results_in
 from pipeline.process.start import dying_with_parent, rank
@@ -27,7 +29,6 @@ from pipeline.settings.commands.data import ShardConfig
 
 _COMMAND = Path(__file__).resolve().parents[2] / "launch" / "shard.py"
 _VAL_SHARE = 0.1
-_ALL = {"train": ""}
 # What makes a process join a cluster. Its CPUs may be those that the ranks hold.
 _OF_A_CLUSTER = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 # Settings by which the keys of samples are not those of their files.
@@ -53,18 +54,19 @@ def shard_once(path: str, check: Callable[[], object] = lambda: None) -> None:
     elif _holds_images(images):
         check()
         if rank() == 0:
-            _shard(images, out, "data.path")
+            _shard(images, out)
         else:
-            _wait_for(out, "data.path")
+            _wait_for(out)
 
 
 def settings_for(images: Path) -> list[str]:
     """The settings of launch/shard.py for a folder of images: splits if its folders are called so, layout=images unless
     most images are in class folders, and with labels a held-out share, which evaluation needs.
     """
-    splits = {name: inner for inner, name in _walked(images, "folder", _ALL).like_splits("train").items()}
-    found = _walked(images, "folder", splits or _ALL)
-    is_labelled = any(found.has_class_folders(split) for split in found.splits)
+    found = _walked(images, "folder", {"train": ""})
+    if splits := {name: inner for inner, name in found.like_splits("train").items()}:
+        found = _walked(images, "folder", splits)
+    is_labelled = any(map(found.has_class_folders, found.splits))
     return [
         *([] if is_labelled else ["layout=images"]),
         *(f"splits.{name}={inner}" for name, inner in splits.items()),
@@ -89,14 +91,13 @@ def _is_finished(out: Path) -> bool:
 def _holds_images(images: Path) -> bool:
     if not images.is_dir() or kind_of(images) == "run" or {"run", "data set"} & results_in(images).keys():
         return False  # Their figures are no images to train on.
-    names = (name_inside(path, images) or "" for path, *_ in walk_files(images))
-    return any(is_image(name) and not is_hidden(name) for name in names)
+    return any(is_visible_image(name_inside(file, images) or "") for file, *_ in walk_files(images))
 
 
-def _shard(images: Path, out: Path, setting: str) -> None:
+def _shard(images: Path, out: Path) -> None:
     settings = [f"source={images}", f"out={out}", *settings_for(images)]
     command = command_line("shard", *settings)
-    print(f"{setting} = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
+    print(f"data.path = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
     if "layout=images" in settings and (tables := sorted(images.glob("*.csv"))):
         other = command_line("shard", f"source={tables[0]}", f"out={out}", f"val_share={_VAL_SHARE}")
         print(f"note: no labels are read. If {tables[0]} has them, stop, and run first: {other}", flush=True)
@@ -109,24 +110,22 @@ def _shard(images: Path, out: Path, setting: str) -> None:
         raise KeyboardInterrupt
     if code:
         text = (
-            f"{setting} = {images}: its images were not sharded, for the reason above. If you change the images, remove"
+            f"data.path = {images}: its images were not sharded, for the reason above. If you change the images, remove"
             f" {out} and start again; to change settings, run first: {command} setting=value"
         )
         raise UserError(text) if code == 2 else CrashError(text)
 
 
-def _wait_for(out: Path, setting: str) -> None:
+def _wait_for(out: Path) -> None:
     """Wait for rank 0, which may be on another host, as long as it makes progress."""
     seen, since = None, time.monotonic()
     while not _is_finished(out):
         time.sleep(_POLL_SECONDS)
-        progress = out / PROGRESS_FILE
-        now = progress.stat().st_mtime_ns if progress.exists() else 0
-        if now != seen:
-            seen, since = now, time.monotonic()
+        if (progress := read_or_none(out / PROGRESS_FILE, dict)) != seen:
+            seen, since = progress, time.monotonic()
         if time.monotonic() - since > _MOST_SECONDS_WITHOUT_PROGRESS:
             raise OneRankError(
-                f"{setting}: waited {_MOST_SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes for rank 0 to shard its images"
+                f"data.path: waited {_MOST_SECONDS_WITHOUT_PROGRESS / 60:.0f} minutes for rank 0 to shard its images"
                 f" into {out}, and saw no progress there. All hosts must share this folder."
             )
 

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,8 +11,7 @@ import pyarrow.types as types
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
-from pipeline.base.missing import missing
-from pipeline.process.installed import shipped
+from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
 
 # Without names the largest label gives the number of classes; a larger one than this is probably a mistake.
@@ -63,29 +61,6 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
             f" {shortened(', '.join(of_first)) or 'not named'} in {first}. If both number the same classes, name these:"
             " label_names=FILE; else make each a data set of its own."
         )
-
-
-def read_lines(path: str, setting: str) -> list[str]:
-    """The stripped, non-empty lines of a text file. setting: its name, for errors.
-
-    Raises UserError if it is unreadable or empty, and for an empty line between others in a file of names by number.
-    """
-    try:
-        content = shipped(Path(path)).read_bytes()
-        text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
-    except FileNotFoundError:
-        raise UserError(f"{setting} = {missing(path, 'file')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{setting} = {path} cannot be read ({error}).") from None
-    lines = [line.strip() for line in text.rstrip().splitlines()]
-    if setting == "label_names" and "" in lines:
-        raise UserError(
-            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label"
-            f" {lines.index('')}. Name it, or remove the line."
-        )
-    if not any(lines):
-        raise UserError(f"{setting} = {path} is empty.")
-    return [line for line in lines if line]
 
 
 def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:

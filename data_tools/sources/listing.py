@@ -1,9 +1,8 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
-import os
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from data_tools.progress import ProgressMeter
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, first_of, printable
-from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
+from pipeline.data.loading.decode import is_hidden, is_image
 from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 
 # split: index of the split. key: class/stem, without dots. labels: class numbers, ascending. name: of the file inside
@@ -74,18 +73,6 @@ class Few:
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds
-    (SYSTEM_FOLDERS).
-    """
-    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
-
-
-def is_image(name: str) -> bool:
-    """Whether a file has the suffix of an image."""
-    return os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
 class SourceImage(NamedTuple):
@@ -239,7 +226,7 @@ class Collector:
     its container's prefix.
     class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
-    progress: closed by `finish`.
+    progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
     """
 
@@ -263,14 +250,14 @@ class Collector:
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
     _classes: dict[str, int] = field(default_factory=dict)
-    # (split, folder in that split's folder) -> number of images. A class folder, if is_labelled.
-    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    # Split -> folders in that split's folder, class folders if is_labelled, and their numbers of images.
+    _counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _direct: Counter[str] = field(default_factory=Counter)  # Split -> images that lie in no such folder.
     _no_images: Few = field(default_factory=Few)
     _hidden: Few = field(default_factory=Few)
     _hidden_folders: Few = field(default_factory=Few)
     _outside: Few = field(default_factory=Few)
-    # Those of _counts with an image that is in no folder of it.
+    # (split, folder) of those with an image that is in no folder of it.
     _flat: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -292,7 +279,7 @@ class Collector:
             split, inner = self.place(name)
             holds_split = any(f"{folder}/".startswith(f"{name}/") for _, folder in self._folders)
             if split and inner and "/" not in inner and not holds_split and self.rename is None:
-                self._counts.setdefault((split, inner), 0)
+                self._counts[split].setdefault(inner, 0)
 
     def hidden_folder(self, name: str) -> None:
         """Report a hidden folder whose files are not reported."""
@@ -331,7 +318,7 @@ class Collector:
         if is_in_folder:
             if "/" not in rest:
                 self._flat.add((split, class_name))
-            self._counts[split, class_name] = self._counts.get((split, class_name), 0) + 1
+            self._counts[split][class_name] += 1
         else:
             self._direct[split] += 1
             if self.is_labelled:
@@ -387,32 +374,27 @@ class Collector:
 
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
-        return {name for _, name in self._counts}
+        return set().union(*self._counts.values())
 
     def has_class_folders(self, split: str) -> bool:
         """Whether the folders of a split are probably classes: several, which hold most of its images, and not all in
         folders of their own.
         """
-        names = {name for name, count in self._of_split(split).items() if count}
-        inside = sum(self._of_split(split).values())
-        return len(names) > 1 and inside > self._direct[split] and any((split, name) in self._flat for name in names)
+        names = +self._counts[split]
+        is_most = names.total() > self._direct[split]
+        return len(names) > 1 and is_most and any((split, name) in self._flat for name in names)
 
     def like_splits(self, split: str) -> dict[str, str]:
         """Folders of a split that are probably splits themselves, by their names -> the name of such a split."""
-        names = self._of_split(split)
+        names = self._counts[split]
         like = {name: LIKE_SPLITS[name.lower()] for name in sorted(names) if name.lower() in LIKE_SPLITS}
         # Beside folders of other names (extra, annotations), train and val are splits if both hold nothing but folders.
         are_splits = len(like) == len(names) or len({(split, name) for name in like} - self._flat) > 1
         return like if are_splits else {}
 
-    def _of_split(self, split: str) -> dict[str, int]:
-        """Folder in a split's folder -> number of images."""
-        return {name: count for (of, name), count in self._counts.items() if of == split}
-
     def finish(self) -> Listing:
         """Returns the checked Listing. Raises UserError if it cannot make a data set."""
         self._flush()
-        self.progress.close()
         if self.by_folders:
             self._check_folders()
         table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
@@ -504,9 +486,9 @@ class Collector:
 
     def _check_folders(self) -> None:
         for split, folder in self.splits.items():
-            counts = self._of_split(split)
+            counts = self._counts[split]
             where = f"{self.source}/{_clean(folder)}".rstrip("/")
-            if not any(counts.values()):
+            if not (inside := counts.total()):
                 raise UserError(
                     f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in"
                     f" <class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE}"
@@ -518,7 +500,7 @@ class Collector:
                     f"{where}: class folders are called {', '.join(like)}, like splits. If they are, say so:"
                     f" {shlex.join(say)}"
                 )
-            if (direct := self._direct[split]) > (inside := sum(counts.values())):
+            if (direct := self._direct[split]) > inside:
                 raise UserError(
                     f"{where}: {counted(direct, 'image')} of {direct + inside:,} lie directly in it, which gives them"
                     f" no class; only {inside:,} lie in {counted(len(counts), 'folder')} ({first_of(sorted(counts))})."
@@ -551,12 +533,11 @@ class Collector:
     def _unused_folders(self) -> list[str]:
         """A note for each split of images without labels whose folders are probably classes."""
         return [
-            f"note: {sum(counts.values()):,} of {sum(counts.values()) + self._direct[split]:,} images of {split!r} lie"
-            f" in {counted(len(counts), 'folder')} ({first_of(sorted(counts))}), which layout=images does not use. If"
+            f"note: {folders.total():,} of {folders.total() + self._direct[split]:,} images of {split!r} lie in"
+            f" {counted(len(folders), 'folder')} ({first_of(sorted(folders))}), which layout=images does not use. If"
             " these are classes, leave layout=images out."
-            for split in self.splits
-            if self.has_class_folders(split)
-            and (counts := {name: count for name, count in self._of_split(split).items() if count})
+            for split in filter(self.has_class_folders, self.splits)
+            for folders in [+self._counts[split]]
         ]
 
     def _but_skipped(self) -> str:

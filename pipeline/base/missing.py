@@ -5,7 +5,7 @@ import itertools
 import os
 from pathlib import Path
 
-# Names that are looked at in a folder and in the folders in it: enough for those that people name by hand.
+# Names that are looked at in a folder, and in all folders in it: enough for those that people name by hand.
 _MAX_NAMES = 10_000
 
 
@@ -22,29 +22,12 @@ def missing(path: str | os.PathLike[str], what: str = "file or folder", way_out:
 
 def similar_path(path: str | os.PathLike[str]) -> Path | None:
     """An existing path of similar names, or of the same name a folder deeper; None for URLs, and if there is none."""
-    if "://" in str(path):
-        return None
     whole = Path(path)
-    found = Path(whole.anchor)
-    for number, part in enumerate(parts := whole.relative_to(found).parts):
-        if os.path.exists(found / part):
-            found /= part
-            continue
-        names = {name.lower(): found / name for name in _names(found)}
-        deeper = (place / name for place in names.values() for name in _names(place))
-        first = list(itertools.islice(deeper, _MAX_NAMES))
-        names = {place.name.lower(): place for place in reversed(first)} | names
-        for near in difflib.get_close_matches(part.lower(), names, 3, 0.7):
-            if os.path.exists(there := names[near].joinpath(*parts[number + 1 :])):
-                return there
+    folder = next(filter(os.path.exists, whole.parents), None)
+    if folder is None or "://" in str(path):
         return None
-    return None
-
-
-def _names(folder: Path) -> list[str]:
-    """Visible names in a folder; none of a file, or if it may not be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in itertools.islice(entries, _MAX_NAMES) if not entry.name.startswith(".")]
-    except OSError:
-        return []
+    name, *rest = whole.relative_to(folder).parts
+    there = (itertools.islice(folder.glob(names), _MAX_NAMES) for names in ("[!.]*/[!.]*", "[!.]*"))
+    places = {place.name.lower(): place for place in itertools.chain(*there)}
+    near = difflib.get_close_matches(name.lower(), places, 3, 0.7)
+    return next((found for name in near if os.path.exists(found := places[name].joinpath(*rest))), None)

@@ -21,7 +21,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
-from pipeline.data.loading.decode import EXTENSIONS, SYSTEM_FOLDERS
+from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
 from pipeline.process.outputs import kind_of
@@ -172,8 +172,8 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
     elif path.is_dir():
         broken: list[Path] = []
         files = (file for file, *_ in walk_files(path, broken) if isinstance(file, Path))
-        found = sorted(file for file in files if _is_image(str(file.relative_to(path))))
-        links += sorted(str(link) for link in broken if _is_image(str(link.relative_to(path))))
+        found = sorted(file for file in files if is_visible_image(str(file.relative_to(path))))
+        links += sorted(str(link) for link in broken if is_visible_image(str(link.relative_to(path))))
         if not found:
             raise UserError(f"{setting} = {place}: no image in this folder or below it. For tars: {path / '*.tar'}.")
         yield from found
@@ -184,15 +184,6 @@ def _expand(place: str, links: list[str], setting: str) -> Iterator[Path]:
         )
     else:
         yield path
-
-
-def _is_image(name: str) -> bool:
-    """Whether a file below a folder or in a tar is an image, by its name; one that cannot be decoded is counted as
-    such.
-    """
-    parts = [part for part in name.split("/") if part not in (".", "..")]
-    is_hidden = any(part.startswith(".") or part in SYSTEM_FOLDERS for part in parts)
-    return Path(name).suffix.lower() in EXTENSIONS and not is_hidden
 
 
 def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> list[_Image]:
@@ -211,11 +202,11 @@ def _in_tar(path: Path, num_classes: int, links: list[str], setting: str) -> lis
                 file = files.get(member.linkname) if member.islnk() else member
                 if file is not None and file.isfile():
                     files[name] = file
-                    if _is_image(name):
+                    if is_visible_image(name):
                         images[name] = _Image(f"{path.name}/{name}", path, file.offset_data, file.size, -1)
                     elif name.endswith(".cls"):
                         labels[name.removesuffix(".cls")] = os.pread(raw.fileno(), file.size, file.offset_data).strip()
-                elif (member.islnk() or member.issym()) and (_is_image(name) or name.endswith(".cls")):
+                elif (member.islnk() or member.issym()) and (is_visible_image(name) or name.endswith(".cls")):
                     links.append(f"{path.name}/{name}")
             raw.seek(tar.offset)
             if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

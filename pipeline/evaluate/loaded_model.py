@@ -36,7 +36,7 @@ from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
 from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
-from pipeline.settings.commands.weights import TrainedLoss, ViewConfig, WeightsConfig
+from pipeline.settings.commands.weights import TrainedLoss, WeightsConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
@@ -140,10 +140,9 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:
     """The preprocessing: from `config`, else from the metadata of the weights (`trained`), else the default."""
-    crop, resize = (config.eval_crop, config.eval_resize) if isinstance(config, ViewConfig) else ("auto", 0)
-    return trained_view(
-        trained, ImageSize.parse(image_size), config.weights, crop, resize, resize_filter=config.resize_filter
-    )
+    names = ("eval_crop", "eval_resize", "resize_filter")
+    asked = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return trained_view(trained, ImageSize.parse(image_size), config.weights, asked)
 
 
 def check_outputs(

@@ -36,19 +36,16 @@ class Classifier:
 
         self.session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
         known = json.loads(self.session.get_modelmeta().custom_metadata_map["vit-weights"])
-        extra, numbers = known["extra"], [f"class {number}" for number in range(known["model"]["num_classes"])]
-        self.classes: list[str] = extra.get("class_names") or extra.get("classes") or numbers
+        model, extra = known["model"], known["extra"]
+        names = extra.get("class_names") or extra.get("classes")
+        self.classes: list[str] = names or [f"class {number}" for number in range(model["num_classes"])]
         self.is_sigmoid = extra.get("loss") == "sigmoid"  # Each class has a probability of its own.
-        self.preprocess = EvaluationView(known["model"], extra.get("preprocessing", {}))
+        self.preprocess = EvaluationView(model, extra.get("preprocessing", {}))
 
     def predict(self, image: str | Path | Image.Image, top: int = 5) -> list[tuple[str, float]]:
         """The most likely classes with their probabilities. Raises an error of any type for unreadable images."""
         (logits,) = self.session.run(None, {"images": self.preprocess(image)[None]})[0].astype(np.float64)
-        if self.is_sigmoid:
-            found = 1 / (1 + np.exp(-logits))
-        else:
-            powers = np.exp(logits - logits.max())
-            found = powers / powers.sum()
+        found = np.exp(-np.logaddexp(0, -logits) if self.is_sigmoid else logits - np.logaddexp.reduce(logits))
         return [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")[:top]]
 
 
@@ -69,14 +66,12 @@ class EvaluationView:
         if not isinstance(image, Image.Image):
             with Image.open(image) as opened:
                 return self(opened)
-        values = self.resized(read_rgb(image)).transpose(2, 0, 1)
-        low, high, mean, std = (
-            np.reshape(self.pixels.get(name, [usual] * 3), (3, 1, 1))
-            for name, usual in (("low", 0.0), ("high", 255.0), ("mean", 0.5), ("std", 0.5))
-        )
+        usual = {"low": 0.0, "high": 255.0, "mean": 0.5, "std": 0.5} | self.pixels
+        low, high, mean, std = (np.array(usual[name]) for name in ("low", "high", "mean", "std"))
         divisor, offset = (high - low) * std, (low / (high - low) + mean) / std
-        clipped = values.clip(low, high).astype(np.float32)
-        return np.ascontiguousarray(clipped / divisor.astype(np.float32) - offset.astype(np.float32))
+        clipped = self.resized(read_rgb(image)).clip(low, high).astype(np.float32)
+        values = clipped / divisor.astype(np.float32) - offset.astype(np.float32)
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
 
     def resized(self, image: np.ndarray) -> np.ndarray:
         """uint8 (H, W, C) -> the part that the model sees, uint8 (height, width, C)."""
@@ -89,11 +84,11 @@ class EvaluationView:
 
     def covering(self, image: np.ndarray) -> np.ndarray:
         """The image in its own aspect, so small that it just covers `frame`."""
-        longest = MAX_ASPECT * min(image.shape[:2])
-        top, left = (max(0, side - longest) // 2 for side in image.shape[:2])
-        image = image[top : image.shape[0] - top, left : image.shape[1] - left]
-        scale = max(frame / side for frame, side in zip(self.frame, image.shape, strict=False))
-        height, width = (max(frame, round(side * scale)) for frame, side in zip(self.frame, image.shape, strict=False))
+        sides = np.array(image.shape[:2])
+        top, left = np.maximum(0, sides - MAX_ASPECT * sides.min()) // 2
+        image = image[top : sides[0] - top, left : sides[1] - left]
+        scale = (self.frame / (sides := np.array(image.shape[:2]))).max()
+        height, width = np.maximum(self.frame, np.rint(sides * scale).astype(int)).tolist()
         is_enlarged_by_opencv = scale >= 1 and self.filter == "antialias"
         return resize(image, (height, width), "bilinear" if is_enlarged_by_opencv else self.filter)
 
@@ -123,11 +118,9 @@ def resize(image: np.ndarray, size: Size, name: str) -> np.ndarray:
 def files_of(places: list[Path]) -> Iterator[Path]:
     """The files, and of folders all images in them."""
     for place in places:
-        if not place.is_dir():
-            yield place
-            continue
-        files = (file for file in place.rglob("*") if file.suffix.lower() in SUFFIXES.split())
-        yield from sorted(file for file in files if not file.name.startswith("."))  # As macOS's ._photo.jpg does.
+        # Names with a dot in front are hidden, as macOS's ._photo.jpg.
+        inside = (file for file in place.rglob("[!.]*") if file.suffix.lower() in SUFFIXES.split())
+        yield from sorted(inside) if place.is_dir() else [place]
 
 
 def main() -> None:

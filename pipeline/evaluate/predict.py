@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 from pyarrow.csv import write_csv
 
 from pipeline.base.errors import UserError
-from pipeline.base.missing import missing
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
@@ -20,6 +19,7 @@ from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture,
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
+from pipeline.process.installed import read_lines
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
 # One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
@@ -130,18 +130,7 @@ def _readable_names(images: AdhocSplit, loaded: LoadedModel) -> dict[str, str]:
 
 def read_class_names(file: str) -> list[str] | None:
     """The lines of the file that `class_names` sets, None if it is not set. Raises UserError."""
-    if not file:
-        return None
-    try:
-        names = Path(file).read_bytes().decode("utf-8-sig").splitlines()  # Notepad may write a mark.
-    except FileNotFoundError:
-        raise UserError(f"class_names = {missing(file, 'file')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise UserError(f"class_names = {file} cannot be read: {reason}.") from None
-    if not names:
-        raise UserError(f"class_names = {file} is empty. Write a name a line, or leave it out.")
-    return names
+    return read_lines(file, "class_names") if file else None
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:

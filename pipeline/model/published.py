@@ -31,14 +31,12 @@ def snapshot_of(repository: str) -> Path | None:
     """The folder of a repository in the cache of Hugging Face's tools; None if it is not there with its
     configuration.
     """
-    if not _has_hub():
-        return None
-    from huggingface_hub import try_to_load_from_cache  # Optional: only weights of the hub need it.
-
     try:
+        from huggingface_hub import try_to_load_from_cache  # Optional: only weights of the hub need it.
+
         found = (try_to_load_from_cache(repository, name) for name in _CONFIGS)
         return next((Path(file).parent for file in found if isinstance(file, str)), None)
-    except ValueError:  # Not a name that the hub allows.
+    except (ImportError, ValueError):  # Not a name that the hub allows.
         return None
 
 
@@ -69,14 +67,11 @@ def remedy(path: Path) -> str:
 
 def hub_command(repository: str) -> str:
     """The command that downloads a repository of the Hugging Face hub to the cache."""
-    return f"{'' if _has_hub() else 'pip install huggingface_hub && '}hf download {shlex.quote(repository)}"
+    installs = "" if importlib.util.find_spec("huggingface_hub") else "pip install huggingface_hub && "
+    return f"{installs}hf download {shlex.quote(repository)}"
 
 
 def file_command(path: Path, url: str) -> str:
     """The command that downloads a file. -f: the server's page about an error is not taken for the file."""
     folder = "" if path.parent.is_dir() else "--create-dirs "
     return f"curl -fL {folder}-o {shlex.quote(str(path))} {url}"
-
-
-def _has_hub() -> bool:
-    return importlib.util.find_spec("huggingface_hub") is not None

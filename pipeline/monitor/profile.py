@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch.utils.benchmark import Timer
@@ -120,15 +121,6 @@ class StepClock:
 PARTS = ("data", "forward", "backward", "optimizer", "checkpoint")
 
 
-class Window:
-    """What a meter counts between two readings. images: over all ranks. parts: seconds of this rank, by `PARTS`."""
-
-    def __init__(self) -> None:
-        self.images, self.paused_seconds = 0, 0.0
-        self.parts: defaultdict[str, float] = defaultdict(float)
-        self.begin = time.perf_counter()
-
-
 class Meter:
     """Rates between two records, and between two log lines, without the time of evaluations and checkpoints.
 
@@ -138,24 +130,23 @@ class Meter:
     def __init__(self, ranks: Ranks, clock: StepClock, flops_per_image: float, peak: float | None) -> None:
         self.ranks, self.clock, self.flops_per_image, self.peak = ranks, clock, flops_per_image, peak
         self.total_images, self.total_seconds = 0, 0.0
+        self._images, self._paused_seconds, self._parts = 0, 0.0, dict.fromkeys(PARTS, 0.0)
         self.restart()
 
     def restart(self) -> None:
         """Leave out what came before: the next readings begin here."""
-        self._records, self._lines = Window(), Window()
+        self._at_record = self._at_line = self._now()
 
     def step(self, images: int) -> None:
         """Count a step of `images` images over all ranks."""
-        for window in (self._records, self._lines):
-            window.images += images
+        self._images += images
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of the block out of the rates. If it raises, its time counts."""
         begin = time.perf_counter()
         yield
-        for window in (self._records, self._lines):
-            window.paused_seconds += time.perf_counter() - begin
+        self._paused_seconds += time.perf_counter() - begin
 
     @property
     def average(self) -> float:
@@ -169,35 +160,37 @@ class Meter:
         data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and
         checkpoints.
         """
-        reading, seconds, _ = self._read(self._records)
-        self.total_images += self._records.images
-        self.total_seconds += seconds
-        self._records = Window()
-        return reading
+        before, self._at_record = self._at_record, self._now()
+        spent = self._at_record - before
+        self.total_seconds += spent[0]
+        self.total_images += int(spent[1])
+        return self._reading(spent)[0]
 
     def read_for_line(self) -> tuple[dict[str, float], list[float]]:
         """(the same since the last log line, seconds of each rank's own work: data and forward passes, before it waits
         for others). Collective.
         """
-        reading, _, own_seconds = self._read(self._lines)
-        self._lines = Window()
-        return reading, own_seconds
+        before, self._at_line = self._at_line, self._now()
+        return self._reading(self._at_line - before)
 
-    def _read(self, window: Window) -> tuple[dict[str, float], float, list[float]]:
-        for part, spent in self.clock.read().items():
-            self._records.parts[part] += spent
-            self._lines.parts[part] += spent
-        seconds = max(time.perf_counter() - window.begin - window.paused_seconds, 1e-9)
-        rate = window.images / seconds
-        rank_parts = self.ranks.gather([window.parts[part] for part in PARTS])
-        total = seconds + window.parts["checkpoint"]
-        flops = rate * self.flops_per_image / self.ranks.world_size
+    def _now(self) -> np.ndarray:
+        """Seconds without pauses, images over all ranks, and seconds of this rank by `PARTS`, from any time on."""
+        for part, seconds in self.clock.read().items():
+            self._parts[part] += seconds
+        return np.array([time.perf_counter() - self._paused_seconds, self._images, *self._parts.values()])
+
+    def _reading(self, spent: np.ndarray) -> tuple[dict[str, float], list[float]]:
+        seconds, images, *parts = spent.tolist()
+        seconds = max(seconds, 1e-9)
+        rank_parts = self.ranks.gather(parts)
+        flops = images / seconds * self.flops_per_image / self.ranks.world_size
         reading = {
-            "images_per_second": rate,
+            "images_per_second": images / seconds,
             **({"mfu": flops / self.peak} if self.peak else {}),
             "data_wait": max(data for data, *_ in rank_parts) / seconds,
             "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
         }
+        total = seconds + parts[PARTS.index("checkpoint")]
         for part, values in list(zip(PARTS, zip(*rank_parts, strict=True), strict=True))[1:]:
             reading[f"time_{part}"] = sum(values) / len(values) / total
-        return reading, seconds, [data + forward for data, forward, *_ in rank_parts]
+        return reading, [data + forward for data, forward, *_ in rank_parts]

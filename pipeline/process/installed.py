@@ -4,6 +4,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from pipeline.base.errors import UserError
+from pipeline.base.missing import missing
+
 # The repository or site-packages: launch/ and configs/ are installed beside the library.
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +18,29 @@ def shipped(path: Path) -> Path:
     if path.parts[:1] == ("configs",) and ".." not in path.parts and not path.exists() and (_ROOT / path).is_file():
         return _ROOT / path
     return path
+
+
+def read_lines(path: str, setting: str) -> list[str]:
+    """The stripped, non-empty lines of a text file. setting: its name, for errors.
+
+    Raises UserError if it is unreadable or empty, and for an empty line between others in a file of names by number.
+    """
+    try:
+        content = shipped(Path(path)).read_bytes()
+        text = content.decode("utf-8-sig")  # Editors on Windows write a byte order mark.
+    except FileNotFoundError:
+        raise UserError(f"{setting} = {missing(path, 'file')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting} = {path} cannot be read ({error}).") from None
+    lines = [line.strip() for line in text.rstrip().splitlines()]
+    if setting in ("label_names", "class_names") and "" in lines:
+        raise UserError(
+            f"{setting} = {path}: line {lines.index('') + 1} is empty, and would be the name of label"
+            f" {lines.index('')}. Name it, or remove the line."
+        )
+    if not any(lines):
+        raise UserError(f"{setting} = {path} is empty.")
+    return [line for line in lines if line]
 
 
 def python_arguments(command: str) -> list[str]:

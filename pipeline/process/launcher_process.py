@@ -70,8 +70,8 @@ def command_as_typed() -> list[str]:
     for parent in psutil.Process().parents():
         if (program := _program(parent)) in (*_RUNNERS, *_TORCHRUN):
             words = _command(parent)
-            at = next(number for number, word in enumerate(words) if os.path.basename(word) == program)
-            return ["python", "-m", *words[at:]] if "." in program else [program, *words[at + 1 :]]
+            arguments = words[[*map(os.path.basename, words)].index(program) + 1 :]
+            return [*(["python", "-m"] if "." in program else []), program, *arguments]
     return ["python", *(word for word in sys.argv if not word.startswith("--local_rank="))]
 
 

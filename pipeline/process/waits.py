@@ -125,10 +125,11 @@ class Work:
             self.next_line = now + NOTICE_SECONDS
             self._bar.refresh()
             return
-        self.next_line = now + _LINE_SECONDS if self.total != 0 else math.inf
         if self.total == 0:
+            self.next_line = math.inf
             say(f"{self.what} ...")
             return
+        self.next_line = now + _LINE_SECONDS
         told = [counted(self.done, self.unit), self.note]
         if self.total is not None:
             told[0] = f"{self.done:,} of {counted(self.total, self.unit)}"
@@ -170,14 +171,10 @@ def say_with(function: Say | None) -> None:
 
 
 def _print(line: str) -> None:
-    if rank() != 0:
-        return
-    if sys.stderr.isatty():
+    if rank() == 0:
         from tqdm import tqdm  # Whose bars a plain line would tear.
 
         tqdm.write(line, file=sys.stderr)
-    else:
-        print(line, file=sys.stderr, flush=True)
 
 
 class _Board:

@@ -181,19 +181,20 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
         where = "the command line"  # So that errors do not blame the file.
     if found["type"] == "unexpected_keyword_argument":
         raise UserError(f"{where}: unknown setting {as_typed(name)}.{did_you_mean(cls, name, section)}")
+    value = found["input"]
+    what = f"{where}: {name} = {as_typed(value)}"
     if found["type"] in ("dataclass_type", "dict_type"):
-        what = f"{where}: {name} = {as_typed(found['input'])}"
         raise UserError(f"{what}: must be a mapping, as {name}.NAME=value.{did_you_mean(cls, name)}")
-    if isinstance(found["input"], dict) and found["type"].endswith("_type"):
-        raise UserError(f"{where}: {name} = {as_typed(found['input'])}: must be one value, as {name}=value.")
+    if isinstance(value, dict) and found["type"].endswith("_type"):
+        raise UserError(f"{what}: must be one value, as {name}=value.")
     docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
     doc = docs.get(name.partition("[")[0], "in this section")
     if found["type"] == "missing":
         raise UserError(f"{where}: {name} is not set ({doc}). Set it: {name}=...")
-    value, told = found["input"], re.sub(r"^\w+ should", "must", found["msg"]).partition(", unable to parse")[0]
+    told = re.sub(r"^\w+ should", "must", found["msg"]).partition(", unable to parse")[0]
     said = found.get("ctx", {}).get("error") or told
     said = f"{said} ({doc.rstrip('.')})" if "pattern" in found["type"] else said
-    raise UserError(f"{where}: {name} = {as_typed(value)}: {said}.{_way_out(found['type'], value, said)}")
+    raise UserError(f"{what}: {said}.{_way_out(found['type'], value, said)}")
 
 
 def _way_out(kind: str, value: Any, said: str) -> str:
@@ -352,16 +353,10 @@ def _example(word: str, cls: type) -> str:
         return "setting=value. A list with spaces needs quotes: 'setting=[a, b]'"
     if word in {name for name, *_ in leaves(cls)}:
         return f"{word}=value, without spaces"
-    read = [
-        name
-        for name, kind, field, _ in leaves(cls)
-        if type_name(kind) in ("path", "list of path") and not field.metadata["output"]
-    ]
+    read = [of for of, kind, field, _ in leaves(cls) if "path" in type_name(kind) and not field.metadata["output"]]
     usual = ("weights", "init.weights") if kind_of(Path(word)) == "run" else ("source", "data", "data.path")
-    name = next((name for name in (*usual, *read) if name in read), "")
-    if not name or "=" in word:
-        return "setting=value; --help lists all settings"
-    return f"setting=value, as {name}={shortened(word)}"
+    names = [name for name in (*usual, *read) if name in read and "=" not in word]
+    return f"setting=value{f', as {names[0]}={shortened(word)}' if names else '; --help lists all settings'}"
 
 
 def did_you_mean(cls: type, name: str, section: str = "") -> str:
@@ -382,10 +377,10 @@ def did_you_mean(cls: type, name: str, section: str = "") -> str:
 def _similar(name: str, known: list[str]) -> list[str]:
     """Up to four settings, or a section, that may be meant: of the same last name, of a synonym, else a similar one."""
     owner, _, last = name.rpartition(".")
+    known = [of for of in known if of != name]
     sections = {of.rpartition(".")[0] for of in known}
     near = [of for of in known if of.split(".")[-1] == last] + synonyms(last, known)
-    near = near or difflib.get_close_matches(name, [*known, *sections], n=1, cutoff=0.75)
-    near = [of for of in near if of != name]
+    near = near or difflib.get_close_matches(name, [*known, *(sections - {name})], n=1, cutoff=0.75)
     # Of optimizer.learning_rate and model=ViT-B/16, the section is known.
     near = [of for of in near if of.startswith(f"{name if name in sections else owner}.")] or near
     return [*dict.fromkeys(near)][:4]

@@ -20,7 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import on_one_line
 from pipeline.data.images.formats import LFS_POINTER, LFS_REASON
-from pipeline.data.loading.decode import EXTENSIONS
+from pipeline.data.loading.decode import is_image
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove_if_empty, version
 
@@ -64,7 +64,7 @@ def kind(source: AnyPath) -> str:
     except tarfile.HeaderError:
         if start.startswith(LFS_POINTER):
             raise UserError(f"{source} is {LFS_REASON}.") from None
-        if source.suffix.lower() in EXTENSIONS:
+        if is_image(source.name):
             raise UserError(f"{source} is a single image. Name the folder that it is in.") from None
         raise UserError(
             f"{source} is not a .tar, .tar.gz, .tgz or .zip (begins with {start[:12]!r}), nor a list of images (.csv,"

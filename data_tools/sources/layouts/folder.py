@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector, is_hidden, is_image
+from data_tools.sources.listing import Collector
 from pipeline.base.json_record import shortened
+from pipeline.data.loading.decode import is_hidden, is_image, is_visible_image
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
 
@@ -29,8 +30,7 @@ def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
 def are_flat(names: Iterable[str], folder: str = "") -> bool:
     """Whether the members of an archive are such images. folder: where the images are; '' is the whole archive."""
     start = f"{folder.strip('/')}/".lstrip("/")
-    plain = (name.removeprefix("./") for name in names if not name.endswith("/"))
-    images = [name.removeprefix(start) for name in plain if not is_hidden(name) and is_image(name)]
+    images = [name.removeprefix("./").removeprefix(start) for name in names if is_visible_image(name)]
     return bool(images) and all(_WNID.match(name) and "/" not in name for name in images)
 
 

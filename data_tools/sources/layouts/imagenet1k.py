@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from data_tools.sources.labels import ClassNumbers, read_lines, read_names
+from data_tools.sources.labels import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import damage_named, resolved_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
@@ -17,6 +17,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
+from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.quantities import whole_number
 

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import Collector, is_hidden
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
+from pipeline.data.loading.decode import is_hidden
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
 from pipeline.settings.commands.data import ShardConfig

@@ -1,6 +1,7 @@
 """A list of image files and their labels, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
 import contextlib
+import functools
 import os
 import re
 from collections import defaultdict
@@ -11,11 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check_columns, check_names, is_text
-from data_tools.sources.listing import Collector, is_hidden, is_image
+from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.missing import missing
-from pipeline.base.words import counted, on_one_line, printable
+from pipeline.base.words import counted, first_of, on_one_line
+from pipeline.data.loading.decode import is_image, is_visible_image
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside, walk_files
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
@@ -80,9 +82,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if isinstance(label, str):
                 label = label.split(config.label_separator)
             names, of_group = columns.of_row(label, group, where)
-            found = [name and by_id.find(name, where) for name in paths]
-            num_by_id += found != paths
-            paths = found
+            given, paths = paths, [name and by_id.find(name, where) for name in paths]
+            num_by_id += given != paths
             key = _key(next(filter(None, paths)))
             for channel, name in enumerate(paths):
                 if name:
@@ -156,10 +157,17 @@ class _FilesById:
 
     def __init__(self, folder: AnyPath) -> None:
         self._folder = folder
-        self._is_read = False
-        self._files: set[str] = set()
-        # Name without the suffix, with its folders or alone -> the images of this name.
-        self._images: dict[str, list[str]] = defaultdict(list)
+
+    @functools.cached_property
+    def _named(self) -> dict[str, list[str]]:
+        """Name of an image without its suffix, with its folders or alone, or of another file -> the files' names."""
+        named = defaultdict(list)
+        for path, *_ in walk_files(self._folder):
+            name = name_inside(path, self._folder) or ""
+            stem = name.rpartition(".")[0]
+            for known in {stem, stem.rpartition("/")[2]} if is_visible_image(name) else {name}:
+                named[known].append(name)
+        return named
 
     def find(self, name: str, where: str) -> str:
         """The image of this name in the folder; the name itself if it has a suffix or an address, or there is none.
@@ -168,26 +176,15 @@ class _FilesById:
         """
         if is_image(name) or name.startswith("/") or "://" in name:
             return name
-        if not self._is_read:
-            self._read()
-        found = [name] if name in self._files else self._images.get(name, [name])
+        found = self._named.get(name, [name])
+        if name in found:
+            return name
         if len(found) > 1:
             raise UserError(
-                f"{where}: {quoted(name)} is the name of {counted(len(found), 'image')}:"
-                f" {' and '.join(map(printable, sorted(found)[:2]))}. Write their paths into the list, or move it into"
-                " the folder of its images."
+                f"{where}: {quoted(name)} is the name of {counted(len(found), 'image')}: {first_of(sorted(found), 2)}."
+                " Write their paths into the list, or move it into the folder of its images."
             )
         return found[0]
-
-    def _read(self) -> None:
-        self._is_read = True
-        for path, *_ in walk_files(self._folder):
-            name = name_inside(path, self._folder) or ""
-            self._files.add(name)
-            if is_image(name) and not is_hidden(name):
-                stem = name.rpartition(".")[0]
-                for known in {stem, stem.rpartition("/")[2]}:
-                    self._images[known].append(name)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ import numpy as np
 from data_tools.progress import reading
 from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
-from data_tools.sources.listing import is_hidden
 from data_tools.vtab.datasets import DataSet, PublishedFile
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.cluster.ray_tasks import LostError
+from pipeline.data.loading.decode import is_hidden
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, walk_files
 

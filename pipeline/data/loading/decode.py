@@ -7,6 +7,7 @@ Sharding and training use the same functions, so training can read every image t
 import contextlib
 import ctypes
 import io
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,6 +100,23 @@ _TIFF_COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 _COLOURS_OF_PILLOW = ("P", "PA", "CMYK", "LAB", "YCbCr")
 # libjpeg errors after which pixels are missing. After others (extraneous bytes, unknown markers, CMYK) Pillow decides.
 _SPOILT = ("premature end", "bad huffman code")
+
+
+def is_image(name: str) -> bool:
+    """Whether a file has the suffix of an image."""
+    return os.path.splitext(name)[1].lower() in EXTENSIONS
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds
+    (SYSTEM_FOLDERS).
+    """
+    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
+
+
+def is_visible_image(name: str) -> bool:
+    """Whether a file below a folder, or in an archive, is an image that is not hidden; by its name."""
+    return is_image(name) and not is_hidden(name.removeprefix("./"))
 
 
 def decode(

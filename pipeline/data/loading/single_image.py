@@ -41,24 +41,18 @@ def model_input(image: str | Path | Image.Image | np.ndarray, config: Config, tr
 
 
 def trained_view(
-    trained: Mapping[str, Any],
-    image_size: ImageSize,
-    where: str,
-    eval_crop: str = "auto",
-    eval_resize: int = 0,
-    resize_filter: str = "auto",
+    trained: Mapping[str, Any], image_size: ImageSize, where: str, asked: Mapping[str, Any] | None = None
 ) -> AugmentConfig:
     """The evaluation preprocessing of weights; for another image size their eval_resize is scaled with it.
 
-    trained: their metadata. where: name of the weights in an error. The others: what to use instead of theirs. Raises
-    UserError.
+    trained: their metadata. where: name of the weights in an error. asked: settings to use instead of theirs, except
+    for those that are "auto" or 0. Raises UserError.
     """
-    usual = {"eval_crop": "center", "resize_filter": "linear"}
-    asked = {"eval_crop": eval_crop, "resize_filter": resize_filter}
-    chosen = {name: trained.get(name, usual[name]) if value == "auto" else value for name, value in asked.items()}
     short = min(image_size)
-    resize = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
-    view = schema.build(AugmentConfig, {**chosen, "eval_resize": eval_resize or resize}, where)
+    chosen = {name: trained[name] for name in ("eval_crop", "resize_filter") if name in trained}
+    chosen["eval_resize"] = round(trained.get("eval_resize", 0) * short / trained.get("image_size", short))
+    chosen |= {name: value for name, value in (asked or {}).items() if value not in ("auto", 0)}
+    view = schema.build(AugmentConfig, chosen, where)
     if view.eval_crop != "resize" and 0 < view.eval_resize < short:
         raise UserError(f"eval_resize = {view.eval_resize} is smaller than image_size = {image_size}.")
     return view

@@ -26,7 +26,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
-from pipeline.data.loading.decode import EXTENSIONS, DecodeError, decode, exif_orientation, upright, with_pillow
+from pipeline.data.loading.decode import DecodeError, decode, exif_orientation, is_image, upright, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
@@ -252,7 +252,7 @@ def open_named(
     found: dict[str, int] = {}
     for row, key in enumerate(opened.split.keys(np.arange(len(opened.split)))):
         path = PurePosixPath(key if opened.fingerprint else _below(key, places))
-        stem = str(path.with_suffix("") if path.suffix.lower() in EXTENSIONS else path)
+        stem = str(path.with_suffix("") if is_image(key) else path)
         if stem.endswith(ending) and found.setdefault(stem.removesuffix(ending), row) != row:
             raise UserError(f"{setting} = {', '.join(places)}: several files are named {stem!r}. Rename or remove one.")
     return opened, found

@@ -70,15 +70,13 @@ def run(config: ServeConfig) -> None:
             f"store={config.store} does not exist. The first run creates <out>/mlflow.db; `make mlflow STORE=FILE`"
             " shows another database."
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the server: a port that was just left is free.
-        try:
-            probe.bind((_HOST, config.port))
-        except OSError as error:
-            raise UserError(
-                f"port={config.port} cannot be used ({error.strerror}); an earlier server may still run. Another port:"
-                f" `make mlflow PORT={config.port + 1}`."
-            ) from None
+    try:
+        socket.create_server((_HOST, config.port)).close()
+    except OSError as error:
+        raise UserError(
+            f"port={config.port} cannot be used ({error.strerror}); an earlier server may still run. Another port:"
+            f" `make mlflow PORT={config.port + 1}`."
+        ) from None
     uri, address = sqlite_uri(Path(config.store)), f"http://{_HOST}:{config.port}"
     print(f"MLflow shows {config.store} at {address} in a few seconds; Ctrl-C ends it.")
     for experiment in connect(uri).search_experiments():

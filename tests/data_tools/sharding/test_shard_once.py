@@ -16,6 +16,7 @@ from data_tools.sharding import shard
 from data_tools.sharding.shard_once import settings_for, shard_once
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
+from pipeline.process import waits
 
 _ONE_IMAGE = jpeg(1)
 
@@ -35,6 +36,7 @@ _ONE_IMAGE = jpeg(1)
 def test_a_folder_says_by_itself_how_it_is_sharded(names: list[str], expected: list[str], tmp_path: Path) -> None:
     write_folder({f"{name}.jpg": _ONE_IMAGE for name in names}, tmp_path / "photos")
     assert settings_for(tmp_path / "photos") == expected
+    assert not waits._board.work, "a run would go on saying how many images are listed"
 
 
 def test_the_data_set_is_beside_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,7 +484,7 @@ def test_names_without_a_suffix_are_those_of_images(tmp_path: Path) -> None:
     write_folder({"test/1.png": b""}, tmp_path)
     said = refused(path, path_column="id")
     assert "row 1" in said
-    assert "cat/1.jpg and test/1.png" in said
+    assert "cat/1.jpg, test/1.png" in said
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
