@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -41,6 +42,13 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
     return path
+
+
+@pytest.fixture
+def out(database: Path, tmp_path: Path) -> Path:
+    """A folder of runs with a database in it."""
+    shutil.copy(database, tmp_path / "mlflow.db")
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

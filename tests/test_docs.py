@@ -74,28 +74,6 @@ def test_the_site_has_a_page_for_each_command_and_asks_nobody_else(tmp_path: Pat
     assert [url for url in browser.requests if url.startswith("http")] == []
 
 
-def test_files_that_code_and_documentation_name_exist() -> None:
-    """Of documentation, commands, configs and modules, wherever a tracked text file mentions one."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode:  # An unpacked archive, not a clone.
-        names = [str(path.relative_to(ROOT)) for path in DOCS]
-    else:
-        names = [name for name in tracked.stdout.splitlines() if name.endswith((".md", ".py", ".yaml", ".toml", ".sh"))]
-        names.remove("tests/test_docs.py")
-    pattern = re.compile(
-        r"(?<![\w/.<{-])(docs/[\w/-]+\.(?:md|png)|launch/[\w/-]+\.(?:py|yaml|sh)|configs/[\w/-]+\.yaml"
-        r"|(?:pipeline|data_tools|tests)/[\w/-]+\.py)\b"
-    )
-    missing = {
-        (name, mentioned)
-        for name in names
-        if (ROOT / name).exists()
-        for mentioned in pattern.findall((ROOT / name).read_text())
-        if "NAME" not in mentioned and not (ROOT / mentioned).exists()
-    }
-    assert not missing
-
-
 def test_the_code_of_the_page_from_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one program, in a folder with the files that it names; the loader goes on at any step as if never stopped."""
     monkeypatch.chdir(tmp_path)

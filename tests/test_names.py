@@ -2,9 +2,8 @@
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from ranks import ROOT
 
 
 def test_each_class_has_a_name_of_its_own() -> None:

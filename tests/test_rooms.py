@@ -5,9 +5,9 @@ pyproject.toml.
 import ast
 import re
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from ranks import ROOT
+
 _MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in ("pipeline", "data_tools", "launch")

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from ranks import ROOT
 
 
 @pytest.mark.ranks

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
 from pipeline.base.locks import FileLock, locked
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -27,7 +27,6 @@ def test_the_lock_ends_with_its_process(by_record: bool, tmp_path: Path) -> None
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD, str(path), str(by_record)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout
         try:
             assert owner.stdout.readline() == b"locked\n"
             lock = FileLock(path, create=False, by_record=by_record)

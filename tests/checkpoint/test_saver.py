@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from ranks import ROOT
 from saving import STATES, job, names, newest_complete, tensors
 
 from pipeline.base.errors import CrashError, UserError
@@ -23,7 +24,6 @@ from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.process.distributed import Ranks
 
-ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 
 

@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import until
+from ranks import ROOT
 from safetensors.numpy import load_file
 from saving import CONFIG, STATES, job, metadata, names, newest_complete, save_all, tensors
 
@@ -45,7 +46,6 @@ from pipeline.data.storage.retry import Retry
 from pipeline.process import committed, waits
 from pipeline.process.distributed import Ranks
 
-ROOT = Path(__file__).parents[2]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 
 

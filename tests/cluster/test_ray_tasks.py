@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from polling import until
+from ranks import ROOT
 
 from launch import ray_run
 from pipeline.base.errors import CrashError, Stopped, UserError
 from pipeline.cluster import ray_tasks
-
-ROOT = Path(__file__).parents[2]
 
 
 # First: Ray reads its environment when it is imported, as a test below does.

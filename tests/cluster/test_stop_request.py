@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import ROOT
 
 from pipeline.base.errors import CrashError, DivergedError, UserError
 from pipeline.cluster.status_files import RESUME, Status, is_stop_asked, read_status
 from pipeline.cluster.stop import Stop
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def stop_of(folder: Path) -> Stop:
@@ -157,7 +156,6 @@ def test_an_end_is_recorded_at_one_place(
     with pytest.raises(type(error)), stop:
         raise error
     status = read_status(tmp_path / "x")
-    assert status
     assert (status.status, status.code) == (how, code)
     assert word in status.reason
     assert shown == [(how, status.reason)]

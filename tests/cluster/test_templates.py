@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ranks import ROOT
 
 from pipeline.cluster.status_files import RESUME
 from pipeline.settings.command import read_settings
 from pipeline.settings.run import RunConfig
 
-ROOT = Path(__file__).parents[2]
 # Says how it was started, trains until the stop file is there (or not at all), and leaves the code and reason that it
 # is told.
 _TORCHRUN = """#!/bin/bash

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
 from data_tools.check import verify
 from data_tools.dedup import dedup
@@ -19,7 +20,6 @@ from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.settings.commands.data import DedupConfig, IndexConfig, ShardConfig, VerifyConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from pipeline.base.locks import only_writer
@@ -35,7 +35,6 @@ def hold(folder: AnyPath) -> subprocess.Popen[str]:
     """A process that has the folder."""
     command = [sys.executable, "-c", HOLD, str(folder)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -54,7 +53,6 @@ def test_the_second_is_refused_by_name_and_a_dead_one_holds_nobody(
             pass
         name = f"{folder} is being written by shard.py on {socket.gethostname()} (process {first.pid}, since 20"
         assert str(error.value).startswith(name)
-        assert "\n" not in str(error.value)
         # Another folder is another matter.
         with only_writer(tmp_path / "other"):
             pass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import ROOT
 
 from pipeline.evaluate.export import run
 from pipeline.evaluate.loaded_model import load_model
@@ -15,7 +16,6 @@ from pipeline.model.weights import METADATA
 from pipeline.settings.commands.weights import ExportConfig, FeaturesConfig
 from tests.evaluate.conftest import MakeDataset
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "predict": ["data=IMAGES"],
     "explain": ["out=OUT"],
@@ -33,7 +33,6 @@ def hold(out: Path, is_file: bool) -> subprocess.Popen[str]:
     )
     command = [sys.executable, "-c", script, str(out), str(is_file)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "\n"
     return process
 

@@ -74,9 +74,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
         assert all(
             torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True)
         )
-    said = capsys.readouterr().out
-    assert {"huggingface": "transformers ", "timm": "timm"}.get(form, "our own reader") in said
-    assert ("evaluation here by resize_filter = linear" in said) == (form in ("huggingface", "timm"))
+    assert ("resize_filter = linear" in capsys.readouterr().out) == (form in ("huggingface", "timm"))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
@@ -84,7 +82,6 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
 @pytest.mark.parametrize("changes", [{}, ALL_PARTS], ids=["plain", "all parts"])
 def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
     """ONNX by onnxruntime: exported with two images, compared on four, run on seven here."""
-    import onnx
     import onnxruntime
 
     random_weights(weights := tmp_path / "model.pt", **changes)
@@ -97,11 +94,8 @@ def test_graphs_take_batches_of_any_size(tmp_path, changes, recwarn):
     assert [i.name for i in (*session.get_inputs(), *session.get_outputs())] == ["images", "logits"]
     np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, atol=1e-5)
     # What a .safetensors of ours says, too: the configuration, the class names, and how images are read.
-    described = [session.get_modelmeta().custom_metadata_map["vit-weights"]]
-    described += [prop.value for prop in onnx.load(tmp_path / "a.onnx").metadata_props if prop.key == "vit-weights"]
-    assert described == [safetensors_metadata(model.config, read_weights(weights)[2])["vit-weights"]] * 2
-    extra = json.loads(described[0])["extra"]
-    assert extra == {"classes": [f"class{i}" for i in range(5)], "preprocessing": {"eval_crop": "resize"}}
+    described = session.get_modelmeta().custom_metadata_map["vit-weights"]
+    assert described == safetensors_metadata(model.config, read_weights(weights)[2])["vit-weights"]
 
 
 def photographs(folder, count=50):
@@ -146,23 +140,15 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
             found = model.predict(image)
             assert [name for name, _ in found] == [name for name, _ in classes]
             np.testing.assert_allclose([share for _, share in found], [share for _, share in classes], atol=1e-4)
-    modules = re.findall(r"^ *(?:import (\w+)|from (\w+)\S* import)", script.read_text(), re.MULTILINE)
-    assert {a or b for a, b in modules} - set(sys.stdlib_module_names) == {
-        "cv2",
-        "numpy",
-        "onnxruntime",
-        "PIL",
-        "NAME_predict",
-    }
+    assert not re.search(r"^ *(?:import|from) (?:pipeline|torch)", script.read_text(), re.MULTILINE)
 
-    for name, shape in (("gray.png", (20, 20)), ("colours.png", (20, 20, 3))):
-        cv2.imwrite(str(tmp_path / "photos" / name), np.full(shape, 300, np.uint16))
+    cv2.imwrite(str(deep := tmp_path / "photos" / "deep.png"), np.full((20, 20), 300, np.uint16))
     command = [sys.executable, "-I", script, tmp_path / "photos", "--top", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 1
     lines = dict(line.split("  ", 1) for line in ended.stdout.splitlines())
-    assert lines.keys() - expected.keys() == {f"{tmp_path}/photos/{name}.png" for name in ("gray", "colours")}
-    assert [line for line in lines.values() if "8 bits" in line] == [lines[name] for name in lines.keys() - expected]
+    assert lines.keys() - expected.keys() == {str(deep)}
+    assert "8 bits" in lines[str(deep)]
     assert {image: lines[image].split()[0] for image in expected} == {name: c[0][0] for name, c in expected.items()}
 
 
@@ -197,7 +183,6 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
     [
         ("a.onnx", "auto", "onnx"),
         ("a.safetensors", "auto", "safetensors"),
-        ("a.npz", "auto", "npz"),
         ("a.npz", "big_vision", "big_vision"),
         ("a.pth", "auto", "mae"),
         ("vit.v2", "timm", "timm"),
@@ -235,31 +220,24 @@ def test_mae_with_its_decoder(tmp_path, form, normalise, pixels, capsys):
     difference = run(tmp_path / "model.safetensors", form, out)
     assert difference.largest <= 1e-5 * difference.scale
     assert difference.scale > 0.1
-    said = capsys.readouterr().out
-    assert ("huggingface_mae: it resizes images by Pillow's bilinear filter" in said) == (form == "huggingface_mae")
     if form == "huggingface_mae":
-        losses = re.search(r"transformers \S+: loss (\S+), ours (\S+)", said)
+        losses = re.search(r"transformers \S+: loss (\S+), ours (\S+)", capsys.readouterr().out)
         assert float(losses[1]) == pytest.approx(float(losses[2]), rel=1e-5)
         run(out, "safetensors", tmp_path / "encoder.safetensors")  # Compared with transformers' encoder first.
-        assert "program of these weights" in capsys.readouterr().out
     else:
         tensors = torch.load(out, weights_only=True)["model"]
         assert {"mask_token", "decoder_pos_embed", "decoder_blocks.1.attn.qkv.weight", "pos_embed"} <= set(tensors)
-        assert f"decoder_num_heads=2, norm_pix_loss={normalise}" in said
     again = Mae.from_weights(read_weights(out), print, num_heads=2, normalise=normalise)
     assert again.facts == (
         model.facts if form == "huggingface_mae" else replace(model.facts, mean=again.mean, std=again.std)
     )
 
 
-def test_another_size_and_no_head(weights, tmp_path, capsys):
+def test_another_size_and_no_head(weights, tmp_path):
     run(weights, "safetensors", tmp_path / "a.safetensors", image_size=26, head=False)
     back = load(tmp_path / "a.safetensors")
     assert (back.config.num_classes, back.config.image_size) == (0, (26, 26))
     assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
-    printed = capsys.readouterr().out
-    assert "positions: 4 x 4 resampled to 6 x 6 by the kernel zoom" in printed
-    assert "26 x 26: patches of 4 pixels leave the last 2 rows and 2 columns unseen" in printed
 
 
 def test_the_order_of_classes_without_names_is_said(weights, tmp_path, capsys):
@@ -322,17 +300,14 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "max pooling"),
         ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
         ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
-        ({}, "onnx", "a.bin", r"out = .*a\.bin of format = onnx must end in \.onnx"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form, out, message, capsys):
+def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form, out, message):
     (tmp_path / "out").mkdir()
     random_weights(tmp_path / "model.pt", **changes)
     with pytest.raises(UserError, match=message):
         run(tmp_path / "model.pt", form, tmp_path / "out" / out)
     assert not any((tmp_path / "out").iterdir())
-    is_held = "Not written" in message  # It was written to be compared.
-    assert is_held or f"{form}: " not in capsys.readouterr().out, "notes on a file that is not written"
 
 
 @pytest.mark.parametrize(

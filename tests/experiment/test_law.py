@@ -118,7 +118,6 @@ def test_nothing_is_predicted_by_a_wide_interval() -> None:
 def test_the_largest_runs_are_predicted_from_the_others() -> None:
     for table in (VIT, BIT):
         check = left_out(np.array(list(table), float), 1 - np.array(list(table.values())) / 100)
-        assert isinstance(check, Holdout)
         assert check.is_inside
         assert check.prediction.value == pytest.approx(check.error, abs=0.008)
     x = np.repeat(SIZES[:4], 2)

@@ -39,7 +39,6 @@ def test_a_command_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) ->
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert parent.stdout
     assert parent.stdout.readline() == "begun\n"
     parent.kill()
     until(lambda: heard.exists() and heard.read_text())

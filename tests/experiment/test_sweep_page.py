@@ -56,7 +56,6 @@ def write_states(file: Path, **ids: str) -> None:
 
 def made_up(cell: VtabCell) -> dict[str, Any]:
     """The outcome of a cell, which diverges at the highest rate."""
-    assert cell.setting is not None
     outcome = {
         "steps": 2,
         "num_images": 12,
@@ -173,7 +172,6 @@ def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
         named = replace(config, weights=str(weights))
         assert tracking_uri(named) == "http://team:5000"
         results = vtab.run_sweep(named, tmp_path / f"out-{number}", in_turn(made_up))
-        assert results is not None
         assert results["checkpoint"]["run_id"] == "abc"
     # A run of this name that keeps its checkpoints in another place is another run.
     (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": f"{place}/2"}}))

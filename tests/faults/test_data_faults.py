@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from faulty_s3 import S3, answer, bucket_path, put
+from ranks import ROOT
 from raw_images import jpeg
 from tiny import train_view
 
@@ -37,7 +38,6 @@ from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import ShardConfig, VerifyConfig
 from pipeline.settings.run import AugmentConfig
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 SHARD = "train-000001.tar"  # rows 40 to 79 of 150

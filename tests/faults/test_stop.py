@@ -238,7 +238,6 @@ def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -
     run = forge.start(1, [*overrides, "name=short", "train.stop_after_minutes=0.55"])
     ends(run)
     status = read_status(tmp_path / "short")
-    assert status
     assert (status.status, status.code) == ("stopped", RESUME)
     assert status.reason.startswith("train.stop_after_minutes")
 

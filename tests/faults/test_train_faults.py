@@ -237,7 +237,6 @@ def test_a_disk_that_fails_one_rank_ends_all_with_its_line(
     assert read_status(folder) == Status(how, 0, code, line)  # type: ignore[arg-type]
     assert {rank: f.lost_others for rank, f in read_failures(folder).items()} == {1: False}
     end = PageFolder(folder).read_facts().end
-    assert end is not None
     assert (end.status, line in end.tags["outcome"]) == ("FAILED", True)
 
 

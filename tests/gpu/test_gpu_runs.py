@@ -257,7 +257,6 @@ def test_fp16_scales_the_loss(dataset: Path, out: Path) -> None:
     expected, found = plain_losses(settings(dataset, out, "plain", *PLAIN)), metrics(out / "fp16")
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=3e-3)
     state = read_state(out / "fp16" / "checkpoints" / f"step-{STEPS:08d}")
-    assert state.engine.loss_scale
     assert state.engine.loss_scale["cur_scale"] >= 2.0
 
 

@@ -42,8 +42,6 @@ def load_library(path: str) -> None:
     """Load a library ahead of torch's own, of which it only needs c10."""
     spec = importlib.util.find_spec("torch")
     assert "torch" not in sys.modules
-    assert spec
-    assert spec.submodule_search_locations
     for library in (f"{spec.submodule_search_locations[0]}/lib/libc10.so", path):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 

@@ -217,5 +217,4 @@ def copy_folder(folder: Path, url: str) -> None:
 
 def bucket_path(url: str, seconds: float = 5.0) -> BucketPath:
     path = to_path(url, Retry(seconds))
-    assert isinstance(path, BucketPath)
     return path

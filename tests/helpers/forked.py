@@ -179,7 +179,6 @@ class Forge:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"
 
     def __enter__(self) -> "Forge":

@@ -50,7 +50,6 @@ class Host:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "up\n":
             self._holder.kill()
             raise OSError(f"{self.name} did not start: {self._holder.communicate()[1].strip()}")

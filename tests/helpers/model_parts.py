@@ -4,6 +4,8 @@ from typing import TypeVar
 
 import torch
 
+from pipeline.model import create
+
 M = TypeVar("M", bound=torch.nn.Module)
 
 ALL_PARTS = {
@@ -37,3 +39,19 @@ def randomised(model: M, scale: float = 0.2, seed: int = 1) -> M:
         for parameter in model.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=generator)
     return model.eval()
+
+
+def random_model(name="ViT-mu/4", size=16, classes=5, **changes):
+    return randomised(create(name, size, classes, **changes))
+
+
+def same(model, other):
+    """Whether two models have one configuration and the same bits."""
+    state, back = model.state_dict(), other.state_dict()
+    return model.config == other.config and all(torch.equal(state[name], back[name]) for name in state)
+
+
+@torch.no_grad()
+def logits(model, images):
+    """float64 (B, K) of images (B, H, W, 3) in [-1, 1]."""
+    return model.eval()(torch.from_numpy(images).float().permute(0, 3, 1, 2)).double().numpy()

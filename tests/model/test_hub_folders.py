@@ -14,13 +14,12 @@ import pytest
 import torch
 import yaml
 from huggingface_hub.utils import validate_repo_id
+from ranks import ROOT
 
 from pipeline.base.errors import UserError
 from pipeline.model import create, load, published, to_huggingface
 from pipeline.model.files import find_file, write_safetensors
 from pipeline.monitor.origin import find_origin
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -64,9 +63,7 @@ def test_a_path_comes_before_a_repository_of_its_name(sharded, tmp_path):
     file = find_file(Path("google/vit-mu"))
     assert file.parent == sharded
     assert find_origin(file, "google/vit-mu").path == str(file)  # What a run records, and reads again.
-    # What a job of Ray does not take for a path that its nodes share.
-    of_hub = {name: published.is_of_hub(name) for name in ("google/vit-mu", "hf://google/vit", "google/vit")}
-    assert of_hub == {"google/vit-mu": True, "hf://google/vit": True, "google/vit": False}
+    assert published.is_of_hub("google/vit-mu")  # A job of Ray does not take it for a path that its nodes share.
     shutil.copytree(sharded, "google/vit-mu")
     assert not published.is_of_hub("google/vit-mu")
     assert find_file(Path("google/vit-mu")) == Path("google/vit-mu", file.name)
@@ -115,11 +112,8 @@ def test_each_family_has_commands_in_the_documentation_and_its_files_in_the_erro
             assert str(error.value).startswith(f"{family['file']}: ")
             assert len(commands_in(str(error.value))) == 1
     for name, command in {
-        "R50+ViT-B_16.npz": "https://storage.googleapis.com/vit_models/imagenet21k/R50+ViT-B_16.npz",
-        "mae_finetuned_vit_large.pth": "https://dl.fbaipublicfiles.com/mae/finetune/mae_finetuned_vit_large.pth",
         "dinov2_vits14_reg4_pretrain.pth": "dinov2/dinov2_vits14/dinov2_vits14_reg4_pretrain.pth",
         "dino_deitsmall8_pretrain.pth": "hf download facebook/dino-vits8",
-        "dinov3_vith16plus_pretrain_lvd1689m-7c1da9a5.pth": "facebook/dinov3-vith16plus-pretrain-lvd1689m",
     }.items():
         assert published.remedy(Path("/nowhere", name)).endswith(command)
 
@@ -157,6 +151,3 @@ def test_what_is_missing_is_named(sharded):
         index.write_text(json.dumps({"weight_map": content["weight_map"] | {first: name}}))
         with pytest.raises(UserError, match=r"shard .* is missing"):
             load(sharded)
-    index.write_text("{}")
-    with pytest.raises(UserError, match=r"index\.json: .*must be dict"):
-        load(sharded)

@@ -4,33 +4,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_parts import randomised
+from model_parts import logits, random_model, same
 
-from pipeline.model import create, load, read_weights, to_npz
+from pipeline.model import load, read_weights, to_npz
 
 D, GRID, HEADS = 16, 4, 4
 TABLE = "Transformer/posembed_input/pos_embedding"
 MAP = "MAPHead_0/MultiHeadDotProductAttention_0"
 
 
-def logits(model, images):
-    with torch.no_grad():
-        return model.eval()(torch.from_numpy(images).float().permute(0, 3, 1, 2)).double().numpy()
-
-
 def write(folder, arrays):
     np.savez(folder / "weights.npz", **arrays)
     return folder / "weights.npz"
-
-
-def state_of(model):
-    return model.state_dict()
-
-
-def same(model, other):
-    return model.config == other.config and all(
-        torch.equal(a, b) for a, b in zip(state_of(model).values(), state_of(other).values(), strict=True)
-    )
 
 
 # ---------------------------------------------------------------------- big_vision
@@ -104,10 +89,6 @@ def test_bfloat16_is_read(tmp_path, random_arrays):
     path = write(tmp_path, {key: half.view(torch.int16).numpy().view("V2") for key, half in halves.items()})
     rounded = write(tmp_path.parent, {key: half.float().numpy() for key, half in halves.items()})
     assert same(load(path), load(rounded))
-
-
-def random_model(name, size=16, classes=5, **changes):
-    return randomised(create(name, size, classes, **changes))
 
 
 SMALL = {"depth": 2, "width": 24, "num_heads": 3, "mlp_width": 40}

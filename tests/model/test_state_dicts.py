@@ -9,14 +9,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from model_parts import randomised
+from model_parts import random_model, randomised, same
 from PIL import Image
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.augment import write_eval_view
 from pipeline.model import (
     configure,
-    create,
     load,
     read_weights,
     save,
@@ -190,15 +189,6 @@ def notes_of(path):
     said = []
     read_weights(path, said.append)
     return said
-
-
-def random_model(name="ViT-mu/4", size=16, classes=5, **changes):
-    return randomised(create(name, size, classes, **changes))
-
-
-def same(model, other):
-    state, back = model.state_dict(), other.state_dict()
-    return model.config == other.config and all(torch.equal(state[name], back[name]) for name in state)
 
 
 SMALL = {"width": 24, "depth": 2, "mlp_width": 41, "num_heads": 3}  # 24 * (41 / 24) is not 41 in floats

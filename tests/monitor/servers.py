@@ -18,10 +18,9 @@ from typing import Any
 import psutil
 import pytest
 from polling import until
+from ranks import ROOT
 
 from pipeline.process.launcher import free_port
-
-ROOT = Path(__file__).parents[2]
 
 
 def skip_or_fail(reason: str) -> None:

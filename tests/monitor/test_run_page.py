@@ -25,13 +25,6 @@ FAST = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
 
 
-@pytest.fixture
-def out(database: Path, tmp_path: Path) -> Path:
-    """A folder of runs with an empty store in it."""
-    shutil.copy(database, tmp_path / "mlflow.db")
-    return tmp_path
-
-
 def tracked(
     out: Path, facts: RunFacts, folder: str = "run", outcome: str = "", start: int | None = None, result: str = ""
 ):
@@ -129,11 +122,8 @@ SWEEP = RunFacts("a", "vtab", score="vtab_mean", scored_on="VTAB-1k")
         (replace(PRETRAINED, score="val_loss"), {"val_loss": 1.0}, {}),
         (replace(PRETRAINED, score="val_20nn"), {"val_20nn": 0.25}, {"score_knn": 25}),
         (replace(PRETRAINED, score="a_b_5shot_l2_10"), {"a_b_5shot_l2_10": 0.25}, {"score_linear": 25}),
-        (replace(PRETRAINED, score="val_linear"), {"val_linear": 0.25}, {"score_linear": 25}),
-        (replace(PRETRAINED, score="val_miou"), {"val_miou": 0.25}, {"score_miou": 25}),
         (SWEEP, {"vtab_mean": 0.712}, {"score": 71.2}),
         (RunFacts("a", "study", {"score": "20nn"}, score="best_score"), {"best_score": 0.5}, {"score_knn": 50}),
-        (SWEEP, {"cells_done": 3.0}, {}),
         (replace(PRETRAINED, score="val_top1"), {"val_top1": math.nan}, {}),
     ],
 )
@@ -146,8 +136,6 @@ def test_scores_of_one_kind_have_one_column(facts: RunFacts, metrics: dict[str, 
 @pytest.mark.parametrize(
     ("kind", "score", "words"),
     [
-        ("pretrain", "val_top1", ("top-1", "x:val")),
-        ("pretrain", "val_miou", ("mIoU", "x:val")),
         ("pretrain", "other_20nn", ("kNN", "other", "20")),
         ("evaluation", "x_5shot", ("linear probe", "5", "x:val")),
     ],

@@ -27,13 +27,6 @@ NOBODY = "http://127.0.0.1:1"  # A port that no other test is given meanwhile.
 PARAMETERS = {f"section.field{i}": i for i in range(120)} | {"long": "x" * 9000, "nothing": None}
 
 
-@pytest.fixture
-def out(database: Path, tmp_path: Path) -> Path:
-    """A folder of runs with a database in it."""
-    shutil.copy(database, tmp_path / "mlflow.db")
-    return tmp_path
-
-
 def start(
     out: Path,
     uri: str = "",

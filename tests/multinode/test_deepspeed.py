@@ -107,7 +107,6 @@ def test_ranks_on_all_hosts_stop_when_their_launcher_is_gone(
     running(site.nodes[0], victim)[0].kill()
     until(lambda: not ranks())
     status = read_status(folder)
-    assert status
     assert (status.status, status.code, status.step) == ("stopped", RESUME, max(metrics(folder))), log.read_text()
     assert re.fullmatch(r"the end of its launcher \((pdsh|the ssh connection), process \d+\)", status.reason)
     log_of_run = (folder / "log.txt").read_text()

@@ -301,11 +301,9 @@ def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(datas
 def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matrix: Path) -> None:
     """It began from a run in progress, which has later weights and another score when the fine-tuning is resumed."""
     began = PageFolder(matrix / "wide").read_facts().facts.origin
-    assert began is not None
     assert (began.run, began.step) == ("masked", STEPS // 2)
     checkpoint = matrix / "masked" / "checkpoints" / "step-00000003"
     checksums = read_checksums(checkpoint)
-    assert checksums is not None
     assert (began.path, began.sha256) == (str(checkpoint / MODEL), checksums[MODEL].sha256)
     accuracy = metrics(matrix / "masked", "val_color_accuracy")[3]
     assert began.score == f"val_color_accuracy {100 * accuracy:.2f} % {dataset.name}:val"

@@ -121,7 +121,6 @@ def test_koleo_is_the_distance_to_the_nearest() -> None:
 def test_koleo_of_equal_features_has_a_finite_gradient() -> None:
     features = normal(1, 5).repeat(3, 1).requires_grad_()
     koleo(features).backward()
-    assert features.grad is not None
     assert features.grad.isfinite().all()
 
 
@@ -361,7 +360,6 @@ def test_weights_begin_a_run_with_their_backbone(tmp_path: Path, new_head: bool)
     assert (found.config.num_classes, found.config.representation, found.config.image_size) == (0, False, (24, 24))
     assert torch.equal(found.blocks[0].mlp.up.weight, old.blocks[0].mlp.up.weight)
     objective = objectives.create(config, found)
-    assert isinstance(objective, Dino)
     averaged, state = objective.teacher["backbone"].state_dict(), found.state_dict()
     assert all(torch.equal(tensor, averaged[name]) for name, tensor in state.items())
 

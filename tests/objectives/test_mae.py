@@ -90,7 +90,6 @@ def test_kept_patches_keep_their_places_with_rope_and_the_decoder_is_the_papers(
 def test_positions_are_those_of_mae() -> None:
     """util/pos_embed.py of facebookresearch/mae: half of the channels for columns, then half for rows."""
     config = configure("ViT-mu/8", (24, 32), 0, positions="sincos2d_mae")
-    assert isinstance(config, ViTConfig)
     omega = 1 / 10_000 ** (np.arange(config.width // 4) / (config.width / 4.0))
     grid = np.meshgrid(np.arange(4, dtype=np.float32), np.arange(3, dtype=np.float32))
     halves = [np.concatenate([np.sin(o := np.outer(part.ravel(), omega)), np.cos(o)], axis=1) for part in grid]

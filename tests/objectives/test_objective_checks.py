@@ -24,10 +24,7 @@ def check(*overrides: str) -> None:
         ("mae", "model.image_size=225", "image_size = 225.*patch_size = 16"),
         ("mae", "objective.mask_share=0.999", "objective.mask_share = 0.999.* 196 patches"),
         ("dino", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
-        ("lejepa", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
-        ("lejepa", "model.image_size=100", "image_size = 100.*patch_size = 16"),
         ("dino", "augment.crop=resize_crop", "augment.crop = resize_crop"),
-        ("lejepa", "augment.crop=resize_crop", "augment.crop = resize_crop"),
         ("sigmoid", "objective.width=3", "unknown setting objective.width"),
     ],
 )

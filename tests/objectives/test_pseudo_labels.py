@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from forked import Forge
@@ -17,8 +16,7 @@ from tiny import make_dataset
 from torch import Tensor
 
 from pipeline import objectives
-from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
@@ -30,7 +28,6 @@ from pipeline.objectives.pseudo_labels import PseudoLabels
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 from pipeline.train.shown_facts import datasets_of
-from pipeline.train.start import prepare
 
 NONE = -1
 # Readable images with a label, without one, the last without one and unreadable.
@@ -44,7 +41,6 @@ def given(data: Path, *more: str) -> list[str]:
 def create(*more: str) -> PseudoLabels:
     config = schema.load(RunConfig, None, given(Path("d"), *more))
     found = objectives.create(config, build(objectives.new_backbone(config, 4)))
-    assert isinstance(found, PseudoLabels)
     for number, model in enumerate((found.backbone, found.teacher["backbone"])):  # New heads are zero.
         torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(number))
     return found.train()
@@ -202,18 +198,6 @@ def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
     dev = held_out.manifest_rows(np.arange(12))
     for part in data.split.parts:
         assert not np.isin(part.manifest_rows(np.arange(len(part))), dev).any()
-
-
-def test_without_any_label_it_is_refused(bare: Path, dataset: Path, tmp_path: Path) -> None:
-    mix = f"data.mix=[{{path: {dataset}, weight: 1}}]"
-    with pytest.raises(UserError, match="bare has no labels"):
-        prepare(schema.load(RunConfig, None, given(bare, mix, "train.global_batch=8")))
-    unlabelled = shutil.copytree(bare, tmp_path / "unlabelled")
-    rows = pq.read_table(bare / SAMPLES_FILE).select(ROWS.names)
-    shards = [Shard(**shard) for shard in pq.read_table(bare / SHARDS_FILE).to_pylist()]
-    write_dataset(unlabelled, shards, [rows.slice(0, 40), rows.slice(40)], ["a", "b"], {}, {})
-    with pytest.raises(UserError, match="no training image has a label"):
-        prepare(schema.load(RunConfig, None, given(unlabelled, "data.eval_split=")))
 
 
 def test_a_run_on_few_labels_exports_its_teacher_and_resumes_exactly(

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
 from pipeline.process import console
 from pipeline.process.console import LineClock, progress_line
 
 SPEED = ("images_per_second", "data_wait", "peak_memory_gib", "time_forward", "time_backward", "time_optimizer")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_launcher_that_died_does_not_end_the_run(tmp_path: Path) -> None:
@@ -55,5 +55,4 @@ def test_a_line_shows_neither_a_speed_of_zero_nor_an_impossible_utilisation() ->
     assert "0.0231 img/s" in progress_line(1, 10, metrics, 8)
     assert "MFU" not in progress_line(1, 10, metrics, 8)
     assert "MFU 41.0%" in progress_line(1, 10, metrics | {"mfu": 0.41}, 8)
-    assert "206" not in (line := progress_line(1, 10, metrics | {"mfu": 2.06}, 8))
-    assert "engine.peak_tflops" in line
+    assert "206" not in progress_line(1, 10, metrics | {"mfu": 2.06}, 8)

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import ROOT
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder, replacing
@@ -20,7 +20,6 @@ from pipeline.settings import run, schema
 from pipeline.settings.command import main
 from pipeline.settings.commands import data, operate, reports, segment, transfer, weights
 
-ROOT = Path(__file__).parents[2]
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
 WEIGHTS = ["weights=w", "source=i"]
 SWEEP = ["weights=w", "--config", str(ROOT / "configs/vtab/vit_paper.yaml")]
@@ -36,7 +35,6 @@ def load(cls: type, *settings: str) -> Any:
 def problem(cls: type, *settings: str) -> str:
     with pytest.raises(UserError) as error:
         try_outputs(load(cls, *settings))
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     return str(error.value)
 
@@ -251,16 +249,3 @@ def test_rank_0_tries_for_all(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit):
         main(data.ShardConfig, seen.append, "About.", by_launcher=True)
     assert len(seen) == 1
-
-
-def test_a_run_says_it_before_any_import(place: Path) -> None:
-    """Without torch, and so without what takes seconds."""
-    script = (
-        "import runpy, sys; sys.modules['torch'] = None; "
-        f"sys.argv = ['pretrain.py', *{RUN}, 'out={place}/file/x']; "
-        f"runpy.run_path({str(ROOT / 'launch/pretrain.py')!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: out = {place}/file/x: {place}/file is not a folder.")
-    assert done.stderr.count("\n") == 1

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = sorted((ROOT / "launch").glob("*.py"))
 
 
@@ -53,7 +53,6 @@ def interrupt(script: str, when: str, environment: dict[str, str] | None = None)
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
     )
-    assert process.stdout is not None
     assert process.stdout.readline().strip() == when
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=3000)  # Ends its standard input.

@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -75,13 +74,14 @@ def test_equal_budgets_by_hand(tmp_path: Path) -> None:
     per_image = records["small"].flops_per_image
     flops, found = budgets.at_equal_budget(records, budgets.FLOPS)
     assert flops == pytest.approx(640 * per_image)
-    assert found["large"] is not None
     assert found["large"].value == 0.6
     # A model of twice the FLOPs reaches only its step 10 with what the small one had at 40: no evaluation at 10, so 8.
     double = dataclasses.replace(records["large"], flops_per_image=2 * per_image)
     _, found = budgets.at_equal_budget({"small": records["small"], "large": double}, budgets.FLOPS)
-    assert found["large"] is not None
     assert found["large"].step == 8
+    late = write_run(tmp_path / "late", steps=80, evaluations={80: 0.2})
+    _, found = budgets.at_equal_budget(compare.named([from_folder(small), from_folder(late)]), budgets.IMAGES)
+    assert found["late"] is None
 
 
 def test_runs_of_other_seeds_have_a_mean_and_no_test(tmp_path: Path) -> None:
@@ -111,8 +111,6 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     header, *lines = list(compare.summary(records, compare.groups_of(records)))[:5]
     place = header.index("kind of score")
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
-    (row,) = re.findall(r"\| kind of score \|.*", str(compare.page(records, [], [])["report.md"]))
-    assert row.count("kNN of digits (k = 20)") == row.count("test top-1") == 2
 
 
 def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
@@ -126,19 +124,7 @@ def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
         (claim,) = compare.claims(compare.groups_of(records))
         (pair,) = csv.DictReader((out / "pairs.csv").open())
         top = (out / "report.md").read_text().partition("## What")[0]
-        assert [
-            ("2.5 times the images" in text, "2.5 times the FLOPs" in text) for text in (claim, pair["verdict"], top)
-        ] == [(told, told)] * 3
-    unknown = dataclasses.replace(records["same"], images_per_step=0)
-    (claim,) = compare.claims(compare.groups_of({"long": records["long"], "same": unknown}))
-    assert "same saw an unknown number" in claim
-
-
-def test_a_run_without_an_evaluation_within_the_budget(tmp_path: Path) -> None:
-    early = write_run(tmp_path / "early", steps=10, evaluations={10: 0.1})
-    late = write_run(tmp_path / "late", steps=20, evaluations={20: 0.2})
-    _, found = budgets.at_equal_budget(compare.named([from_folder(early), from_folder(late)]), budgets.IMAGES)
-    assert found["late"] is None
+        assert ["2.5 times" in text for text in (claim, pair["verdict"], top)] == [told] * 3
 
 
 def test_scores_of_different_images_are_not_ranked_together(tmp_path: Path) -> None:

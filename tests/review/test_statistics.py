@@ -201,7 +201,6 @@ def test_images_in_groups_are_tested_by_group(tmp_path: Path) -> None:
     (pair,) = statistics.pairs_of(statistics.contenders(records))
     assert pair.difference == differences.of_same_groups(right["a"], right["b"], groups)
     score = records["a"].last_score
-    assert score is not None
     assert (score.num_samples, score.interval) == (400, intervals.of_samples(score.value, 55.5))
     for name in records:
         (tmp_path / name / "page" / "predictions.npz").unlink()

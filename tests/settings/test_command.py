@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ranks import ROOT
 
 from pipeline.base.errors import CrashError, OneRankError, UserError
 from pipeline.base.files import replacing
@@ -18,8 +19,6 @@ from pipeline.process.launcher import VARIABLES, forget_launcher
 from pipeline.settings import command
 from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(
@@ -230,17 +229,6 @@ def test_a_mistake_of_ours_keeps_its_traceback(error: Exception, monkeypatch: py
         run(fail, monkeypatch, "source=a", "out=b")
 
 
-def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(config: ShardConfig) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:  # One that comes through would end all tests.
-        run(interrupt, monkeypatch, "source=a", "out=b")
-    assert isinstance(stop.value, SystemExit)
-    assert stop.value.code == 130
-    assert capsys.readouterr().err == "stopped: to go on, run the same command again\n"
-
-
 def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A launcher ends all ranks when the first has ended: a silent one must not be the first, or nothing would be
     said.
@@ -266,23 +254,6 @@ def test_what_only_one_rank_knows_it_says(monkeypatch: pytest.MonkeyPatch, capsy
     assert ending(OneRankError("bad samples"), monkeypatch, capsys, rank="3") == "error on rank 3: bad samples\n"
     full = OSError(errno.ENOSPC, "No space left on device", "/local/x")
     assert ending(full, monkeypatch, capsys, rank="3").startswith("error on rank 3: No space left for /local/x")
-
-
-def test_a_real_process(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--config", str(tmp_path / "nowhere.yaml")]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {tmp_path / 'nowhere.yaml'}: no such config file. Shipped ones are in configs/.\n"
-    assert done.stdout == ""
-
-
-def test_help_shows_percent_signs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run(print, monkeypatch, "--help")
-    assert stop.value.code == 0
-    printed = capsys.readouterr().out
-    assert "About." in printed
-    assert command.fields_help(ShardConfig).splitlines()[-1].strip() in printed
 
 
 def test_a_module_that_a_command_names_has_a_function_run_for_its_settings() -> None:

@@ -5,17 +5,17 @@ import typing
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 from settings_classes import CLASSES
 
 from pipeline import objectives
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.settings import schema
-from pipeline.settings.commands import data, operate, study, transfer, weights
+from pipeline.settings.commands import data, study, transfer, weights
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import without_effect
 
-ROOT = Path(__file__).parents[2]
 RUNS = [
     path
     for path in sorted((ROOT / "configs").rglob("*.yaml"))
@@ -60,17 +60,10 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
     [
         (["probe.shots=[1,5]"], ["probe.shots", "probe.every"]),
         (["probe.every=5%", "probe.temperature=0.1"], ["probe.temperature", "probe.neighbours"]),
-        (
-            ["probe.every=5%", "probe.rankme_images=9", "probe.shots=0", "probe.data=x"],
-            ["probe.data", "probe.neighbours"],
-        ),
         (["data.weight=2"], ["data.weight", "data.mix"]),
         (["augment.crop=none", "augment.area_min=0.3"], ["augment.area_min", "augment.crop"]),
-        (["augment.crop=resize_crop", "augment.resize_to=300"], []),
-        (["schedule.final=0.1"], []),
         (["schedule.decay=constant", "schedule.final=0.1"], ["schedule.final", "schedule.cooldown"]),
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], []),
-        (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=8 blocks"], []),
         (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=backbone"], ["optimizer.layer_decay", "train.freeze"]),
         (
             ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
@@ -92,13 +85,11 @@ def test_a_run_says_what_has_no_effect(given: list[str], said: list[str]) -> Non
     [
         (RunConfig, [*RUN, "train.lora_alpha=8"], "train.lora_alpha = 8.0 has no effect without train.lora_rank. Set"),
         (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
-        (weights.ScoreConfig, ["weights=w", "data=d", "experiment=e"], "experiment = e has no effect without mlflow"),
         (
             weights.ExplainConfig,
             ["weights=w", "draw=[filters,positions]", "layer=3"],
             "layer = 3 has no effect without draw = attention",
         ),
-        (operate.SamplesConfig, ["run=r", "sample=k", "ranks=2", "rank=1"], "rank = 1 has no effect without step"),
         (
             data.ShardConfig,
             ["source=s", "out=o", "layout=folder", "label_column=x"],
@@ -110,7 +101,6 @@ def test_a_command_refuses_what_has_no_effect(cls: type, given: list[str], said:
     with pytest.raises(UserError) as error:
         schema.load(cls, None, given)
     assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["bit_hyperrule", "lightweight", "peft_224", "vit_paper"])

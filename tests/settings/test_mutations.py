@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 from settings_classes import COMMANDS
 from teacher_weights import teacher_for
 
@@ -18,7 +19,6 @@ from pipeline.settings.commands import data, reports, segment, study, transfer
 from pipeline.settings.run import RunConfig
 from pipeline.settings.yaml_reader import read_yaml
 
-ROOT = Path(__file__).parents[2]
 OF_FOLDER = {
     "data": data.ShardConfig,
     "index": data.IndexConfig,

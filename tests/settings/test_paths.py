@@ -1,7 +1,6 @@
 """Settings that are paths: `~` means the home folder in all of them, in every command, and is expanded in one place."""
 
 import dataclasses
-import json
 import re
 import typing
 from pathlib import Path
@@ -64,8 +63,3 @@ def test_home_in_lists_and_files_of_settings(home: Path) -> None:
 def test_names_and_text_keep_their_tilde() -> None:
     config = schema.load(RunConfig, None, ["name=~try", *RUN[1:], "track.experiment=~x"])
     assert (config.name, config.track.experiment) == ("~try", "~x")
-
-
-def test_the_settings_of_an_earlier_run_are_read_with_the_same_meaning(home: Path) -> None:
-    tree = json.loads(json.dumps(schema.to_dict(schema.load(RunConfig, None, RUN)))) | {"out": "~/r"}
-    assert schema.build(RunConfig, tree, "config.json").out == f"{home}/r"

@@ -15,6 +15,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from ranks import ROOT
 from settings_classes import COMMANDS
 from teacher_weights import teacher_for
 
@@ -39,7 +40,6 @@ from pipeline.settings.commands.weights import FeaturesConfig
 from pipeline.settings.quantities import Length, Limit, LogInterval
 from pipeline.settings.run import ModelConfig, RunConfig
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 # Samples of the data set that a path in a shipped file stands for; the smallest ones are the demo's.
 SAMPLES = {
@@ -68,7 +68,6 @@ def load(*overrides: str) -> RunConfig:
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as error:
         objectives.check(load(*overrides))
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -294,18 +293,14 @@ def test_the_other_experiments_of_the_paper_s_appendix_are_shipped() -> None:
     gap = runs["vit_b16_jft_gap"]  # D.3, Figure 9
     assert (gap.model.pool, gap.model.representation, gap.optimizer.lr) == ("gap", False, 3e-4)
     shape = objectives.new_backbone(runs["vit_shapes_jft"], 1000)  # D.2: the base of all shapes
-    assert isinstance(shape, ViTConfig)
     assert (shape.depth, shape.width, shape.mlp_width, shape.patch_size) == (8, 1024, 2048, 32)
     axial = objectives.new_backbone(runs["axial_vit_b16_jft"], 1000)  # D.6
-    assert isinstance(axial, ViTConfig)
     assert axial.axial
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("train: {globl_batch: 3}", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
-        ("train: 5", "train = 5"),
         ("name:", "name = None"),
         ("seed: true", "seed = true"),
         ("optimizer: {lr: .nan}", "optimizer.lr = .nan"),
@@ -328,29 +323,22 @@ def test_mistakes_in_a_file(text: str, said: str, tmp_path: Path) -> None:
         schema.load(RunConfig, path)
     assert said in str(error.value)
     assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: {name: ViT-Ti/16}\nname: a\ndata: {path: d}", "train.length is not set (Length of the run"),
         ("train: {length: 1 epochs, lr: [}", "is not valid YAML"),
         ("- a", "must hold a mapping of settings, not ['a']"),
         ("name: a\nname: b", "is not valid YAML: name is set twice"),
         ("train:\n\tlength: 1", "line 2"),
-        (
-            "train.length: 1 epochs",
-            "unknown setting train.length. In a file it is nested: train: {length: ...}",
-        ),
-        ("", "must hold a mapping of settings, not None"),
+        ("train.length: 1 epochs", "train: {length: ...}"),
     ],
 )
 def test_a_file_that_is_not_whole(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         schema.load(RunConfig, write(tmp_path, text))
     assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_required_setting_that_is_empty_is_refused(tmp_path: Path) -> None:
@@ -398,28 +386,18 @@ def test_a_file_server_that_fails_is_no_mistake_in_the_config_file(
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs, micro_batch: 8}\noptimizer:",
+        "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs, micro_batch: 8}\noptimizer:\n"
+        "augment: {area_min: 1e-3}",  # PyYAML reads 1e-3 as text.
     )
     overrides = [
         "train.global_batch=512",
         "optimizer.lr=1e-3",
         "name=b",
-        "augment.flip=false",
         "train.length=5e2 steps",
     ]
     config = schema.load(RunConfig, path, overrides)
     assert (config.name, config.train.global_batch, config.train.micro_batch) == ("b", 512, 8)
-    assert (config.optimizer.lr, config.augment.flip, str(config.train.length)) == (0.001, False, "500 steps")
-
-
-def test_number_without_a_dot_in_a_file(tmp_path: Path) -> None:
-    # PyYAML reads 1e-3 as text.
-    path = write(
-        tmp_path,
-        "name: a\nmodel: {name: ViT-S/16}\ndata: {path: d}\ntrain: {length: 1 epochs}\noptimizer: {lr: 1e-3}",
-    )
-    config = schema.load(RunConfig, path)
-    assert config.optimizer.lr == 0.001
+    assert (config.optimizer.lr, config.augment.area_min, str(config.train.length)) == (0.001, 0.001, "500 steps")
 
 
 def test_an_image_size_is_a_side_or_height_and_width() -> None:
@@ -442,16 +420,18 @@ def test_override_of_a_whole_section_and_of_a_mapping() -> None:
     assert ShardConfig(source="a", out="b").splits == {"train": ""}
 
 
-@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "on", "1:30", "1e5", "a: b"])
-def test_text_on_the_command_line_is_taken_as_it_was_typed(text: str) -> None:
+@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
+def test_text_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
+    """On the command line, and in a file."""
     assert load(f"name={text}").name == text
+    path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")
+    assert schema.load(RunConfig, path).name == text
 
 
 @pytest.mark.parametrize("path", ["trip #2", "#2", "100% &more", "&a b", "!b c", "* d", "a\nb", "[f] g", "it's #3"])
 def test_a_path_on_the_command_line_may_have_any_character(path: str) -> None:
     """`source="trip #2"` once read the folder `trip`: the rest was a YAML comment."""
     assert load(f"data.path={path}").data.path == path
-    assert load(f"track.parent_run={path}").track.parent_run == path
     one = schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", f"source={path}"])
     assert one.images == [path]
 
@@ -466,12 +446,6 @@ def test_a_list_with_a_comment_in_it_is_refused() -> None:
     assert schema.load(FeaturesConfig, None, ["weights=w", "out=o.parquet", "source=[ab]*.jpg"]).images == ["[ab]*.jpg"]
 
 
-@pytest.mark.parametrize("text", ["0123", "1.10", "2026-11-01", "1_000", "1:30", "1e5"])
-def test_text_in_a_file_is_taken_as_it_was_typed(tmp_path: Path, text: str) -> None:
-    path = write(tmp_path, f"name: {text}\nmodel: {{name: ViT-S/16}}\ndata: {{path: d}}\ntrain: {{length: 1 epochs}}")
-    assert schema.load(RunConfig, path).name == text
-
-
 def test_null_and_empty_values() -> None:
     assert load("init.weights=null").init.weights is load("init.weights=").init.weights is None
     assert load("track.uri=").track.uri == ""
@@ -482,19 +456,13 @@ def test_null_and_empty_values() -> None:
     [
         ("train.globl_batch=3", "unknown setting train.globl_batch. Did you mean train.global_batch?"),
         ("image_size=32", "unknown setting image_size. Did you mean model.image_size?"),
-        ("train.lr=3", "mean optimizer.lr?"),
         ("config=a.yaml", "--config FILE"),
-        ("data=photos", "mean data.path?"),
-        ("objective=mae", "mean train.loss?"),
-        ("datasets/photos", "data.path=datasets/photos"),
         ("data.mix=x", "data.mix[0] = x"),
         ("seed.x=3", "seed = {'x': '3'}"),
         ("train.length.x=3", "train.length.x"),
-        ("train", "train must be setting=value"),
         ("mine.yaml", "--config"),
         ("=3", "=3 must be setting=value"),
         ("train=5", "train = 5"),
-        ("train.micro_batch=x", "train.micro_batch = x"),
     ],
 )
 def test_mistakes_on_the_command_line(override: str, said: str) -> None:
@@ -515,13 +483,11 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             ["train.global_batch=100"],
             "train.global_batch = 100 is not divisible by data.streams = 16. Use data.streams=4.",
         ),
-        (["evaluate.every=0 steps"], "evaluate.every = 0 steps"),
         (["name=a/b"], "name = a/b"),
         (
             ["augment.area_min=0.5", "augment.area_max=0.4"],
             "augment.area_min = 0.5 must not be above augment.area_max = 0.4.",
         ),
-        (["augment.aspect_min=2"], "augment.aspect_min = 2.0 must not be above augment.aspect_max = 1.33"),
         (
             ["augment.crop=resize_crop", "augment.padding=224"],
             "must be below the side",
@@ -533,7 +499,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
         (["augment.eval_resize=223"], "augment.eval_resize = 223 is smaller than model.image_size = 224"),
         (["init.weights=x.npz"], "model.name = 'ViT-Ti/16' and init.weights = 'x.npz': set one of them"),
         (["model.name=nosuch"], "model: 'nosuch' is an unknown model; did you mean"),
-        (["model.name=null"], "model.name = None and init.weights = None: set one of them"),
         (
             ["model.name=null", "init.weights=x.npz", "init.attentive_pool=true", "init.mean_pool=true"],
             "init.mean_pool and init.attentive_pool",
@@ -551,8 +516,6 @@ def test_override_into_what_the_file_made_a_value(tmp_path: Path) -> None:
             "init.weights determines the architecture: leave out model.width, model.pool.",
         ),
         (["schedule.decay=drops"], "schedule.decay = drops with schedule.drops = []: decay=drops needs shares"),
-        (["schedule.drops=[0.3,0.6]"], "schedule.decay = linear with schedule.drops = [0.3, 0.6]"),
-        (["train.label_smoothing=0.1"], "train.label_smoothing = 0.1 has no effect without train.loss = softmax"),
         (["train.loss=masked_pixels", "augment.mixup=0.2"], "train.loss = masked_pixels predicts no classes"),
         (
             ["train.loss=masked_pixels", "model.name=null", "init.weights=x.npz"],
@@ -603,9 +566,7 @@ def test_sharding_checks(overrides: list[str], said: str) -> None:
     [
         # protocol.md B1: steps at batch 4096.
         ("90 epochs", 14_200_000, 312_012),
-        ("30 epochs", 14_200_000, 104_004),
         ("300 epochs", 1_281_167, 93_835),
-        ("7 epochs", 303_000_000, 517_822),
         ("14 epochs", 303_000_000, 1_035_645),
         ("1.278e9 samples", 14_200_000, 312_012),
         ("312012 steps", 5, 312_012),

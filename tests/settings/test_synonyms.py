@@ -25,35 +25,21 @@ COMMANDS = {RunConfig} | {
 @pytest.mark.parametrize(
     ("cls", "given", "meant"),
     [
-        (RunConfig, "learning_rate=1", " mean optimizer.lr?"),
         (RunConfig, "optimizer.learning-rate=1", " mean optimizer.lr?"),
         (RunConfig, "lr=1", " mean optimizer.lr?"),
-        (RunConfig, "batch_size=8", " mean train.global_batch?"),
         (RunConfig, "train.batch_size=8", " mean train.global_batch?"),
         (RunConfig, "epochs=3", " mean train.length?"),
         (RunConfig, "num_workers=4", " mean data.threads?"),
-        (RunConfig, "img_size=32", " mean model.image_size?"),
-        (RunConfig, "weight_decay=0", " mean optimizer.weight_decay?"),
-        (RunConfig, "model=ViT-S/16", " mean model.name?"),
-        (RunConfig, "checkpoint=runs/a", " mean init.weights?"),
         (RunConfig, "weights=runs/a", " mean init.weights?"),
-        (RunConfig, "output_dir=x", " mean out?"),
         (RunConfig, "source=photos", " mean data.path?"),
-        (RunConfig, "dataset=photos", " mean data.path?"),
         (RunConfig, "num_classes=10", "leave it out"),
         (RunConfig, "resume=true", "same command"),
         (RunConfig, "gpus=2", "--num_gpus"),
         (data.ShardConfig, "images=photos", " mean source?"),
-        (data.ShardConfig, "data=photos", " mean source?"),
-        (data.IndexConfig, "data=photos", " mean source?"),
         (weights.ScoreConfig, "source=photos", " mean data?"),
         (weights.ScoreConfig, "data.path=photos", "as data=value"),
-        (weights.ScoreConfig, "checkpoint=a", " mean weights?"),
         (weights.PredictConfig, "images=photos", " mean source or data?"),
-        (weights.PredictConfig, "batch_size=8", " mean batch?"),
-        (weights.ExportConfig, "output=a.npz", " mean out?"),
         (reports.GridConfig, "data.path=photos", " mean settings=[data.path=...]?"),
-        (reports.GridConfig, "batch_size=8", " mean settings=[train.global_batch=...]?"),
     ],
 )
 def test_a_word_of_other_tools_or_commands_is_answered_with_the_setting(cls: type, given: str, meant: str) -> None:
@@ -94,9 +80,8 @@ def test_a_data_set_and_image_files_have_a_setting_each(tmp_path: Path) -> None:
         schema.load(weights.PredictConfig, None, [*needs, f"source=[photos,{tmp_path / 'set'}]"])
     with pytest.raises(UserError, match="data=s3://b/set"):
         schema.load(weights.PredictConfig, None, [*needs, "source=s3://b/set"])
-    for given in ([], ["source=a", "data=b"]):
-        with pytest.raises(UserError, match=r"source.* data"):
-            schema.load(weights.PredictConfig, None, [*needs, *given])
+    with pytest.raises(UserError, match=r"source.* data"):
+        schema.load(weights.PredictConfig, None, [*needs, "source=a", "data=b"])
     with pytest.raises(UserError, match="split = test has no effect without data"):
         schema.load(weights.PredictConfig, None, [*needs, "source=a", "split=test"])
     assert schema.load(weights.PredictConfig, None, [*needs, "source=[a,b]"]).images == ["a", "b"]
@@ -111,7 +96,6 @@ def test_a_word_alone_is_shown_as_a_setting(tmp_path: Path) -> None:
         (weights.ScoreConfig, "photos", "data=photos"),
         (weights.ScoreConfig, str(tmp_path), f"weights={tmp_path}"),
         (reports.CompareConfig, "a", "runs=a"),
-        (RunConfig, "mine.yaml", "--config mine.yaml"),
         (data.ShardConfig, "source", "source=value"),  # source = photos
         (weights.PredictConfig, "b.jpg]", "quotes"),  # source=[a.jpg, b.jpg]
     ):

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from fake_gpu import TINY
 from forked import Forge
+from ranks import ROOT
 
 import pipeline
 from pipeline.train.zero.internals import deepspeed
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Where parameters and gradients are, by stage and precision; then functions that are replaced.
 NAMES = {

@@ -70,7 +70,6 @@ def test_a_run_of_which_most_steps_were_skipped_does_not_end_like_others(
     sound = settings(dataset, tmp_path, "sound", "train.length=30 steps")
     forge.start(1, broken, broken, sound).finish()  # The second start has nothing left to do, and says the same.
     status = read_status(tmp_path / "broken")
-    assert status is not None
     assert (status.status, status.code) == ("finished", 0)
     assert "of 6 steps were skipped" in status.reason
     assert "on 37 images" in status.reason

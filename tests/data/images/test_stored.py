@@ -245,7 +245,6 @@ def test_threads_do_not_share_pythons_parser(monkeypatch: pytest.MonkeyPatch) ->
     np.save(file := io.BytesIO(), written := np.arange(20, dtype=">u2").reshape(4, 5))
     monkeypatch.delattr(ast, "literal_eval")
     stored = open_image(file.getvalue())
-    assert stored
     assert np.array_equal(stored.page(0)[0][..., 0], written)
     with pytest.raises(DecodeError):
         open_image(file.getvalue()[:-1]).page(0)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from pipeline import model as models
-from pipeline.architecture.pixels import ANY_TYPE, Pixels
+from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.evaluate.adhoc_split import open_adhoc_split
 from pipeline.evaluate.loaded_model import load_model
@@ -40,7 +40,6 @@ def as_evaluated(weights: Path, image: Path, image_size: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("view", "image_size"),
     [
-        ({}, 0),
         ({"eval_crop": "resize", "resize_filter": "bicubic"}, 0),
         ({"eval_crop": "center", "eval_resize": 20, "image_size": 16, "resize_filter": "antialias"}, 32),
     ],
@@ -60,7 +59,6 @@ def test_files_pillow_images_and_arrays_are_read_as_evaluation_does(
     model = models.load(weights, image_size or None)
     assert expected.shape == (3, *model.config.image_size)
     assert torch.equal(model.preprocess(file), expected)
-    assert torch.equal(model.preprocess(str(file)), expected)
     with Image.open(file) as image:
         assert torch.equal(model.preprocess(image), expected)
         pixels = np.asarray(image.convert("L" if mode == "L" else "RGB"))
@@ -83,6 +81,3 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     for image in (tmp_path / "text.jpg", tmp_path / "16_bits.png", np.zeros((9, 9, 3)), Image.new("I;16", (9, 9))):
         with pytest.raises(UserError, match="cannot be read"):
             model.preprocess(image)
-    of_sets = Pixels(("near",), ANY_TYPE, (0.0,), (1.0,), (0.5,), (0.5,))
-    with pytest.raises(UserError, match="range"):
-        models.create("ViT-mu/4", 16, 2, pixels=of_sets).preprocess(np.zeros((9, 9), np.uint16))

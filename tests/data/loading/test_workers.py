@@ -52,7 +52,6 @@ def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], di
 
 def processes_of(loader: Loader) -> list[psutil.Process]:
     """Not all children of this process: other tests have some, too."""
-    assert loader.processes is not None
     return [psutil.Process(worker.process) for worker in loader.processes._workers]
 
 

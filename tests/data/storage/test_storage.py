@@ -15,6 +15,7 @@ import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
 from polling import until
+from ranks import ROOT
 
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
@@ -30,7 +31,6 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.run import AugmentConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 Server = tuple[S3, str]
 
 
@@ -188,7 +188,6 @@ reader.close()
 def start_reading(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", READ_ALL, *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
 

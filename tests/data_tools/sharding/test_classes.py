@@ -43,15 +43,13 @@ def text(at: Path, content: str) -> str:
 def refused(source: Path, **others: object) -> str:
     with pytest.raises(UserError) as error:
         ruled(source, **others)
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_classes_with_more_than_so_many_images_stay(zoo: Path) -> None:
     listing = ruled(zoo, min_images=3)
     assert counts(listing) == {"cat": 5, "dog": 6}
-    assert "left out 4 images with 2 classes of at most min_images = 3 images" in listing.notes
-    assert "min_images = 6 leaves no class: the largest has 6 images" in refused(zoo, min_images=6)
+    assert "min_images = 6" in refused(zoo, min_images=6)
 
 
 def test_the_21k_p_selection_holds_out_the_first_of_each_class(zoo: Path) -> None:
@@ -61,8 +59,7 @@ def test_the_21k_p_selection_holds_out_the_first_of_each_class(zoo: Path) -> Non
     val = listing.table["split"].to_numpy() == listing.splits.index("val")
     keys = np.array(listing.table["key"].to_pylist(), object)[val]
     assert keys.tolist() == ["cat/cat_0", "cat/cat_1", "dog/dog_0", "dog/dog_1"]
-    said = refused(zoo, holdout_per_class=3)
-    assert "leaves nothing to train on of 2 classes, such as 'ant' with 1. Set min_images=3" in said
+    assert "min_images=3" in refused(zoo, holdout_per_class=3)
 
 
 def test_an_image_of_two_classes_is_held_out_once(tmp_path: Path) -> None:
@@ -77,7 +74,6 @@ def test_only_the_classes_of_the_list_in_its_order(zoo: Path, tmp_path: Path) ->
     listing = ruled(zoo, class_list=text(tmp_path, "dog\n\n bee \n"))
     assert listing.classes == ["dog", "bee"]
     assert counts(listing) == {"dog": 6, "bee": 3}
-    assert any("left out 6 images with 2 classes not in class_list" in note for note in listing.notes)
     assert "'dgo'. Did you mean one of these: dog?" in refused(zoo, class_list=text(tmp_path, "dgo"))
 
 

@@ -101,9 +101,6 @@ def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int,
     write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, source / "train-0.tar")
     with pytest.raises(UserError, match=r"train-0.tar is not as it was"):
         run(config(source, out))
-    shutil.copy(source / "val-0.tar", source / "val-1.tar")
-    with pytest.raises(UserError, match=r"(train-0|val-1).tar is not as it was"):
-        run(config(source, out))
 
 
 def test_a_tar_that_the_machine_fails_to_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +135,6 @@ def test_no_sample_of_a_split_is_no_data_set(ray_cluster: int, tmp_path: Path) -
     assert not (tmp_path / "out/dataset.json").exists()
 
 
-def test_a_cut_image_is_skipped_by_its_header_alone(tmp_path: Path) -> None:
-    source = write_tar({"1.jpg": jpeg(1), "1.cls": b"0", "2.jpg": jpeg(2)[:-9], "2.cls": b"0"}, tmp_path / "a.tar")
-    for whole, reason in ((False, "cut off: it has no end marker"), (True, "ValueError: Premature end of JPEG file")):
-        done = index_tar(IndexJob(str(source), "a.tar", "train", str(tmp_path / f"{whole}.parquet"), whole, 1))
-        assert (done.shard.samples, done.skipped) == (1, [("2", "a.tar: 2.jpg", reason)])
-
-
 def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None:
     small = noise(1, width=32, height=16)
     images = {
@@ -155,12 +145,13 @@ def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None
         "5.jp2": encoded(small, "JPEG2000"),
         "6.avif": encoded(small, "AVIF")[:-9],
         "7.heic": HEIC["tiles"][:-9],
+        "8.jpg": jpeg(8)[:-9],
     }
     source = write_tar(images, tmp_path / "a.tar")
     for whole in (False, True):
         table = tmp_path / f"{whole}.parquet"
         done = index_tar(IndexJob(str(source), "a.tar", "train", str(table), whole, 1))
-        assert [(key, reason.split(":")[0]) for key, _, reason in done.skipped] == [("6", "cut off"), ("7", "cut off")]
+        assert [key for key, _, _ in done.skipped] == ["6", "7", "8"]
         rows = read_rows(table).select(["ext", "width", "height"]).to_pylist()
         assert [tuple(row.values()) for row in rows] == [
             ("heic", 16, 32),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from ranks import ROOT
 from raw_images import jpeg
 
-ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 
 # Each program prints by how many bytes the peak of its process's memory grew, and what it is compared with.

@@ -19,6 +19,7 @@ import pytest
 import webdataset
 from faulty_s3 import S3, bucket_path, put
 from polling import until
+from ranks import ROOT
 from raw_images import LAYOUTS, contents, encoded, jpeg, noise, settings, write_class_tars, write_folder
 
 from data_tools import progress
@@ -32,8 +33,6 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
 from pipeline.process import waits
 from pipeline.settings.commands.data import ShardConfig
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def expected_key(name: str) -> str:
@@ -145,8 +144,7 @@ def test_another_source_is_refused_with_the_difference(dataset: Dataset, picture
     before = contents(dataset.path)
     changed = {name: data for name, data in pictures.items() if not name.startswith("cat/0")}
     changed |= {"cat/new.jpg": jpeg(77), "dog/00.jpg": jpeg(78, width=99)}
-    said = r"2 came \(train/cat/new .*train/dog/00 .*11 went \(train/cat/00"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=r"2 came \(train/cat/new .*train/dog/00 .*11 went \(train/cat/00"):
         shard.run(settings(write_folder(changed, tmp_path / "changed"), dataset.path, val_share=0.25))
     assert contents(dataset.path) == before
 

@@ -111,9 +111,8 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
 
     for name in names:
         server.fail(wait_for_others, f"GET {url[4:]}/tars/{name}", times=1)
-    with pytest.raises(UserError, match=r"^s3\S+ has 2 damaged tars.*: n1.tar \(.*\); n2.tar \(.*\)") as error:
+    with pytest.raises(UserError, match=r"^s3\S+ has 2 damaged tars.*: n1.tar \(.*\); n2.tar \(.*\)"):
         shard.run(settings(there, out, layout="imagenet21k"))
-    assert "\n" not in str(error.value)
     assert phases == ["listed"] * len(names)
 
     # Lists of those that were whole have been kept, and nothing else.

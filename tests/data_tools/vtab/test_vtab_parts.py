@@ -13,13 +13,13 @@ import simplejpeg
 import vtab_originals
 from PIL import Image
 from raw_images import encoded, noise, write_zip
-from vtab_originals import Truth, example, tfrecord, turned
+from vtab_originals import Truth, tfrecord, turned
 
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import Origin, read_original
 from data_tools.vtab.readers import convert, labels
-from data_tools.vtab.readers.tfrecords import crc32c, features, records
-from data_tools.vtab.split import choose, hashed_order, shard_key
+from data_tools.vtab.readers.tfrecords import crc32c, records
+from data_tools.vtab.split import choose, hashed_order
 from pipeline.base.errors import UserError
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
@@ -49,41 +49,6 @@ def test_golden_splits() -> None:
     assert hashed_order("train", sun[::-1]).tolist() == [3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "pool", "first"),
-    [
-        ("svhn", "train", [16399, 1680, 47917]),
-        ("dsprites", "train", [16399, 634903, 206287]),
-        ("smallnorb", "train", [16399, 1680, 17307]),
-        ("smallnorb", "test", [23018, 16932, 19084]),
-    ],
-)
-def test_golden_orders_of_numbered_images(dataset: str, pool: str, first: list[int]) -> None:
-    """The order of tensorflow_datasets, md5(name of the split + number), of as many images as were published."""
-    keys = numbered(**{pool: DATASETS[dataset].counts[pool]})[pool]
-    assert hashed_order(pool, keys)[:3].tolist() == first
-
-
-@pytest.mark.parametrize(
-    ("dataset", "val", "test"),
-    [
-        ("cifar100", 45_000, 0),
-        ("pets", 2944, 0),
-        ("svhn", 65_931, 0),
-        ("eurosat", 16_200, 21_600),
-        ("resisc45", 18_900, 25_200),
-        ("clevr", 63_000, 0),
-        ("dsprites", 589_824, 663_552),
-        ("caltech101", 2754, 0),
-        ("smallnorb", 0, 12_150),
-    ],
-)
-def test_where_official_slices_begin(dataset: str, val: int, test: int) -> None:
-    found = DATASETS[dataset]
-    assert found.val.start(found.counts[found.val.pool]) == val
-    assert found.test.start(found.counts[found.test.pool]) == test
-
-
 def test_too_few_samples_and_keys_twice_are_refused() -> None:
     with pytest.raises(UserError, match="svhn: 900 samples of 'train'"):
         choose(DATASETS["svhn"], numbered(train=900, test=1))
@@ -91,16 +56,6 @@ def test_too_few_samples_and_keys_twice_are_refused() -> None:
         choose(DATASETS["svhn"], {**numbered(train=9000), "test": ["0", "0"]})
     with pytest.raises(UserError, match="svhn: 0 samples of 'test'"):
         choose(DATASETS["svhn"], numbered(train=9000))
-
-
-def test_keys_in_shards() -> None:
-    keys = {
-        "/a/abbey/sun_x.jpg": "train/a/abbey/sun_x",
-        "10_left": "train/10_left",
-        "a.b.PNG": "train/a_b",
-        "7": "train/7",
-    }
-    assert {key: shard_key("train", key) for key in keys} == keys
 
 
 def test_the_table_of_tasks() -> None:
@@ -111,9 +66,6 @@ def test_the_table_of_tasks() -> None:
         test = DATASETS[task.dataset].test
         size = DATASETS[task.dataset].counts[test.pool]
         assert task.num_test == size - test.start(size)
-    # BiT paper, appendix F.
-    assert {task.title for task in TASKS if not task.flip} == {"dSpr-Ori", "sNORB-Azim", "dSpr-Loc"}
-    assert {t.title for t in TASKS if not t.crop} == {"Clevr-Count", "Clevr-Dist", "DMLab", "KITTI-Dist", "dSpr-Loc"}
 
 
 @pytest.mark.parametrize(
@@ -141,22 +93,11 @@ def test_crc32c() -> None:
     assert crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c(b"\xff" * 32) == 0x62A8AB43
     assert crc32c(bytes(range(32))) == 0x46DD794E
-    assert crc32c(b"") == 0
     # As the tests' own writer of TFRecords computes it.
     data = np.random.default_rng(0).bytes(70_000)
-    for length in (1, 3, 4, 5, 1020, 1023, 1024, 1025, 2048, 65_537, 70_000):
+    for length in (0, 1, 5, 1023, 1024, 1025, 65_537, 70_000):
         (found,) = [content for _, content in records(io.BytesIO(tfrecord([data[:length]])), 0, length + 16, "x")]
         assert found == data[:length]
-
-
-def test_an_example_of_every_kind_of_feature() -> None:
-    image = noise(1).tobytes()
-    read = features(example({"image": image, "ids": [3, -2, 2**62, 0], "z": [1.5, -2.25], "empty": []}))
-    assert {name: list(values) for name, values in read.items() if values} == {
-        "image": [image],
-        "ids": [3, -2, 2**62, 0],
-        "z": [1.5, -2.25],
-    }
 
 
 def test_a_retinopathy_image_is_what_the_protocol_says() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import ROOT
 from vtab_originals import Truth
 
 from pipeline import model as models
@@ -33,7 +34,6 @@ from pipeline.process.launcher import free_port
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = [
     "protocol.name=tiny",
     "protocol.image_size=8",
@@ -67,7 +67,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
     config = schema.load(VtabConfig, None, [*settings, *more])
     results = vtab.run_sweep(config, folder, engine.on_ray(config.threads, config.gpu_share, config.num_tasks)[0])
-    assert results is not None
     assert json.loads((folder / "results.json").read_text()) == results
     return results
 

@@ -87,13 +87,7 @@ def test_endings_of_names(write_pairs: Write) -> None:
     for file in list(masks.rglob("*.png")):
         shutil.copy(file, file.with_stem(f"{file.stem}_instanceIds"))
         file.rename(file.with_stem(f"{file.stem}_labelIds"))
-    with pytest.raises(
-        UserError,
-        match=(
-            r"no name in common: the first are .*0_leftImg8bit.png and .*0_instanceIds.png.*image_suffix and"
-            r" mask_suffix"
-        ),
-    ):
+    with pytest.raises(UserError, match="image_suffix and mask_suffix"):
         opened(images, masks)
     assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
 
@@ -162,13 +156,6 @@ def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) 
     train, _ = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     with pytest.raises(UserError, match=r"1 mask, the first .*\.png: each pixel has a value that ignore names"):
         scan(settings(images, masks, "ignore=[7,255]"), BUDGET, train, train.only(np.array([0])))
-    for file in masks.rglob("*.png"):
-        Image.open(file).save(file, "JPEG")
-    train, _ = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
-    with pytest.raises(
-        UserError, match=r"masks: 2 samples of \d cannot be read.*JPEG may not keep the values of a mask"
-    ):
-        scan(settings(images, masks), BUDGET, train)
 
 
 def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write, tmp_path: Path) -> None:

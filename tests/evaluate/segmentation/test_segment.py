@@ -33,15 +33,12 @@ def command(weights: Path, places: tuple[Path, Path], out: Path, *more: str) -> 
 
 
 @pytest.mark.slow
-def test_from_images_to_mlflow(
-    write_pairs: Write, weights: Path, database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_images_to_mlflow(write_pairs: Write, weights: Path, database: Path, tmp_path: Path) -> None:
     """Random features of patches of 4 px tell blocks of three colours apart."""
     places, out, uri = write_pairs(24), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
     (tmp_path / "mlflow.db").write_bytes(database.read_bytes())
     (places[0] / "part.1/1.png").write_bytes(b"no image")
     scores = run.run(command(weights, places, out, f"mlflow={uri}", f"apply={places[0]}", "steps=60"))
-    assert "part.1/1 cannot be read (no image" in capsys.readouterr().out
     assert scores["miou"] > 0.7
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
@@ -112,9 +109,7 @@ def test_weights_of_a_mixture_read_a_set_by_its_own_range(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("colours", [False, True])
-def test_the_layer_is_applied_to_other_images(
-    colours: bool, write_pairs: Write, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layer_is_applied_to_other_images(colours: bool, write_pairs: Write, weights: Path, tmp_path: Path) -> None:
     """Their masks have the values of the masks learnt from."""
     images, masks = write_pairs(12)
     if colours:
@@ -128,11 +123,7 @@ def test_the_layer_is_applied_to_other_images(
     assert not (tmp_path / "out/predicted_masks").exists()
     others, their_masks = write_pairs(5, "others", (40, 24))
     (others / "part.1/3.png").write_bytes(b"no image")
-    capsys.readouterr()
     again = run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}", "num_drawn=1"))
-    said = capsys.readouterr().out
-    assert "no mask: " in said
-    assert f"4 masks: {tmp_path / 'out/predicted_masks'}" in said
     assert again == first
     written = sorted(
         path.relative_to(tmp_path / "out/predicted_masks") for path in (tmp_path / "out/predicted_masks").rglob("*.png")
@@ -182,11 +173,10 @@ def test_what_is_refused_before_anything_is_written(write_pairs: Write, weights:
     models.save(models.build(models.ResNetConfig((1,), 32, (16, 16), 3)), tmp_path / "bit.pt")
     with pytest.raises(UserError, match="a ResNet has no patch tokens"):
         run.run(command(tmp_path / "bit.pt", places, out))
-    with pytest.raises(UserError, match="short_side = 12 is smaller than image_size = 16, the side of the windows"):
+    with pytest.raises(UserError, match=r"short_side = 12 .*image_size = 16"):
         run.run(command(weights, places, out, "short_side=12"))
-    for more in (["split=val"], ["exclude=none"], [f"apply={places[0]}", "apply_split=val"]):
-        with pytest.raises(UserError, match=more[-1].replace("=", " = ")):
-            run.run(command(weights, places, out, *more))
+    with pytest.raises(UserError, match="apply_split = val"):
+        run.run(command(weights, places, out, f"apply={places[0]}", "apply_split=val"))
     for number in range(12):
         Image.new("L", (5, 5), number % 3).save(places[1] / f"part.{number % 2}/{number}.png")
     with pytest.raises(UserError, match=r"max_bad_share.*32 x 24 pixels, its mask 5 x 5"):
