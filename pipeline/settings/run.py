@@ -285,10 +285,12 @@ class AugmentConfig(Settings):
     aspect_max: PositiveFloat = setting(4 / 3, needs=_BOX)
     """inception, random_resized: largest width / height."""
     resize_to: Side = setting(0, needs=_RESIZE)
-    """resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384)."""
+    """resize_crop, resize_small_crop: size before the crop; 0 is 7/6 of image_size (448 for 384), with augment.padding
+    image_size.
+    """
     padding: Side = setting(0, needs=_RESIZE)
     """resize_crop, resize_small_crop: pixels of its own reflection that are put around the image before the crop; 4 in
-    DeiT III's simple crop and for CIFAR-10, with resize_to=model.image_size.
+    DeiT III's simple crop and for CIFAR-10.
     """
     flip: bool = True
     """Flip horizontally with probability 0.5."""

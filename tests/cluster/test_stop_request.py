@@ -63,7 +63,7 @@ def test_a_limit_leaves_time_for_the_first_commit_too(
 def test_a_stop_before_training_is_said(number: signal.Signals, tmp_path: Path) -> None:
     """Also the end of a terminal, unless the run was told to outlive it."""
     code = (
-        "import os, signal, sys, time; sys.path.insert(0, 'tests/cluster')\n"
+        "import os, signal, sys, time; sys.path[:0] = ['tests/cluster', 'tests/helpers']\n"
         "from test_stop_request import Path, stop_of\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with stop_of(Path(sys.argv[1])):\n"

@@ -306,7 +306,7 @@ def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matri
     checksums = read_checksums(checkpoint)
     assert (began.path, began.sha256) == (str(checkpoint / MODEL), checksums[MODEL].sha256)
     accuracy = metrics(matrix / "masked", "val_color_accuracy")[3]
-    assert began.score == f"val_color_accuracy {100 * accuracy:.2f} % {dataset.name}:val"
+    assert began.score == f"{100 * accuracy:.2f} % color accuracy {dataset.name}:val"
 
 
 def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path, matrix: Path) -> None:

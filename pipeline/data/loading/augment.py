@@ -87,7 +87,8 @@ def epoch_invariant_part(image: np.ndarray, view: tuple[int, int], config: Augme
     The training view of the result equals the view of `image`, (H, W, C), bit for bit. Crops that do not begin with
     such a resize return `image` itself.
     """
-    frame = enlarged(view, config.resize_to or round(min(view) * 7 / 6))
+    usual = min(view) if config.padding else round(min(view) * 7 / 6)
+    frame = enlarged(view, config.resize_to or usual)
     if config.crop == "resize_small_crop":
         return _cover(image, frame, config)
     if config.crop == "none":

@@ -111,12 +111,13 @@ def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name, or one that it lies in, is hidden, or in a folder that a system adds
     (SYSTEM_FOLDERS).
     """
-    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in name.split("/"))
+    parts = (part for part in name.split("/") if part not in (".", ".."))
+    return any(part.startswith(".") or part in SYSTEM_FOLDERS for part in parts)
 
 
 def is_visible_image(name: str) -> bool:
     """Whether a file below a folder, or in an archive, is an image that is not hidden; by its name."""
-    return is_image(name) and not is_hidden(name.removeprefix("./"))
+    return is_image(name) and not is_hidden(name)
 
 
 def decode(
