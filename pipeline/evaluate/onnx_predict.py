@@ -137,10 +137,11 @@ def main() -> None:
     for file in files_of(given.images):
         try:
             found = classifier.predict(file, given.top)
-            print(f"{file}  " + ", ".join(f"{name} {probability:.1%}" for name, probability in found))
+            said = ", ".join(f"{name} {probability:.1%}" for name, probability in found)
         except Exception as error:  # Pillow raises any type.
             num_unreadable += 1
-            print(f"{file}  cannot be read: {error}")
+            said = f"cannot be read: {error}"
+        print(f"{file}  {said}")
     if num_unreadable:
         sys.exit(f"images that cannot be read: {num_unreadable}")
 

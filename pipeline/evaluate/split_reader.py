@@ -15,7 +15,7 @@ from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.process.waits import Work
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import AugmentConfig
+from pipeline.settings.run import AugmentConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,31 @@ class SplitReader:
     views: tuple[Views, ...] = ()
     seed: int = 0
     left_out: dict[int, set[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(
+        cls,
+        config: RunConfig,
+        split: Split,
+        ranks: Ranks,
+        pixels: Pixels,
+        stop: StopRequest | None = None,
+        views: tuple[Views, ...] = (),
+    ) -> "SplitReader":
+        """A reader by the settings of a run."""
+        return cls(
+            split,
+            config.model.image_size,
+            config.augment,
+            config.evaluate.batch,
+            config.data.threads,
+            ranks,
+            stop=stop,
+            budget=BadBudget(config.data.max_bad_share),
+            pixels=pixels,
+            views=views,
+            seed=config.seed,
+        )
 
     @contextmanager
     def open(

@@ -14,7 +14,6 @@ from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
@@ -134,19 +133,8 @@ class SplitEvaluator(Evaluator):
 
     def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
         config, engine, objective = self.run.config, self.run.engine, self.run.engine.objective
-        reader = SplitReader(
-            split,
-            config.model.image_size,
-            config.augment,
-            config.evaluate.batch,
-            config.data.threads,
-            self.run.ranks,
-            pixels=objective.pixels,
-            stop=self.run.stop,
-            budget=BadBudget(config.data.max_bad_share),
-            seed=config.seed,
-            views=() if objective.predicts_classes else objective.views(config),
-        )
+        views = () if objective.predicts_classes else objective.views(config)
+        reader = SplitReader.of_run(config, split, self.run.ranks, objective.pixels, self.run.stop, views)
         if not objective.predicts_classes:
             return means(self.watched(step, "evaluation", engine.measure), reader), None
         predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)

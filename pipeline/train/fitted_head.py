@@ -112,18 +112,8 @@ def _features_on_all_ranks(start: StartingPoint) -> Features:
         return [torch.stack([model.features(view) for view in views], 1).float()]
 
     parts, problems = [], dict[int, str]()
-    reader = SplitReader(
-        split,
-        config.model.image_size,
-        config.augment,
-        config.evaluate.batch,
-        config.data.threads,
-        ranks,
-        budget=BadBudget(config.data.max_bad_share),
-        pixels=model.config.pixels,
-        views=() if count == 1 else (Views(count, config.model.image_size, config.augment),),
-        seed=config.seed,
-    )
+    views = () if count == 1 else (Views(count, config.model.image_size, config.augment),)
+    reader = SplitReader.of_run(config, split, ranks, model.config.pixels, views=views)
     of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
     for first in range(0, len(split), _PART):
         rows = np.arange(first, min(first + _PART, len(split)))

@@ -17,7 +17,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.trained_on import TrainedSet, trained_by
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.evaluate.classify import Features, extract, is_any, label_table
 from pipeline.evaluate.intervals import effective_number, sample_deviation
@@ -216,18 +215,7 @@ class RunProbe:
         config, found = self.config, dict[str, Any]()
 
         def read(split: Split, rows: np.ndarray) -> Features:
-            reader = SplitReader(
-                split,
-                config.model.image_size,
-                config.augment,
-                config.evaluate.batch,
-                config.data.threads,
-                ranks,
-                stop=stop,
-                budget=BadBudget(config.data.max_bad_share),
-                pixels=pixels,
-            )
-            return extract(features, reader, rows)
+            return extract(features, SplitReader.of_run(config, split, ranks, pixels, stop), rows)
 
         if self.labelled:
             train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
