@@ -270,7 +270,9 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     # A frozen block saves nothing, but its forward pass holds about what one that is trained would save.
     frozen = [model] if config.train.freeze != NOTHING else []
     frozen += [teacher] if (teacher := cls.teacher_config(config, model)) else []  # Before there is anything else.
-    inside = (saved_bytes(one, micro_batch, dtype, False).uses[0].block for one in frozen)
+    inside = [saved_bytes(one, micro_batch, dtype, False).uses[0].block for one in frozen]
+    if found.teacher:  # It runs after the student, whose tensors are kept.
+        moments.append(saved.total + saved_bytes(model, micro_batch, dtype, False).uses[0].block)
     return max([max(moments) + loss, *inside])
 
 

@@ -36,6 +36,7 @@ class Plan:
 
     log_seconds: between lines of the log; 0: a line for each record.
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
+    heads_first: step after which all is trained (train.heads_first), and everything is evaluated; 0: from the start.
     at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
     evaluator and
     CHECKPOINT: what is due then is done after the last step only.
@@ -57,6 +58,7 @@ class Plan:
     log_seconds: float = 0.0
     best_from: str = ""
     cooldown: int = 0
+    heads_first: int = 0
     balance: str = ""
     at_end: Mapping[str, int] = field(default_factory=dict)
     measures_held_out: bool = True
@@ -82,7 +84,8 @@ class Plan:
         def falls(name: str, every: int) -> bool:
             return step % every == 0 and step != self.at_end.get(name)
 
-        evaluations = frozenset(name for name, every in self.evaluate_every.items() if is_last or falls(name, every))
+        all_are = step in (self.heads_first, self.steps)
+        evaluations = frozenset(name for name, every in self.evaluate_every.items() if all_are or falls(name, every))
         return Due(
             record=record,
             line=is_last or (record and not self.log_seconds),
@@ -96,6 +99,7 @@ class Plan:
         """What is due after each step that saves a checkpoint."""
         intervals = {self.checkpoint_every, self.keep_every, self.evaluate_every.get(self.best_from, 0)} - {0}
         steps = {self.steps}.union(*(range(every, self.steps, every) for every in intervals))
+        steps |= {self.heads_first} - {0}
         return [due for due in map(self.due, steps) if due.save]
 
     @property
@@ -187,6 +191,7 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         record_every=max(1, round(train.log_every.amount if by_steps else min(steps / 100, _MAX_RECORD_EVERY))),
         log_seconds=0.0 if by_steps else train.log_every.amount,
         cooldown=cooldown,
+        heads_first=round(config.share_of_run("train.heads_first", train.heads_first) * steps),
     )
 
 

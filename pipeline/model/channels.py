@@ -1,6 +1,6 @@
 """The first layer of 8-bit RGB weights, for a model that reads images of other channels."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,12 @@ from pipeline.architecture.pixels import RGB_CHANNELS
 from pipeline.base.errors import UserError
 from pipeline.model.convert.preprocessing import fold_normalisation
 from pipeline.model.layers import lecun_normal
+
+
+def first_layer(state: Collection[str]) -> str:
+    """The beginning of the names of the layer that reads the pixels. state: names of a model's tensors."""
+    layers = ("root.", "stem.root.", "patch_embedding.")
+    return next(layer for layer in layers if f"{layer}weight" in state)
 
 
 def with_channels(
@@ -24,8 +30,8 @@ def with_channels(
     in a new model. The patch embedding's bias takes up another mean and deviation of the pixels; a stem of convolutions
     has none.
     """
-    name = next(name for name in ("root.weight", "stem.root.weight", "patch_embedding.weight") if name in state)
-    bias_name = name.replace("weight", "bias")
+    layer = first_layer(state)
+    name, bias_name = f"{layer}weight", f"{layer}bias"
     kernel = state[name].clone()
     bias = state[bias_name].clone() if bias_name in state else None
     if bias is not None:

@@ -93,24 +93,26 @@ class SpikePolicy:
         return False
 
 
-class CollapseReports:
-    """Says once that something shows a collapse, and once more when it does not any longer.
+class Reports:
+    """Says once that something is wrong, and once more when it is not any longer.
+
+    what: is wrong, such as "collapse".
 
     first: the first line said since this start, "" for none; for the end of the run.
     """
 
-    def __init__(self) -> None:
-        self.first = ""
-        self._collapsed: set[str] = set()
+    def __init__(self, what: str) -> None:
+        self.what, self.first = what, ""
+        self._wrong: set[str] = set()
 
     def changed(self, source: str, step: int, found: str) -> list[str]:
-        """Lines for the log. source: what was looked at, such as "probe". found: what has collapsed; "" for nothing."""
-        if bool(found) == (source in self._collapsed):
+        """Lines for the log. source: what was looked at, such as "probe". found: what is wrong; "" for nothing."""
+        if bool(found) == (source in self._wrong):
             return []
-        self._collapsed ^= {source}
+        self._wrong ^= {source}
         if not found:
-            return [f"step {step:,}: the {source} shows no collapse any longer"]
-        line = f"step {step:,}: collapse: {found}"
+            return [f"step {step:,}: the {source} shows no {self.what} any longer"]
+        line = f"step {step:,}: {self.what}: {found}"
         self.first = self.first or line
         return [line]
 

@@ -154,8 +154,7 @@ class Dino(ComparesViews):
                 raise UserError(
                     f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}."
                 )
-        for name in ("temperature_warmup", "frozen"):
-            _share(config, name)
+        cls._shares(config)
 
     @classmethod
     def check_backbone(cls, config: RunConfig, model: Config) -> None:
@@ -187,8 +186,16 @@ class Dino(ComparesViews):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        shares = (_share(config, name) for name in ("temperature_warmup", "frozen"))
-        return cls(backbone, cls.settings(config), config.seed, *shares)
+        return cls(backbone, cls.settings(config), config.seed, *cls._shares(config))
+
+    @classmethod
+    def _shares(cls, config: RunConfig) -> tuple[Fraction, Fraction]:
+        """`warmup` and `frozen` of `__init__`. Raises UserError."""
+        given: DinoSettings = cls.settings(config)
+        return (
+            config.share_of_run("objective.temperature_warmup", given.temperature_warmup),
+            config.share_of_run("objective.frozen", given.frozen),
+        )
 
     def __init__(
         self,
@@ -220,7 +227,8 @@ class Dino(ComparesViews):
         return super().decayed() - {"mask_token"}
 
     def frozen_steps(self) -> dict[str, int]:
-        return dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * self.num_steps))
+        prototypes = dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * self.num_steps))
+        return super().frozen_steps() | prototypes
 
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
@@ -393,19 +401,7 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     return mean_of_valid(-(distance + 1e-8).log(), counted & (closeness > -torch.inf))
 
 
-# ---------------------------------------------------------------------- settings and models
-def _share(config: RunConfig, name: str) -> Fraction:
-    """A length of the settings as a share of the run. Raises UserError if it depends on the size of the data set."""
-    length: Length = getattr(Dino.settings(config), name)
-    share = length.share_of(config.train.length, config.train.global_batch)
-    if share is None:
-        raise UserError(
-            f"objective.{name} = {length} cannot be compared with train.length = {config.train.length}: write both in"
-            f" epochs, or objective.{name} in %."
-        )
-    return min(share, Fraction(1))
-
-
+# ---------------------------------------------------------------------- models
 _STD = 0.02  # Initial values: normal, truncated at 2.
 
 

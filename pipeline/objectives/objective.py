@@ -15,6 +15,7 @@ Shapes: B batch, V views of a group, H height, W width.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -30,11 +31,13 @@ from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model.channels import first_layer
 from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
+from pipeline.objectives.parameters import freeze as freezing
 from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
-from pipeline.objectives.parameters.lora import add_factors
+from pipeline.objectives.parameters.lora import add_factors, new_factors
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, build
@@ -108,7 +111,6 @@ class Objective(nn.Module):
         of_classes = {
             "augment.mixup": config.augment.mixup,
             "augment.cutmix": config.augment.cutmix,
-            "train.freeze": config.train.freeze != NOTHING,
             "init.attentive_pool": config.init.attentive_pool,
             "init.fit_head": config.init.fit_head,
         }
@@ -117,20 +119,22 @@ class Objective(nn.Module):
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an"
                 " objective that does, as softmax."
             )
+        if config.train.freeze == freezing.BACKBONE and not (cls.predicts_classes or config.train.lora_rank):
+            raise UserError(
+                f"train.freeze = {freezing.BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
+                " exported: add train.lora_rank=8, or use train.freeze='all but 2 blocks'."
+            )
         train, is_of_whole_batch = config.train, OBJECTIVES[config.train.loss].of_whole_batch
         compares = f"train.loss = {train.loss}" if is_of_whole_batch else cls.compares_micro_batch(config.objective)
         name = "global_batch" if is_of_whole_batch else "micro_batch"
         if compares and 1 in (train.global_batch, getattr(train, name)):
             raise UserError(f"{compares} compares the images of a batch, and train.{name} = 1 has one. Use 2 or more.")
-        if cls.teacher_momentum is not Objective.teacher_momentum:
-            # The average is of trained weights: a teacher would not have the frozen ones after a restart, and no
-            # factors of LoRA.
-            taught = {"optimizer.ema_decay": config.optimizer.ema_decay, "train.freeze": config.train.freeze != NOTHING}
-            if given := [name for name, value in taught.items() if value]:
-                raise UserError(
-                    f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out"
-                    f" {', '.join(given)}."
-                )
+        config.share_of_run("train.heads_first", config.train.heads_first)
+        if cls.teacher_momentum is not Objective.teacher_momentum and config.optimizer.ema_decay:
+            raise UserError(
+                f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out"
+                " optimizer.ema_decay."
+            )
         if config.model.name:
             cls.check_backbone(config, cls.new_backbone(config, 0))
 
@@ -209,14 +213,21 @@ class Objective(nn.Module):
 
     @classmethod
     def of(cls, config: RunConfig, backbone: Model) -> "Objective":
-        """`create`, with the parameters frozen that train.freeze names, and LoRA's factors. Raises UserError for what
-        the model does not have.
+        """`create`, with the parameters frozen that train.freeze and train.heads_first name, and LoRA's factors. Raises
+        UserError for what the model does not have.
         """
         cls.check_backbone(config, backbone.config)
         objective, train = cls.create(config, backbone), config.train
+        objective.heads_first = config.share_of_run("train.heads_first", train.heads_first)
+        objective.new_parts = ("head.", *(["pool."] if config.init.attentive_pool else []))
+        if not backbone.config.pixels.is_rgb8:
+            objective.new_parts += (first_layer(backbone.state_dict()),)
         freeze(objective.backbone, train.freeze)
         if train.lora_rank:
-            objective.lora = add_factors(objective.backbone, train.lora_layers, train.lora_rank, train.lora_alpha)
+            objective.lora = new_factors(objective.backbone, train.lora_layers, train.lora_rank, train.lora_alpha)
+            add_factors(objective.backbone, objective.lora)
+        if objective.teacher is not None:
+            objective._teach_trained()
         return objective
 
     @classmethod
@@ -235,8 +246,10 @@ class Objective(nn.Module):
     def __init__(self, backbone: Model) -> None:
         super().__init__()
         self.backbone = backbone
-        # Set by `of`.
+        # Set by `of`. heads_first: a share of the run. new_parts: beginnings of names in the backbone.
         self.lora: nn.ModuleDict | None = None
+        self.heads_first = Fraction(0)
+        self.new_parts: tuple[str, ...] = ()
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
         # Set by a subclass that learns from published weights (`teacher_file`).
@@ -254,6 +267,18 @@ class Objective(nn.Module):
         """
         self.teacher = nn.ModuleDict({name: copy.deepcopy(getattr(self, name)) for name in names})
         self.teacher.requires_grad_(False)
+
+    def _teach_trained(self) -> None:
+        """Give the teacher what is frozen of the backbone, which has no average, and an average of LoRA's factors."""
+        assert self.teacher is not None
+        backbone = self.teacher["backbone"]
+        for name, parameter in self.backbone.named_parameters():
+            if not parameter.requires_grad:
+                layer, _, own = name.rpartition(".")
+                setattr(backbone.get_submodule(layer), own, parameter)
+        if self.lora is not None:
+            self.teacher["lora"] = copy.deepcopy(self.lora).requires_grad_(False)
+            add_factors(backbone, self.teacher["lora"])
 
     def train(self, mode: bool = True) -> Self:
         """As for any module, but teachers stay in evaluation mode: they have no dropout and no stochastic depth."""
@@ -351,8 +376,13 @@ class Objective(nn.Module):
 
     # ------------------------------------------------------------------ parameters
     def frozen_steps(self) -> dict[str, int]:
-        """Returns, by the beginning of a parameter's name, in how many first steps of the run it gets no gradient."""
-        return {}
+        """Returns, by the beginning of a parameter's name, in how many first steps of the run it gets no gradient: by
+        default those of `train.heads_first`, for all that is not new.
+        """
+        if not (steps := round(self.heads_first * self.num_steps)):
+            return {}
+        names = [name for name, _ in self.backbone.named_parameters() if not name.startswith(self.new_parts)]
+        return dict.fromkeys([*(f"{BACKBONE}{name}" for name in names), "lora."], steps)
 
     def decayed(self) -> set[str]:
         """Names of the parameters with weight decay: the backbone's, and matrices of what is added."""

@@ -7,6 +7,7 @@ the number of ranks are in `pipeline/estimate/plan.py`, those of an objective in
 import math
 import re
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -396,6 +397,10 @@ class TrainConfig(Settings):
     attention pool that it reads (encoder), or what comes before the first block and so many first blocks (8 blocks),
     or all but so many last ones (all but 2 blocks).
     """
+    heads_first: Length = setting(Length.parse("0 steps"), on_change="run")
+    """With init.weights: how long only what is new is trained, in the unit of train.length or %: heads, and for images
+    that are not 8-bit RGB the first layer. Evaluations and probes are repeated at its end.
+    """
     lora_rank: NonNegativeInt = setting(0, on_change="run")
     """With train.freeze=backbone: rank of the trained changes of train.lora_layers (LoRA), which are added to the
     weights that are scored and exported. 0 turns LoRA off.
@@ -761,6 +766,20 @@ class RunConfig(Settings):
         """Whether its data set must have labels."""
         return self.labels != "unread"
 
+    def share_of_run(self, name: str, length: Length) -> Fraction:
+        """A length as a share of the run's, at most 1. name: of its setting. Raises UserError if it depends on the size
+        of the data set.
+        """
+        if not length.amount:
+            return Fraction(0)
+        share = length.share_of(self.train.length, self.train.global_batch)
+        if share is None:
+            raise UserError(
+                f"{name} = {length} cannot be compared with train.length = {self.train.length}: write both in epochs,"
+                f" or {name} in %."
+            )
+        return min(share, Fraction(1))
+
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by
         its `needs`.
@@ -797,6 +816,11 @@ class RunConfig(Settings):
             if freeze != "none":
                 raise UserError(
                     f"train.freeze = {freeze} needs init.weights: a new model's values are random. Leave it out."
+                )
+            if self.train.heads_first.amount:
+                raise UserError(
+                    f"train.heads_first = {self.train.heads_first} needs init.weights: all of a new model is new. Leave"
+                    " it out."
                 )
             return
         if init.mean_pool + init.attentive_pool > init.new_head:

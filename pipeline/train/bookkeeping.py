@@ -39,7 +39,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.evaluate.intervals import of_samples
 from pipeline.model import Model
-from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
+from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
 from pipeline.monitor.run_page import (
     RunFacts,
@@ -159,7 +159,8 @@ class TrainingRun(StartingPoint):
     host_meter: HostMeter
     spikes: SpikePolicy
     slow_ranks: SlowRanks
-    collapses: CollapseReports
+    collapses: Reports
+    worse: Reports
     counts: RunCounts
     watchdog: Watchdog
     tracker: Tracker | None
@@ -432,7 +433,11 @@ class TrainingRun(StartingPoint):
                 f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped:"
                 " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
             )
-        scores = json_record.read_or_none(self.folder / "scores.json", dict[str, Any]) or {}
+        scores, probe = (
+            json_record.read_or_none(self.folder / file, dict[str, Any]) or {} for file in ("scores.json", "probe.json")
+        )
+        if probe.get("step") == step and (worse := probe.get("worse")):
+            told.append(f"its features are worse than those of init.weights: {worse}")
         count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
         if top1 is not None and count and scores["step"] == step and (split := self.data.evaluation):
             # What always naming the most common class would score.

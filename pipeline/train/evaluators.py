@@ -6,16 +6,18 @@ to make up an evaluation that was due but did not finish.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
+from pipeline.base.metric import Metric
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
+from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.split_reader import SplitReader
@@ -27,7 +29,8 @@ class Evaluation:
     """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of
     classes.
 
-    collapse: what it shows to have collapsed, "" for nothing.
+    collapse: what it shows to have collapsed, "" for nothing. worse: what is worse than in the weights that the run
+    began with.
     """
 
     metrics: dict[str, float]
@@ -35,6 +38,7 @@ class Evaluation:
     line: str
     predictions: Predictions | None = None
     collapse: str = ""
+    worse: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,12 @@ class Evaluator:
             found = self.measure_on_all_ranks(step)
         if self._is_saved(step) and run.plan.best_from == self.name:
             self._mark_best(step, found.metrics[run.config.checkpoint.best])
-        for line in [f"step {step:,}: {found.line}", *run.collapses.changed(self.name, step, found.collapse)]:
+        lines = [
+            f"step {step:,}: {found.line}",
+            *run.collapses.changed(self.name, step, found.collapse),
+            *run.worse.changed(self.name, step, found.worse),
+        ]
+        for line in lines:
             run.console.say(line)
         if run.tracker:
             run.tracker.log(step, found.metrics)
@@ -161,8 +170,34 @@ class ProbeEvaluator(Evaluator):
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
         line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
-        content = scores | {TRAINED_BY: trained}
-        return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), content, line, collapse=found)
+        first, worse = metrics, ""
+        if step and run.config.init.weights and probe.labelled:
+            last = json_record.read_or_none(run.folder / self.file, _LastResult)
+            first = last.first if last else {}
+            worse = worse_than_first(metrics, first, run.config.probe.measured(), len(probe.labelled.test))
+        content = scores | {TRAINED_BY: trained, "first": first, "worse": worse}
+        collapsed = {"probe_collapse": 1} if found else {}
+        return Evaluation(metrics | collapsed, content, line, collapse=found, worse=worse)
+
+
+def worse_than_first(
+    metrics: Mapping[str, float], first: Mapping[str, float], declared: Mapping[str, Metric], num_images: int
+) -> str:
+    """Accuracies of a probe that are below those before the first step, and what to change; "" without any.
+
+    Below: the 95 % interval over test images is. declared: what the probe measures. num_images: it is tested on.
+    """
+    worse = []
+    for name in (name for name, metric in declared.items() if metric.is_share and name in metrics and name in first):
+        count = metrics.get(f"{name}_effective_images", num_images)
+        if of_samples(metrics[name], count).high < first[name]:
+            worse.append(f"{name} {metrics[name]:.2%}, {first[name]:.2%} at the start")
+    if not worse:
+        return ""
+    return (
+        f"{'; '.join(worse)}: lower optimizer.lr, use a longer train.heads_first, a smaller optimizer.layer_decay or"
+        " train.lora_rank, or train on the old images as well (data.mix)"
+    )
 
 
 EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}
@@ -176,4 +211,7 @@ def evaluators_of(run: TrainingRun) -> list[Evaluator]:
 
 @dataclass(frozen=True)
 class _LastResult:
+    """first: metrics of the probe before the first step."""
+
     step: int
+    first: dict[str, float] = field(default_factory=dict)

@@ -49,7 +49,7 @@ from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_ta
 from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
-from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
+from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
@@ -545,7 +545,8 @@ def _begin_run_on_all_ranks(
         host_meter=HostMeter(ranks),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
-        collapses=CollapseReports(),
+        collapses=Reports("collapse"),
+        worse=Reports("loss of features"),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
         watchdog=watchdog,
         tracker=tracker,

@@ -95,6 +95,11 @@ def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], ch
     %.
     """
     config, model = run_of(loss, f"engine.activation_checkpointing={str(checkpointing).lower()}", *more)
+    _check_backward_pass(config, model, checkpointing)
+
+
+def _check_backward_pass(config: RunConfig, model: Config, checkpointing: bool) -> None:
+    loss = config.train.loss
     backward = memory.moments(model, config, IMAGES, 2, 1)[0]
     objective = objectives.create(config, build(model, seed=0)).train()
     objective.backbone.activation_checkpointing = checkpointing
@@ -112,6 +117,16 @@ def test_prediction_is_what_a_backward_pass_holds(loss: str, more: list[str], ch
         objective(*read)[0].backward()
     predicted = backward.weights + backward.gradients + backward.activations + backward.inputs
     assert predicted == pytest.approx(live.peak, rel=0.10), backward
+
+
+@pytest.mark.parametrize("given", [{"freeze": "backbone", "lora_rank": 4}, {"freeze": "3 blocks"}], ids=str)
+def test_a_teacher_has_no_copy_of_what_is_frozen(given: dict[str, Any]) -> None:
+    config, model = run_of("dino")
+    config = replace(config, train=replace(config.train, **given))
+    found, backbone = memory.parameters(config, model), memory.num_parameters(model)
+    assert found.teacher < found.trained
+    assert found.frozen > 0.5 * backbone
+    _check_backward_pass(config, model, checkpointing=False)
 
 
 def test_parameters_are_counted_apart() -> None:

@@ -1,5 +1,7 @@
 """Batch arithmetic and lengths, worked out before anything runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.base.errors import UserError
@@ -85,6 +87,24 @@ def test_an_interval_in_percent_does_not_end_just_before_the_run() -> None:
     )
     assert due("evaluate.every=5%", "checkpoint.every=40%", length=30)[0] == list(range(2, 31, 2))
     assert due("evaluate.every=5%", "checkpoint.every=40%", length=25)[0] == list(range(1, 26))
+
+
+def test_all_is_evaluated_when_new_heads_have_learnt() -> None:
+    found = plan(
+        "model.name=null",
+        "init.weights=x",
+        "train.length=1000 steps",
+        "schedule.warmup=0 steps",
+        "train.heads_first=7%",
+        "evaluate.every=50%",
+        "checkpoint.every=50%",
+        "checkpoint.best=val_top1",
+    )
+    steps = range(1, 1001)
+    assert [step for step in steps if found.due(step).evaluations] == [70, 500, 1000]
+    found = replace(found, best_from="scores")
+    assert [step for step in steps if found.due(step).save] == [70, 500, 1000]
+    assert len(found.saves) == 3
 
 
 def test_records_do_not_depend_on_the_clock_and_lines_do() -> None:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from pipeline.monitor.health import CollapseReports, SlowRanks, SpikeScore
+from pipeline.monitor.health import Reports, SlowRanks, SpikeScore
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 400)
 
@@ -66,7 +66,7 @@ def test_a_rank_that_stays_slow_is_named_once_with_its_host() -> None:
 
 
 def test_a_collapse_is_said_when_it_begins_and_when_it_is_over() -> None:
-    collapses = CollapseReports()
+    collapses = Reports("collapse")
     assert collapses.changed("loss", 10, "") == []
     assert collapses.changed("loss", 20, "entropy 0.") == ["step 20: collapse: entropy 0."]
     assert collapses.changed("loss", 30, "entropy 0.1.") == [], "it goes on"

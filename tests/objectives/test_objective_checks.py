@@ -5,13 +5,18 @@ from typing import Any
 import pytest
 
 from pipeline import objectives
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
+from pipeline.model import build
 from pipeline.objectives.mae import check_encodes_kept
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
 GIVEN = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-B/16", "augment.crop=random_resized"]
+
+
+FOUR = Pixels(("nir", "red", "green", "blue"), "uint16", (0.0,) * 4, (9e3,) * 4, (0.3,) * 4, (0.2,) * 4)
 
 
 def check(*overrides: str) -> None:
@@ -42,6 +47,31 @@ def test_a_step_of_one_image_is_refused_where_its_samples_are_compared() -> None
     check("train.loss=dino", *alone)
     with pytest.raises(UserError, match=r"objective\.koleo_weight = 0\.1.*train\.micro_batch = 1"):
         check("train.loss=dino", "objective.koleo_weight=0.1", *alone)
+
+
+def test_a_frozen_backbone_needs_factors_to_become_another() -> None:
+    begun = ["model.name=null", "init.weights=x", "train.loss=dino", "train.freeze=backbone"]
+    with pytest.raises(UserError, match=r"train\.freeze = backbone.*train\.lora_rank"):
+        check(*begun)
+    check(*begun, "train.lora_rank=8")
+    with pytest.raises(UserError, match=r"optimizer\.ema_decay"):
+        check(*begun, "train.lora_rank=8", "optimizer.ema_decay=0.9")
+    with pytest.raises(UserError, match=r"train\.heads_first = 3 steps .* train\.length"):
+        check(*begun, "train.lora_rank=8", "train.heads_first=3 steps")
+    with pytest.raises(UserError, match=r"train\.heads_first = 3% needs init\.weights"):
+        check("train.heads_first=3%")
+
+
+def test_the_first_layer_of_other_channels_learns_with_the_heads() -> None:
+    given = ["model.name=null", "init.weights=x", "train.loss=lejepa", "train.heads_first=10%"]
+    config = schema.load(RunConfig, None, [*GIVEN, *given])
+    for pixels, first in ((RGB8, set()), (FOUR, {"patch_embedding.weight", "patch_embedding.bias"})):
+        objective = objectives.create(config, build(configure("ViT-mu/8", 32, 0, pixels=pixels)))
+        objective.num_steps = 100
+        frozen = objective.frozen_steps()
+        assert set(frozen.values()) == {10}
+        names = {name for name, _ in objective.backbone.named_parameters()}
+        assert {name for name in names if f"backbone.{name}" not in frozen} == first
 
 
 @pytest.mark.parametrize("field", [{"positions": "relative"}, {"pool": "map"}, {"small_stem": (16,)}])

@@ -17,12 +17,13 @@ from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
 from pipeline.experiment.spec import ScoresFile
+from pipeline.monitor.health import Reports
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
 from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
-from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of
+from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of, worse_than_first
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
 PROBE = ["probe.every=20 steps", "probe.neighbours=10", "probe.data=s3://bucket/pets/"]
@@ -145,7 +146,8 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         config=load(),
         plan=SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from=""),
         console=SimpleNamespace(say=lambda line: None),
-        collapses=SimpleNamespace(changed=lambda *found: []),
+        collapses=Reports("collapse"),
+        worse=Reports("loss of features"),
         tracker=SimpleNamespace(log=lambda step, metrics: None),
         drawing=None,
         engine=SimpleNamespace(averaged=contextlib.nullcontext),
@@ -158,3 +160,18 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         evaluator.evaluate_on_all_ranks(50)
     assert not evaluator.is_missing(50)
     assert json_record.read(tmp_path / "scores.json", ScoresFile) == ScoresFile(None, 37, 0.0, 0.0)
+
+
+def test_a_probe_below_that_of_the_start_is_named_with_what_to_change() -> None:
+    """Beyond the noise of its test images, of which those in groups count less."""
+    declared = load("probe.every=1 steps", "probe.neighbours=20", "probe.shots=[5]").probe.measured()
+    first = {"val_20nn": 0.80, "val_5shot": 0.60, "val_5shot_std": 0.01}
+    now = {"val_20nn": 0.70, "val_5shot": 0.59, "val_5shot_std": 0.0}
+    told = worse_than_first(now, first, declared, 1000)
+    assert "val_20nn" in told
+    assert "5shot" not in told
+    assert "optimizer.lr" in told
+    assert not worse_than_first(now, first, declared, 50)
+    assert not worse_than_first(now | {"val_20nn_effective_images": 50.0}, first, declared, 1000)
+    assert not worse_than_first(first, first, declared, 1000)
+    assert not worse_than_first(now, {}, declared, 1000), "without a probe before the first step"

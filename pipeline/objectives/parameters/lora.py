@@ -32,7 +32,7 @@ class Factors(nn.Module):
         nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * F.linear(F.linear(x, self.down), self.up)
+        return F.linear(self.scale * F.linear(x, self.down), self.up)
 
 
 def _with_factors(factors: Factors, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -40,9 +40,8 @@ def _with_factors(factors: Factors, layer: nn.Module, inputs: tuple[Tensor], out
     return output + (change * layer.scale if isinstance(layer, ScaledDense) else change)
 
 
-def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> nn.ModuleDict:
-    """Let layers of the backbone's blocks compute with factors, which are returned by layer; drawn from torch's
-    generator.
+def new_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> nn.ModuleDict:
+    """Factors of layers of the backbone's blocks, by layer; drawn from torch's generator.
 
     layers: the last part of their names, such as "qkv". Raises UserError for one that no block has.
     """
@@ -61,6 +60,12 @@ def add_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> 
     found = nn.ModuleDict()
     for name, layer in dense.items():
         if name.rpartition(".")[2] in layers:
-            factors = found[stored_layer(name)] = Factors(layer, rank, alpha)
-            layer.register_forward_hook(partial(_with_factors, factors))
+            found[stored_layer(name)] = Factors(layer, rank, alpha)
     return found
+
+
+def add_factors(backbone: Model, factors: nn.ModuleDict) -> None:
+    """Let the layers of a backbone compute with their factors, those of `new_factors`."""
+    for name, layer in backbone.named_modules():
+        if (stored := stored_layer(name)) in factors:
+            layer.register_forward_hook(partial(_with_factors, factors[stored]))

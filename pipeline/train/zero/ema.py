@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from pipeline.objectives.objective import stored_name
+from pipeline.objectives.objective import stored_name, trained_parameters
 from pipeline.process.distributed import Ranks
 from pipeline.train.zero import internals
 from pipeline.train.zero.internals import OptimizerShard
@@ -55,7 +55,10 @@ class Teacher:
         self.parts: list[tuple[Tensor, int, int]] = []
         # Stage 3: small parameters, which every rank holds.
         self.persistent: list[Any] = []
-        parameters = {stored_name(name): parameter for name, parameter in engine.module.teacher.named_parameters()}
+        # What is frozen is the backbone's own.
+        averaged = {stored_name(name) for name, _ in trained_parameters(engine.module)}
+        named = ((stored_name(name), parameter) for name, parameter in engine.module.teacher.named_parameters())
+        parameters = {name: parameter for name, parameter in named if name in averaged}
         stage = engine.zero_optimization_stage()
         if stage in (1, 2):
             self._lay_out(shards, parameters, ranks)
