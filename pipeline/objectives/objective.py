@@ -277,8 +277,9 @@ class Objective(nn.Module):
                 layer, _, own = name.rpartition(".")
                 setattr(backbone.get_submodule(layer), own, parameter)
         if self.lora is not None:
-            self.teacher["lora"] = copy.deepcopy(self.lora).requires_grad_(False)
-            add_factors(backbone, self.teacher["lora"])
+            factors = copy.deepcopy(self.lora).requires_grad_(False)
+            add_factors(backbone, factors)
+            self.teacher["lora"] = factors
 
     def train(self, mode: bool = True) -> Self:
         """As for any module, but teachers stay in evaluation mode: they have no dropout and no stochastic depth."""

@@ -7,6 +7,7 @@ The factors are not part of the backbone: an objective holds them, and hooks add
 """
 
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +65,8 @@ def new_factors(backbone: Model, layers: list[str], rank: int, alpha: float) -> 
     return found
 
 
-def add_factors(backbone: Model, factors: nn.ModuleDict) -> None:
+def add_factors(backbone: nn.Module, factors: nn.ModuleDict) -> None:
     """Let the layers of a backbone compute with their factors, those of `new_factors`."""
     for name, layer in backbone.named_modules():
         if (stored := stored_layer(name)) in factors:
-            layer.register_forward_hook(partial(_with_factors, factors[stored]))
+            layer.register_forward_hook(partial(_with_factors, cast(Factors, factors[stored])))
