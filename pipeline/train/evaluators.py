@@ -155,12 +155,15 @@ class ProbeEvaluator(Evaluator):
         run = self.run
         features = self.watched(step, "probe", run.engine.features)
         scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
-        metrics = probe_metrics(scores, run.config.probe.prefix)
+        main, *_ = run.config.probe.tested
+        metrics = probe_metrics(scores, main)
+        for name, of_another in scores.get("also", {}).items():
+            metrics |= probe_metrics(of_another, name)
         # Classes may well collapse to a few directions: of two classes, one is enough. New weights may seem to.
         is_judged = step > 0 and "spread" in scores and not run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
-        line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
+        line = f"{''.join(f'{name} (trained on) ' for name in trained)}{metrics_in_words(metrics)}"
         content = scores | {TRAINED_BY: trained}
         return Evaluation(metrics | ({"probe_collapse": 1} if found else {}), content, line, collapse=found)
 
