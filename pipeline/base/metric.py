@@ -102,6 +102,11 @@ def title_of(name: str) -> str:
     return f"linear probe{of_data}{shots}"
 
 
+def probed_data(name: str) -> str | None:
+    """The data set, or split of the run's own, that a probe's accuracy is of; None for other metrics."""
+    return probe[1] if (probe := _PROBE.fullmatch(name)) else None
+
+
 def kind_of(name: str) -> str:
     """The kind of a score, of which there is one column each in MLflow, because an accuracy of nearest neighbours does
     not compare with one of a head: "knn", "linear" or "miou"; "" for top-1 and its means.
@@ -113,7 +118,7 @@ def kind_of(name: str) -> str:
 
 def score_of(metrics: Mapping[str, Metric]) -> str:
     """The metric that is a run's score: of the held-out split but its losses, else a probe's accuracy, kNN before
-    few-shot, else a loss.
+    few-shot, else a loss. Of probes of several data sets, the first counts.
 
     metrics: what the run measures, the most telling first; few-shot before kNN. "" if none says how good a run is.
     Losses of different objectives do not compare, and an objective without labels has no accuracy of its own.
@@ -121,4 +126,5 @@ def score_of(metrics: Mapping[str, Metric]) -> str:
     held_out = [name for name, metric in metrics.items() if metric.group == "eval" and metric.better]
     probes = [name for name, metric in metrics.items() if metric.group == "probe" and metric.better and metric.is_share]
     told = [name for name in held_out if metrics[name].unit != "loss"]
-    return next(iter([*told, *reversed(probes), *held_out]), "")
+    main = [name for name in probes if probed_data(name) == probed_data(probes[0])]
+    return next(iter([*told, *reversed(main), *held_out]), "")

@@ -313,11 +313,12 @@ def _scores(spec: RunSpec, scores: ScoresFile | None) -> dict[str, tuple[Any, An
         found["top5"] = scores.top5, scores.num_samples, scores.top5_effective_images
     with contextlib.suppress(FileNotFoundError):  # Not every run has probes.
         content = json_record.read(spec.folder / PROBE_FILE, dict[str, Any])
-        probe = probe_metrics(content, "")
-        for metric, value in probe.items():
-            if metric_of(metric).is_share:
-                effective = probe.get(f"{metric}_effective_images")
-                found[metric.removeprefix("_")] = value, content.get("num_samples"), effective
+        for data, of_data in {"": content, **content.get("also", {})}.items():
+            probe = probe_metrics(of_data, data)
+            for metric, value in probe.items():
+                if metric_of(metric).is_share:
+                    effective = probe.get(f"{metric}_effective_images")
+                    found[metric.removeprefix("_")] = value, of_data.get("num_samples"), effective
     if spec.config.checkpoint.best:
         kept = _checkpoints(spec).kept()
         if kept.metric and kept.metric.endswith("top1"):

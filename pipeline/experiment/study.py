@@ -97,9 +97,10 @@ class Study(Experiment):
         found = {name: own for name in ("top1", "top5") if any(metric.endswith(f"_{name}") for metric in metrics)}
         found |= {"best_top1": own} if run.checkpoint.best.endswith("top1") else {}
         if run.probe.every.amount:
-            on = f"{Path(run.probe.data or run.data.path).name}:{run.probe.split}"
-            probed = run.probe.metrics("").items()
-            found |= {name.removeprefix("_"): on for name, metric in probed if metric.better and metric.is_share}
+            for number, (name, (path, split)) in enumerate(run.probe.tested.items()):
+                probed = run.probe.metrics(name if number else "").items()
+                on = f"{Path(path or run.data.path).name}:{split}"
+                found |= {name.removeprefix("_"): on for name, metric in probed if metric.better and metric.is_share}
         tuned = [spec for spec in self.specs if cell.name in spec.needs]
         return found | {f"finetune:{s.name.removeprefix(f'{cell.name}-')}": _evaluated(s.config) for s in tuned}
 

@@ -31,7 +31,8 @@ NOTE = "mlflow.note.content"
 SCORE = "score"
 # Tag of a run: the published weights that its objective learns from.
 TEACHER_TAG = "teacher"
-# Parameter of a training run with a probe that reads labels: the number of images that it is tested on.
+# Begins a parameter of a training run whose probes read labels, before _ and a data set's name: the number of its
+# images that are tested on.
 PROBED_IMAGES = "probed_images"
 # Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does
 # (mlflow/server.py).

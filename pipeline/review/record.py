@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import Metric, score_of, title_of
+from pipeline.base.metric import Metric, probed_data, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
@@ -203,9 +203,8 @@ class RunRecord(RunFacts):
         """
         if self.kind == "evaluation" or self.scored not in self.probes:
             return "", ""
-        return str(self.settings.get("probe.data") or self.settings.get("data.path")), str(
-            self.settings.get("probe.split")
-        )
+        data, split = (str(self.settings.get(f"probe.{name}", "")).partition(",")[0] for name in ("data", "split"))
+        return data or str(self.settings.get("data.path")), split
 
     def _at(self, name: str, step: int, otherwise: float) -> float:
         """The value of a metric at a step, `otherwise` where it has none."""
@@ -217,7 +216,7 @@ class RunRecord(RunFacts):
         series, metric, is_probe = self.series[name], self.metric(name), name in self.probes
         step, value, evaluated = int(series.steps[number]), float(series.values[number]), self.dataset("evaluation")
         if is_probe and self.kind != "evaluation":
-            num = int(self.parameters.get(PROBED_IMAGES, 0))
+            num = int(self.parameters.get(f"{PROBED_IMAGES}_{probed_data(name)}", 0))
         else:
             num = int(self._at(f"{self.split}_num_samples", step, evaluated.num_samples if evaluated else 0))
         if is_probe and self.kind == "evaluation":  # Not tested for runs in training.

@@ -5,6 +5,7 @@ the number of ranks are in `pipeline/estimate/plan.py`, those of an objective in
 """
 
 import math
+import os.path
 import re
 from dataclasses import fields
 from fractions import Fraction
@@ -585,19 +586,41 @@ class RunProbeConfig(ProbeConfig):
     every: Length = Length.parse("0 steps")
     """Interval between probes, with one before the first step and one at the end; 0: off."""
     data: PathText = setting("", needs="shots|neighbours")
-    """Folder or URL of the data set for probes; empty is the run's own."""
+    """Folder or URL of the data set for probes; empty is the run's own. Several, with commas between, are each scored
+    under their own name (own_20nn, old_20nn); the first one's scores are the run's.
+    """
     split: str = "val"
-    """Split that probes are tested on."""
+    """Split that probes are tested on; several, with commas between, are those of the data sets in their order."""
 
     @property
-    def prefix(self) -> str:
-        """The beginning of the names of its metrics: the data set's name, or the split of the run's own data."""
-        if "://" in self.data:
-            return self.data.partition("?")[0].rstrip("/").rpartition("/")[2]
-        return Path(self.data).resolve().name if self.data else self.split
+    def tested(self) -> dict[str, tuple[str, str]]:
+        """Name of each data set, with which its metrics begin, -> (path, split). The run's own has an empty path, and
+        is named after the split. Raises UserError for names that are not distinct, and another number of splits.
+        """
+        paths = [os.path.expanduser(path.strip()) for path in self.data.split(",")]
+        splits = [split.strip() for split in self.split.split(",")]
+        if len(splits) not in (1, len(paths)):
+            raise UserError(
+                f"probe.split = {self.split} has {len(splits)} names, and probe.data {len(paths)}: give one split for"
+                " all data sets, or one for each."
+            )
+        found: dict[str, tuple[str, str]] = {}
+        for path, split in zip(paths, splits * len(paths) if len(splits) == 1 else splits, strict=True):
+            name = split
+            if "://" in path:
+                name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
+            elif path:
+                name = Path(path).resolve().name
+            if name in found:
+                raise UserError(
+                    f"probe.data = {self.data}: two folders are named {name}, and so are their metrics: rename one."
+                )
+            found[name] = path, split
+        return found
 
     def measured(self) -> dict[str, Metric]:
-        return self.metrics(self.prefix)
+        found = [self.metrics(name) for name in self.tested]
+        return {name: metric for one in found for name, metric in one.items()}
 
 
 class CheckpointConfig(Settings):
@@ -854,7 +877,8 @@ class RunConfig(Settings):
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:
-            self.probe.check_splits("probe.", self.probe.split)
+            for _, split in self.probe.tested.values():
+                self.probe.check_splits("probe.", split)
             if not self.probe.probes:
                 raise UserError(
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.files import write_text
-from pipeline.base.metric import Metric
+from pipeline.base.metric import probed_data
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
@@ -164,34 +164,35 @@ class ProbeEvaluator(Evaluator):
         run = self.run
         features = self.watched(step, "probe", run.engine.features)
         scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
-        metrics = probe_metrics(scores, run.config.probe.prefix)
+        main, *_ = run.config.probe.tested
+        metrics = probe_metrics(scores, main)
+        for name, of_another in scores.get("also", {}).items():
+            metrics |= probe_metrics(of_another, name)
         # Classes may well collapse to a few directions: of two classes, one is enough. New weights may seem to.
         is_judged = step > 0 and "spread" in scores and not run.config.needs_labels
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
-        line = f"{'probe.split (trained on) ' * bool(trained)}{metrics_in_words(metrics)}"
+        line = f"{''.join(f'{name} (trained on) ' for name in trained)}{metrics_in_words(metrics)}"
         first, worse = metrics, ""
-        if step and run.config.init.weights and probe.labelled:
+        if step and run.config.init.weights:
             last = json_record.read_or_none(run.folder / self.file, _LastResult)
             first = last.first if last else {}
-            worse = worse_than_first(metrics, first, run.config.probe.measured(), len(probe.labelled.test))
+            worse = worse_than_first(metrics, first, {one.name: len(one.test) for one in probe.labelled})
         content = scores | {TRAINED_BY: trained, "first": first, "worse": worse}
         collapsed = {"probe_collapse": 1} if found else {}
         return Evaluation(metrics | collapsed, content, line, collapse=found, worse=worse)
 
 
-def worse_than_first(
-    metrics: Mapping[str, float], first: Mapping[str, float], declared: Mapping[str, Metric], num_images: int
-) -> str:
+def worse_than_first(metrics: Mapping[str, float], first: Mapping[str, float], num_images: Mapping[str, int]) -> str:
     """Accuracies of a probe that are below those before the first step, and what to change; "" without any.
 
-    Below: the 95 % interval over test images is. declared: what the probe measures. num_images: it is tested on.
+    Below: the 95 % interval over test images is. num_images: tested of each data set.
     """
     worse = []
-    for name in (name for name, metric in declared.items() if metric.is_share and name in metrics and name in first):
-        count = metrics.get(f"{name}_effective_images", num_images)
-        if of_samples(metrics[name], count).high < first[name]:
-            worse.append(f"{name} {metrics[name]:.2%}, {first[name]:.2%} at the start")
+    for name, value in metrics.items():
+        count = metrics.get(f"{name}_effective_images", num_images.get(probed_data(name) or ""))
+        if name in first and count and of_samples(value, count).high < first[name]:
+            worse.append(f"{name} {value:.2%}, {first[name]:.2%} at the start")
     if not worse:
         return ""
     return (

@@ -163,8 +163,8 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     model, before = ranks.on_all(partial(initial_model, begun, data.dataset, resumed, console))
     trained_on = list(dict.fromkeys([*before, *data.trained_on(config.name)]))
     marked = data.not_held_out(trained_on)
-    if (probe := prepared.run_probe) and (runs := probe.trained_by(trained_on)):
-        marked["probe.split"] = runs
+    if probe := prepared.run_probe:
+        marked |= {f"probe.split of {name}": runs for name, runs in probe.trained_by(trained_on).items()}
     for name, runs in marked.items():
         console.say(not_held_out(name, runs))
     if not config.model.name:
@@ -453,7 +453,7 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
         else:
             trials.append(("evaluation", most, lambda count: engine.measure(blank(count, 0))))
     if probe := prepared.run_probe:
-        read = [len(probe.labelled.choice.rows), len(probe.labelled.test)] if probe.labelled else []
+        read = [count for one in probe.labelled for count in (len(one.choice.rows), len(one.test))]
         most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
         trials.append(("probe", most, lambda count: engine.features(zeros(count, *config.model.image_size))))
     for what, most, trial in trials:

@@ -12,7 +12,7 @@ import torch
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.metric import score_of
+from pipeline.base.metric import probed_data, score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
 from pipeline.base.words import counted, of_classes, on_one_line, si, significant
 from pipeline.data.dataset.dedup_report import read_dedup_report
@@ -68,8 +68,8 @@ def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
         "classes": dataset.num_classes,
         "excluded": split.excluded,
     }
-    if start.run_probe and start.run_probe.labelled:
-        parameters[PROBED_IMAGES] = len(start.run_probe.labelled.test)
+    if start.run_probe:
+        parameters |= {f"{PROBED_IMAGES}_{one.name}": len(one.test) for one in start.run_probe.labelled}
     for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
         parameters.pop(hidden, None)
     tags = {
@@ -184,7 +184,7 @@ def last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
         if metric.group not in ("eval", "probe") or not metric.better:
             continue
         own, of_split = f"{name}_effective_images", f"{name.rpartition('_')[0]}_num_samples"
-        probed = facts.parameters.get(PROBED_IMAGES, 0) if metric.group == "probe" else 0
+        probed = facts.parameters.get(f"{PROBED_IMAGES}_{probed_data(name)}", 0)
         count = next((last[key][1] for key in (own, of_split) if key in last), probed)
         interval = ""
         if metric.is_share and count and 0 <= value <= 1:

@@ -150,17 +150,17 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
     data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split))
-    probed = data.own
+    probed = {}
     if config.probe.every.amount and config.probe.reads_labels:
-        if config.probe.data:
+        for name, (path, _) in config.probe.tested.items():
             try:
-                probed = open_dataset(config.probe.data, storage)
+                probed[name] = open_dataset(path, storage) if path else data.own
             except UserError as error:
                 raise type(error)(f"probe.data = {error}") from error
-        probed.refuse_without_labels(
-            "probe.data" if config.probe.data else "data.path",
-            "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
-        )
+            probed[name].refuse_without_labels(
+                "probe.data" if path else "data.path",
+                "Few-shot and kNN probes need some: set probe.data to any data set with labels, or probe.every=0%.",
+            )
     plan = make_plan(config, data.epoch_samples, world_size)
     from pipeline import objectives  # Imports torch, so after what needs none of it.
 

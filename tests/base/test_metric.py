@@ -50,6 +50,8 @@ def test_the_score_of_a_run_is_an_accuracy_if_it_measures_one(objective: str, sc
     assert score_of(few_shot) == score.replace("20nn", "5shot")
     assert score_of({name: metric for name, metric in declared.items() if metric.unit == "loss"}) in ("val_loss", "")
     assert score_of({"sigreg": Metric("loss", "lower", "train")}) == ""
+    probes = [f"{data}_{kind}" for data in ("own", "old") for kind in ("5shot", "20nn")]
+    assert score_of({name: metric_of(name) for name in probes}) == "own_20nn", "of several data sets, the first counts"
 
 
 def test_effective_images_are_no_score_of_a_probe() -> None:

@@ -142,9 +142,16 @@ def test_a_report_of_fewer_cells_does_not_lose_what_was_kept_of_the_others(done:
     assert results.cells[0].scores["top1"] == 0.25
 
 
-def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> None:
+def test_runs_without_labels_are_done_and_scored_by_their_probes(base: Path, dataset: Path) -> None:
     """LeJEPA measures nothing on held-out images: its cells were "damaged". RankMe is no share: results.parquet was."""
-    probe = ["probe.every=100%", "probe.shots=[0]", "probe.neighbours=5", "probe.rankme_images=20"]
+    old = shutil.copytree(dataset, base.parent / "old")
+    probe = [
+        f"probe.data={dataset},{old}",
+        "probe.every=100%",
+        "probe.shots=[0]",
+        "probe.neighbours=5",
+        "probe.rankme_images=20",
+    ]
     settings = f"settings={json.dumps(['train.loss=lejepa', 'objective.local_views=0', *probe])}"
     study = Study(make(base, "study", "report=true", "score=5nn", settings))
     study.claim(study.specs)
@@ -152,14 +159,16 @@ def test_runs_without_labels_are_done_and_scored_by_their_probe(base: Path) -> N
         end(cell, None)
         knn = {"neighbours": 5, "top1": top1, "effective_images": 6.5}
         probed = {"knn": knn, "spread": {"rankme": 9.5, "feature_std": 0.1}, "num_samples": 37}
+        probed["also"] = {"old": {"knn": {"neighbours": 5, "top1": top1 / 2}, "num_samples": 9}}
         (cell.folder / "probe.json").write_text(json.dumps(probed))
     results = report(study.config)
     assert states(results) == ["done", "done"]
-    assert [cell.scores for cell in results.cells] == [{"5nn": 0.25}, {"5nn": 0.5}]
-    assert [(cell.num_test, cell.effective_images) for cell in results.cells] == [({"5nn": 37}, {"5nn": 6.5})] * 2
+    assert [cell.scores for cell in results.cells] == [{"5nn": top1, "old_5nn": top1 / 2} for top1 in (0.25, 0.5)]
+    counts = {"5nn": 37, "old_5nn": 9}
+    assert [(cell.num_test, cell.effective_images) for cell in results.cells] == [(counts, {"5nn": 6.5})] * 2
     assert [point.interval for point in points_of(results)] == [of_samples(0.25, 6.5), of_samples(0.5, 6.5)]
     assert results.evaluated_on == "tiny:val"
-    with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn\."):
+    with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn, old_5nn\."):
         Study(make(base, "study", "score=rankme", settings))
 
 

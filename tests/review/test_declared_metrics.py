@@ -82,7 +82,7 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     record = from_folder(write_run(tmp_path / "a", evaluations={10: 0.25, 20: 0.75}, declared=probed))
     record = dataclasses.replace(record, settings={**record.settings, "probe.data": "d/pets", "probe.split": "val"})
     # On how many images is a parameter of the run, which one of an earlier version does not have.
-    counted = dataclasses.replace(record, parameters={**record.parameters, PROBED_IMAGES: "400"})
+    counted = dataclasses.replace(record, parameters={**record.parameters, f"{PROBED_IMAGES}_pets": "400"})
     assert str(counted.last_score) == "75.00 % [70.53, 78.99]"
     assert not counted.last_score.is_accuracy
     records = {name: dataclasses.replace(record, flops_per_image=flops) for name, flops in (("a", 1.0), ("b", 2.0))}

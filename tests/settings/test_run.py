@@ -669,3 +669,16 @@ def test_schemas_are_up_to_date(name: str, command: type) -> None:
     assert json.loads(file.read_text()) == json.loads(json.dumps(schema.json_schema(command)))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"no_such_setting": 1}, json.loads(file.read_text()))
+
+
+def test_probes_of_several_data_sets_are_told_apart_by_their_names() -> None:
+    run = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=1 steps", "probe.every=1 steps"]
+    for data, split, said in (
+        ("a/own,b/own", "val", "two folders are named own"),
+        ("own,old", "val,test,val", "probe.split = val,test,val has 3 names, and probe.data 2"),
+        ("own,old", "val,train", "probe.split = train"),
+    ):
+        with pytest.raises(UserError, match=said):
+            schema.load(RunConfig, None, [*run, f"probe.data={data}", f"probe.split={split}"])
+    own = schema.load(RunConfig, None, [*run, "probe.data=x/own, s3://b/old?region=eu", "probe.split=val,test"]).probe
+    assert own.tested == {"own": ("x/own", "val"), "old": ("s3://b/old?region=eu", "test")}

@@ -29,16 +29,16 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
         measure=lambda batch: found.append(("measure", len(batch.rows))),
         features=lambda images: found.append(("features", *images.shape)),
     )
-    labelled = (
-        SimpleNamespace(choice=SimpleNamespace(rows=range(7)), test=range(30)) if config.probe.reads_labels else None
-    )
+    labelled = [SimpleNamespace(choice=SimpleNamespace(rows=range(n)), test=range(5 * n)) for n in (3, 6)]
     prepared: Any = SimpleNamespace(
         config=config,
         data=SimpleNamespace(
             split=SimpleNamespace(max_labels=1), evaluated={str(count): (None, range(count)) for count in splits}
         ),
         plan=make_plan(config, 500, 4),
-        run_probe=SimpleNamespace(labelled=labelled, own=range(500)) if config.probe.every.amount else None,
+        run_probe=SimpleNamespace(labelled=labelled * config.probe.reads_labels, own=range(500))
+        if config.probe.every.amount
+        else None,
     )
     monkeypatch.setattr(setup, "training_step", lambda *arguments, **more: None)
     setup.dry_run_on_all_ranks(engine, prepared)

@@ -164,14 +164,14 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
 
 def test_a_probe_below_that_of_the_start_is_named_with_what_to_change() -> None:
     """Beyond the noise of its test images, of which those in groups count less."""
-    declared = load("probe.every=1 steps", "probe.neighbours=20", "probe.shots=[5]").probe.measured()
+    thousand, fifty = {"val": 1000}, {"val": 50}
     first = {"val_20nn": 0.80, "val_5shot": 0.60, "val_5shot_std": 0.01}
     now = {"val_20nn": 0.70, "val_5shot": 0.59, "val_5shot_std": 0.0}
-    told = worse_than_first(now, first, declared, 1000)
+    told = worse_than_first(now, first, thousand)
     assert "val_20nn" in told
     assert "5shot" not in told
     assert "optimizer.lr" in told
-    assert not worse_than_first(now, first, declared, 50)
-    assert not worse_than_first(now | {"val_20nn_effective_images": 50.0}, first, declared, 1000)
-    assert not worse_than_first(first, first, declared, 1000)
-    assert not worse_than_first(now, {}, declared, 1000), "without a probe before the first step"
+    assert not worse_than_first(now, first, fifty)
+    assert not worse_than_first(now | {"val_20nn_effective_images": 50.0}, first, thousand)
+    assert not worse_than_first(first, first, thousand)
+    assert not worse_than_first(now, {}, thousand), "without a probe before the first step"

@@ -43,12 +43,12 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
     )
     forge.start(1, [*tuned, "train.length=6 steps"], taught).finish()
 
-    def marked(run: str, file: str) -> str:
-        return str(json.loads((tmp_path / run / file).read_text())["trained_by"])
+    def marked(run: str, file: str) -> Any:
+        return json.loads((tmp_path / run / file).read_text())["trained_by"]
 
     assert marked("moved", "scores.json") == marked("tuned", "scores.json") == marked("taught", "scores.json") == "base"
-    assert marked("moved", "probe.json") == "", "its probe is tested on val"
-    assert marked("tuned", "probe.json") == "tuned"
+    assert marked("moved", "probe.json") == {}, "its probe is tested on val"
+    assert marked("tuned", "probe.json") == {"val": "tuned"}
     facts = json.loads((tmp_path / "tuned/run.json").read_text())["facts"]
     assert [of["notes"].get("trained_by") for of in facts["datasets"]] == [None, "base"]
     for run, split, by in (

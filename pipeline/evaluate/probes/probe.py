@@ -180,8 +180,11 @@ def spread_rows(config: ProbeConfig, num_samples: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LabelledProbe:
-    """The splits of labelled images that a run's probe is fitted to and tested on. fingerprint: of their data set."""
+    """The splits of labelled images that a run's probe is fitted to and tested on. name: with which its metrics begin.
+    fingerprint: of their data set.
+    """
 
+    name: str
     train: Split
     test: Split
     choice: ProbeSamples
@@ -190,68 +193,81 @@ class LabelledProbe:
 
 @dataclass(frozen=True)
 class RunProbe:
-    """The probe of a run in training. own: its training split, of which RankMe is measured. labelled: None if only that
-    is.
+    """The probe of a run in training. own: its training split, of which RankMe is measured. labelled: the main one
+    first; empty if only RankMe is measured.
     """
 
     config: RunConfig
     own: Split
-    labelled: LabelledProbe | None
+    labelled: tuple[LabelledProbe, ...]
 
-    def trained_by(self, trained: Sequence[TrainedSet]) -> str:
-        """Calls the function of this name with the tested split."""
-        return trained_by(trained, self.labelled.fingerprint, self.labelled.test.name) if self.labelled else ""
+    def trained_by(self, trained: Sequence[TrainedSet]) -> dict[str, str]:
+        """Name of each probe whose tested split was trained on -> what the function of this name returns."""
+        found = {one.name: trained_by(trained, one.fingerprint, one.test.name) for one in self.labelled}
+        return {name: runs for name, runs in found.items() if runs}
 
     def scores(
         self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest, pixels: Pixels = RGB8
     ) -> dict[str, Any]:
-        """Scores of `features` (images of a batch -> (B, D)), as `probe` returns them, "num_samples" tested, and as
-        "spread" what `spread` does.
+        """Scores of `features` (images of a batch -> (B, D)) on the main data set, as `probe` returns them, with
+        "num_samples" tested; as "also" those of each other data set by its name; and as "spread" what `spread` does.
 
         pixels: of the model.
 
         Collective; raises Stopped on all ranks.
         """
-        config, found = self.config, dict[str, Any]()
+        config = self.config
 
         def read(split: Split, rows: np.ndarray) -> Features:
             return extract(features, SplitReader.of_run(config, split, ranks, pixels, stop), rows)
 
-        if self.labelled:
-            train, test, choice = self.labelled.train, self.labelled.test, self.labelled.choice
-            learnt, tested = read(train, choice.rows), read(test, np.arange(len(test)))
-            found = probe(config.probe, choice, learnt, tested, label_table(test), ranks, test.groups) | {
-                "num_samples": len(test)
-            }
+        def scores_of(one: LabelledProbe) -> dict[str, Any]:
+            test, labels = one.test, label_table(one.test)
+            learnt, tested = read(one.train, one.choice.rows), read(test, np.arange(len(test)))
+            found = probe(config.probe, one.choice, learnt, tested, labels, ranks, test.groups)
+            return found | {"num_samples": len(test)}
+
+        found = scores_of(self.labelled[0]) if self.labelled else {}
+        if others := {one.name: scores_of(one) for one in self.labelled[1:]}:
+            found["also"] = others
         if config.probe.rankme_images:
             found["spread"] = spread(read(self.own, spread_rows(config.probe, len(self.own))))
         return found
 
 
-def open_run_probe(config: RunConfig, own: Dataset, own_split: Split, dataset: Dataset, pixels: Pixels) -> RunProbe:
+def open_run_probe(
+    config: RunConfig, own: Dataset, own_split: Split, datasets: dict[str, Dataset], pixels: Pixels
+) -> RunProbe:
     """Open the probe of a run that has one. Raises UserError for data without samples.
 
-    own, own_split: what the run trains on. dataset: what it is probed on, which has labels if the probe reads them.
-    pixels: of the model.
+    own, own_split: what the run trains on. datasets: what it is probed on, by the names of `RunProbeConfig.tested`;
+    they have labels if the probe reads them. pixels: of the model.
     """
-    settings = config.probe
-    if not settings.reads_labels:
-        return RunProbe(config, own_split, None)
+    opened = [
+        _open_labelled(config, own, name, dataset, pixels)
+        for name, dataset in datasets.items()
+        if config.probe.reads_labels
+    ]
+    return RunProbe(config, own_split, tuple(opened))
+
+
+def _open_labelled(config: RunConfig, own: Dataset, name: str, dataset: Dataset, pixels: Pixels) -> LabelledProbe:
+    settings, (path, tested) = config.probe, config.probe.tested[name]
     pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
     exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
     splits = []
-    for setting, name in (("probe.train_split", settings.train_split), ("probe.split", settings.split)):
+    for setting, split in (("probe.train_split", settings.train_split), ("probe.split", tested)):
         try:
-            splits.append(dataset.split(name, exclude))
+            splits.append(dataset.split(split, exclude))
         except UserError as error:
-            raise type(error)(f"{setting} = {name}: {error}") from error
+            raise type(error)(f"{setting} = {split}: {error}") from error
     train, test = splits
     choice = choose_samples(settings, train, dataset.num_classes)
     if not len(choice.rows) or not len(test) or not test.max_labels:
         empty = train if not len(choice.rows) else test
         raise UserError(
-            f"{settings.data or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a"
+            f"{path or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a"
             " data set with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0"
             " probe.neighbours=0."
         )
-    return RunProbe(config, own_split, LabelledProbe(train, test, choice, dataset.fingerprint))
+    return LabelledProbe(name, train, test, choice, dataset.fingerprint)

@@ -175,9 +175,9 @@ def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     # A probe reads no label of them, but its features were learnt from them.
     probed = open_dataset(sets / "b")
     settings = config(sets, "", "probe.every=1 epochs", f"probe.data={probed.path}", "probe.split=extra")
-    for mix, runs in (("{path: b, weight: 1}", ""), ("{path: b, split: extra, weight: 1}", "r")):
+    for mix, runs in (("{path: b, weight: 1}", {}), ("{path: b, split: extra, weight: 1}", {"b": "r"})):
         data = opened(sets, mix, labels="unread")
-        run_probe = open_run_probe(settings, data.own, data.split.parts[0], probed, data.split.pixels)
+        run_probe = open_run_probe(settings, data.own, data.split.parts[0], {"b": probed}, data.split.pixels)
         assert run_probe.trained_by(data.trained_on("r")) == runs
 
 
@@ -347,4 +347,4 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
     for options in ("", "?endpoint_override=http://10.0.0.5:9000", "/?region=eu-west-1"):
         entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
         assert entry.evaluated == {"web_val": "val"}
-        assert RunProbeConfig(data=entry.path).prefix == "web"
+        assert list(RunProbeConfig(data=entry.path).tested) == ["web"]

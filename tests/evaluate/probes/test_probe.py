@@ -64,7 +64,7 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
     assert one == two
     assert one["step"] == 6
     # Of so many images, the report and MLflow's page give intervals.
-    assert json.loads((runs[0] / "run.json").read_text())["facts"]["parameters"][PROBED_IMAGES] == 61
+    assert json.loads((runs[0] / "run.json").read_text())["facts"]["parameters"][f"{PROBED_IMAGES}_other"] == 61
     found = intervals.of_samples(one["knn"]["top1"], 61)
     told = f"other_5nn {100 * one['knn']['top1']:.2f} % [{100 * found.low:.2f}, {100 * found.high:.2f}]"
     assert told in (runs[0] / "run.json").read_text()
@@ -96,43 +96,52 @@ def test_one_and_two_ranks_probe_the_same(forge: Forge, data: Path, tmp_path: Pa
 
 
 def test_a_model_of_masked_patches_is_probed_on_whole_images(forge: Forge, data: Path, tmp_path: Path) -> None:
-    """On two ranks at ZeRO stage 3, as launch/evaluate.py does it; and a probe's metric chooses the best checkpoint."""
+    """On two ranks at ZeRO stage 3, as launch/evaluate.py does it; also on a second data set, whose metric chooses the
+    best checkpoint.
+    """
+    old = make_dataset(tmp_path / "old", {"train": 90, "held": 30})
     masked = (
         "train.loss=masked_mean_color",
         "model.representation=false",
-        "checkpoint.best=other_5nn",
+        "checkpoint.best=old_5nn",
         "checkpoint.every=100%",
         *PROBE,
+        f"probe.data={data}, {old}",
+        "probe.split=other,held",
     )
     run = forge.start(2, settings(data, tmp_path, "masked", "engine.zero_stage=3", *masked))
     assert run.wait() == [0, 0], run.said()
-    found = metrics(tmp_path / "masked", "other_5nn")
+    found = metrics(tmp_path / "masked", "old_5nn")
     assert list(found) == [0, 2, 4, 6]
+    assert metrics(tmp_path / "masked", "tiny_5nn").keys() == found.keys()
+    facts = json.loads((tmp_path / "masked" / "run.json").read_text())["facts"]
+    assert [facts["parameters"][f"{PROBED_IMAGES}_{name}"] for name in ("tiny", "old")] == [61, 30]
     found.pop(0)  # Of which there is no checkpoint.
     kept = json.loads((tmp_path / "masked" / "checkpoints" / "kept.json").read_text())
-    assert (kept["metric"], kept["value"]) == ("other_5nn", max(found.values()))
+    assert (kept["metric"], kept["value"]) == ("old_5nn", max(found.values()))
     assert found[int(kept["best"].removeprefix("step-"))] == kept["value"]
     last = json.loads((tmp_path / "masked" / "probe.json").read_text())
-    scored = score_report.run(
-        schema.load(
-            ScoreConfig,
-            None,
-            [
-                f"weights={tmp_path / 'masked'}",
-                f"data={data}",
-                "split=other",
-                "classify=false",
-                "shots=[1,3]",
-                "l2=[1024,1]",
-                "neighbours=5",
-                "neighbour_images=60",
-                "batch=7",
-                "device=cpu",
-                f"out={tmp_path / 'report'}",
-            ],
+    for folder, split, its in ((data, "other", last), (old, "held", last["also"]["old"])):
+        scored = score_report.run(
+            schema.load(
+                ScoreConfig,
+                None,
+                [
+                    f"weights={tmp_path / 'masked'}",
+                    f"data={folder}",
+                    f"split={split}",
+                    "classify=false",
+                    "shots=[1,3]",
+                    "l2=[1024,1]",
+                    "neighbours=5",
+                    "neighbour_images=60",
+                    "batch=7",
+                    "device=cpu",
+                    f"out={tmp_path / 'report'}",
+                ],
+            )
         )
-    )
-    assert scored["knn"] == last["knn"]
+        assert scored["knn"] == its["knn"]
 
 
 def test_a_collapse_is_said_once_in_log_and_description(
