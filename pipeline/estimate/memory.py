@@ -281,7 +281,7 @@ def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:
     precision, cls = config.engine.precision, kind(config.train.loss)
     teacher = cls.teacher_config(config, model)
     views = [(ImageSize.parse(group.size), group.count, model.pixels) for group in cls.views(config)]
-    if teacher and (teacher.image_size, teacher.pixels) != (model.image_size, model.pixels):
+    if teacher and not any((teacher.image_size, teacher.pixels) == (size, pixels) for size, _, pixels in views):
         views.append((ImageSize(*teacher.image_size), 1, teacher.pixels))
     values = sum(count * math.prod(size) * pixels.num_channels for size, count, pixels in views)
     return micro_batch * values * (4 if precision == "fp32" else 4 + dtype_of(precision).itemsize)

@@ -254,9 +254,11 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
         whole = replace(run.config.data, limit=Limit.parse("100%"), dev_share=0.0)
         for of in datasets_of(open_run_data(whole, 0, run.config.train.global_batch, run.config.labels)):
             found[f"{of.name}:{of.split} ({of.context})"] = f"{of.digest} without {of.notes['excluded']}"
-    weights = {spec.config.init.weights for spec in specs if not spec.needs} - {None}
+    # What begins with weights of another run of the experiment may do so before they are there.
+    begun = [spec for spec in specs if not (spec.needs and spec.config.init.weights)]
+    weights = {spec.config.init.weights for spec in begun} - {None}
     known = {f"the SHA-256 of {path}": sha256_now(str(path)) for path in weights}
-    known |= {f"the SHA-256 of the teacher of {s.name}": objectives.teacher_digest(s.config) for s in specs}
+    known |= {f"the SHA-256 of the teacher of {s.name}": objectives.teacher_digest(s.config) for s in begun}
     return found | {name: sha256 for name, sha256 in known.items() if sha256}
 
 

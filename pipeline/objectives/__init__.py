@@ -170,16 +170,4 @@ def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dic
     """How a run changes the model of init.weights, as arguments of `pipeline.model.load`. of_dataset: classes of its
     data set. pixels: its.
     """
-    # 0 for an objective that does not predict classes: its own head is not a part of the model.
-    predicted = num_classes(config, of_dataset)
-    return {
-        "image_size": config.model.image_size,
-        "num_classes": predicted if config.init.new_head or not predicted else None,
-        "new_head": config.init.new_head and predicted > 0,
-        "representation": None if predicted else False,
-        "mean_pool": config.init.mean_pool,
-        "attentive_pool": config.init.attentive_pool,
-        "pixels": pixels,
-        "channels": config.init.channels,
-        **config.model.for_weights(),
-    }
+    return _own(config).adaptation(config, of_dataset, pixels)

@@ -46,7 +46,7 @@ from pipeline.objectives.objective import (
     read_backbone,
 )
 from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
+from pipeline.objectives.parts.gram import GramAnchored, GramSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -63,7 +63,7 @@ _OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
-class DinoSettings(LocalViewSettings):
+class DinoSettings(GramSettings):
     prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
     hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
     bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
@@ -124,7 +124,7 @@ class DinoSettings(LocalViewSettings):
             )
 
 
-class Dino(ComparesViews):
+class Dino(GramAnchored):
     """A backbone and a head, a teacher of both, and a centre. With iBOT also a mask token, and a head and a centre for
     patches.
     """
@@ -144,7 +144,8 @@ class Dino(ComparesViews):
             for blur, solarise in zip(given.blur, given.solarise, strict=True)
         )
         size = config.model.image_size
-        return (Views(1, size, first), Views(1, size, second), *given.small_views(local))
+        large = Views(1, size, first), Views(1, size, second)
+        return *large, *given.small_views(local), *cls.anchored_views(config, len(large))
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -181,7 +182,8 @@ class Dino(ComparesViews):
         given: DinoSettings = cls.settings(config)
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
         of_terms = {"ibot_loss": given.ibot_weight, "koleo_loss": given.koleo_weight}
-        return found | {name: Metric("loss", "lower") for name, weight in of_terms.items() if weight}
+        found |= {name: Metric("loss", "lower") for name, weight in of_terms.items() if weight}
+        return super().values(config) | found
 
     # ------------------------------------------------------------------ module
     @classmethod
@@ -242,7 +244,8 @@ class Dino(ComparesViews):
         given, valid = self.given, facts["valid"]
         whole, both = torch.cat(views[:2]), valid.repeat(2)
         masked = {"masked": (facts["masked"], self.mask_token)} if self.masks else {}
-        features, patches = read_backbone(self.backbone, whole, bool(self.masks), **masked)
+        anchor = self.anchor_patches(views, facts)
+        features, patches = read_backbone(self.backbone, whole, bool(self.masks) or anchor is not None, **masked)
         student = self._student(features, views)
         with torch.no_grad():
             teacher_features, teacher_patches = read_backbone(self.teacher["backbone"], whole, bool(self.masks))
@@ -262,7 +265,7 @@ class Dino(ComparesViews):
             first, second = features.chunk(2)
             values["koleo_loss"] = koleo(first, valid) + koleo(second, valid)
             total = total + given.koleo_weight * values["koleo_loss"]
-        return total, values
+        return self.with_gram(total, values, patches, anchor, valid)
 
     def measure(self, views: Images, facts: Facts) -> Facts:
         whole = torch.cat(views[:2])

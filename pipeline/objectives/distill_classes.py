@@ -57,10 +57,11 @@ class DistillClasses(TaughtObjective, Classification):
         super().check(config)
         teacher = cls.published(config).config
         try:
-            height, width = cls.teacher_config(config, teacher).image_size
+            of_teacher = cls.teacher_config(config, teacher)
         except UserError as error:
             raise UserError(f"objective.teacher_size = {cls.settings(config).teacher_size}: {error}") from None
-        view = config.model.image_size
+        assert of_teacher is not None
+        (height, width), view = of_teacher.image_size, config.model.image_size
         if height * view.width != width * view.height:
             raise UserError(
                 f"objective.teacher = {cls.settings(config).teacher} would read images of {height} x {width} pixels,"

@@ -21,9 +21,9 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, every_row, mean_of_valid
+from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, every_row, mean_of_valid, read_backbone
 from pipeline.objectives.parts.across_ranks import summed, total
-from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
+from pipeline.objectives.parts.gram import GramAnchored, GramSettings
 from pipeline.objectives.parts.step_norm import StepNorm
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -31,7 +31,7 @@ from pipeline.settings.schema import setting
 _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
-class LejepaSettings(LocalViewSettings):
+class LejepaSettings(GramSettings):
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
     local_area_max: float = setting(
@@ -58,7 +58,7 @@ class LejepaSettings(LocalViewSettings):
             )
 
 
-class Lejepa(ComparesViews):
+class Lejepa(GramAnchored):
     """A backbone and a projector. It keeps no state: statistics are those of the step, directions come from (seed,
     step).
     """
@@ -71,7 +71,8 @@ class Lejepa(ComparesViews):
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: LejepaSettings = cls.settings(config)
-        return (Views(given.global_views, config.model.image_size, config.augment), *given.small_views(config.augment))
+        large = Views(given.global_views, config.model.image_size, config.augment)
+        return large, *given.small_views(config.augment), *cls.anchored_views(config, given.global_views)
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
@@ -80,7 +81,7 @@ class Lejepa(ComparesViews):
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:
-        return {
+        return super().values(config) | {
             "prediction": Metric("loss", "lower"),
             "sigreg": Metric("loss", "lower"),
             "embedding_std": Metric("ratio", "higher"),
@@ -98,7 +99,9 @@ class Lejepa(ComparesViews):
     def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         valid, V = facts["valid"], self.given.global_views + self.given.local_views
         large, *small = views
-        features = torch.cat([self.backbone(large), *(self.backbone(images, any_size=True) for images in small)])
+        anchor = self.anchor_patches(views, facts)
+        of_large, patches = read_backbone(self.backbone, large, anchor is not None)
+        features = torch.cat([of_large, *(self.backbone(images, any_size=True) for images in small)])
         counted = valid.repeat(V)
         projections = self.projector(features, counted).float()  # (V * B, D)
         errors = prediction_losses(projections.view(V, len(valid), -1), self.given.global_views)
@@ -109,7 +112,8 @@ class Lejepa(ComparesViews):
             "sigreg": normality.detach(),
             "embedding_std": embedding_std(features.detach(), counted),
         }
-        return (1 - self.given.weight) * prediction + self.given.weight * normality, values
+        loss = (1 - self.given.weight) * prediction + self.given.weight * normality
+        return self.with_gram(loss, values, patches, anchor, valid)
 
     # ------------------------------------------------------------------ around a step
     def before_step(self, step: int) -> None:

@@ -173,6 +173,13 @@ class Objective(nn.Module):
         return None
 
     @classmethod
+    def initial_file(cls, config: RunConfig) -> Path | None:
+        """The file of init.weights, if this objective has read it already: a run begins with that one, also if a newer
+        checkpoint is there by then. None if not.
+        """
+        return None
+
+    @classmethod
     def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
         """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends
         on how a batch is cut.
@@ -205,6 +212,23 @@ class Objective(nn.Module):
         assert config.model.name, "config.check refuses a run with neither model.name nor init.weights"
         given = config.model.options | cls.of_backbone(config, num_classes)
         return configure(config.model.name, config.model.image_size, covered=covered, pixels=pixels, **given)
+
+    @classmethod
+    def adaptation(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8) -> dict[str, Any]:
+        """How a run changes the model of init.weights. Arguments: see `objectives.adaptation`."""
+        # 0 for an objective that does not predict classes: its own head is not a part of the model.
+        predicted = cls.of_backbone(config, num_classes)["num_classes"]
+        return {
+            "image_size": config.model.image_size,
+            "num_classes": predicted if config.init.new_head or not predicted else None,
+            "new_head": config.init.new_head and predicted > 0,
+            "representation": None if predicted else False,
+            "mean_pool": config.init.mean_pool,
+            "attentive_pool": config.init.attentive_pool,
+            "pixels": pixels,
+            "channels": config.init.channels,
+            **config.model.for_weights(),
+        }
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> "Objective":

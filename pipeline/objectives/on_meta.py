@@ -77,7 +77,8 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
     def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
         train = config.train
         trained = [train.loss, train.freeze, train.lora_rank, train.lora_layers]
-        key = (cls, repr([*trained, config.objective, config.model, config.augment, config.seed]), *more)
+        sections = [config.objective, config.model, config.init, config.augment]
+        key = (cls, repr([*trained, *sections, config.seed]), *more)
         if key not in known:
             known[key] = function(cls, config, *more)
         return known[key]

@@ -16,30 +16,13 @@ from torch import Tensor, nn
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, partner
-from pipeline.data.loading.views import Views
+from pipeline.data.loading.views import Views, undistorted
 from pipeline.model import Model
 from pipeline.objectives.classification import Classification, losses
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.settings.quantities import Share, ShareBelow1
-from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
-
-# Settings of `augment` for the teacher's view: without distortions, including those added later.
-_CROP_AND_FLIP = (
-    "crop",
-    "area_min",
-    "area_max",
-    "aspect_min",
-    "aspect_max",
-    "resize_to",
-    "padding",
-    "flip",
-    "flip_vertical",
-    "turns",
-    "resize_filter",
-    "eval_resize",
-    "eval_crop",
-)
 
 
 class PseudoLabelsSettings(Settings):
@@ -128,8 +111,3 @@ class PseudoLabels(Classification):
         # The average of a new head would be sure of nothing for long; that of a trained one is better than the weights
         # at high rates.
         return self.given.momentum if self.has_head else min(self.given.momentum, (1 + step) / (10 + step))
-
-
-def undistorted(augment: AugmentConfig) -> AugmentConfig:
-    """The same crops and flips without distortions, for the teacher."""
-    return AugmentConfig(**{name: getattr(augment, name) for name in _CROP_AND_FLIP})

@@ -19,6 +19,7 @@ from forked import Forge, ForkedRun
 from ranks import ROOT, STEPS, metrics, settings
 
 from pipeline import model as models
+from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.cluster.status_files import RESUME
 from pipeline.monitor.page_folder import PageFolder
@@ -70,23 +71,36 @@ OTHERS = {
         ("loss", "sigreg", "prediction", "grad_norm"),
         "projector.last.weight",
     ),
+    "anchored": (
+        (
+            "train.loss=dino",
+            *SETTINGS,
+            "objective.gram_weight=5",
+            "objective.gram_size=32",
+            "augment.crop=random_resized",
+            "augment.color_jitter=0.4",
+            "engine.zero_stage=3",
+        ),
+        ("loss", "grad_norm", "gram_loss", "val_loss"),
+        "head.last.weight",
+    ),
 }
 # In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
-RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae", "distill")
+RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae", "distill", "anchored")
+# The file of weights that is read at each start.
+TAUGHT = {"distill": ("teacher.pt", "objective.teacher"), "anchored": ("begun.pt", "init.weights")}
 
 
 @pytest.fixture(scope="module")
 def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each stage on two ranks; each again from its third step; and two from there with one rank."""
     out = tmp_path_factory.mktemp("objective")
-    models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48)), out / "teacher.pt")
+    for file, _ in TAUGHT.values():
+        models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48)), out / file)
 
     def given(run: str, name: str = "", *more: str) -> list[str]:
         if run in OTHERS:
-            taught = [f"objective.teacher={out / 'teacher.pt'}"] * (run == "distill")
-            return settings(
-                dataset, out, f"{run}{name}", f"train.loss={run}", *OF_EACH, *OTHERS[run][0], *taught, *more
-            )
+            return of_other(dataset, out, run, name, *more)
         stage, precision = run.split("-")
         of_stage = (f"engine.zero_stage={stage}", f"engine.precision={precision}")
         return settings(dataset, out, f"{run}{name}", *OF_RUN, *of_stage, *more)
@@ -104,6 +118,17 @@ def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
     alone = [given(run, "-elsewhere", *["train.micro_batch=24"] * (run == "lejepa")) for run in elsewhere]
     forge.start_work(1, "distillation:train_planted", alone).finish()
     return out
+
+
+def of_other(dataset: Path, out: Path, run: str, name: str = "", *more: str) -> list[str]:
+    """Settings of one of OTHERS, which learns what it is called by default."""
+    found = settings(dataset, out, f"{run}{name}", *OF_EACH)
+    if run in TAUGHT:
+        file, setting = TAUGHT[run]
+        found.append(f"{setting}={out / file}")
+        if setting == "init.weights":
+            found = [each for each in found if not each.startswith("model.") or "image_size" in each]
+    return [*found, *[f"train.loss={run}"] * (run in OBJECTIVES), *OTHERS[run][0], *more]
 
 
 def begin_again(run: Path, copy: Path) -> None:
@@ -137,7 +162,7 @@ def test_a_restart_changes_no_bit(runs: Path, run: str) -> None:
         assert found == {step: expected[step] for step in found}
         # The evaluation of step 3, which a kill prevents, is made up.
         assert found.keys() >= ({3, STEPS} if name == "val_loss" else {4, STEPS})
-    for state in ("weights", "exp_avg", *(["ema"] if run not in OTHERS else [])):
+    for state in ("weights", "exp_avg", *(["ema"] if run not in OTHERS or run == "anchored" else [])):
         whole_ones, cut_ones = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
         assert {f"objective.{name}" for name in added} <= whole_ones.keys()
         assert not [name for name in whole_ones if "teacher" in name]
@@ -198,16 +223,14 @@ def test_the_backbone_alone_is_exported(runs: Path) -> None:
     assert not [name for name in models.build(config).state_dict() if name not in weights]
 
 
-def test_a_run_is_taught_by_the_same_weights_to_its_end(forge: Forge, dataset: Path, runs: Path) -> None:
+@pytest.mark.parametrize("taught", TAUGHT)
+def test_a_run_is_taught_by_the_same_weights_to_its_end(taught: str, forge: Forge, dataset: Path, runs: Path) -> None:
     """Its checkpoints hold no teacher, so they could not tell that another file is in its place."""
-    teacher, run = runs / "teacher.pt", runs / "retaught"
-    begin_again(runs / "distill", run)
+    teacher = runs / TAUGHT[taught][0]
+    begin_again(runs / taught, runs / f"{taught}-retaught")
     first = teacher.read_bytes()
     models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48), seed=1), teacher)
-    given = settings(
-        dataset, runs, run.name, "train.loss=distill", *OF_EACH, *OTHERS["distill"][0], f"objective.teacher={teacher}"
-    )
-    refused = forge.start(1, given)
+    refused = forge.start(1, of_other(dataset, runs, taught, "-retaught"))
     code = refused.wait()
     teacher.write_bytes(first)
     assert code == [2]

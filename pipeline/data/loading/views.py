@@ -1,7 +1,8 @@
 """The views of an image: which ones are drawn, and the functions that decode an image once and write all of them.
 
 The views of an image are numbered over all its groups, in order. View 0 takes its random numbers from (seed, epoch,
-sample); the others take theirs from a seed of their own, which is hashed from the seed and the view's number.
+sample); the others take theirs from a seed of their own, which is hashed from the seed and the view's number. A group
+may take those of another (`Views.repeats`).
 """
 
 from bisect import bisect_right
@@ -21,6 +22,22 @@ from pipeline.data.loading.values import model_values
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
+# Settings of `undistorted`; distortions that are added later are left out, too.
+_CROP_AND_FLIP = (
+    "crop",
+    "area_min",
+    "area_max",
+    "aspect_min",
+    "aspect_max",
+    "resize_to",
+    "padding",
+    "flip",
+    "flip_vertical",
+    "turns",
+    "resize_filter",
+    "eval_resize",
+    "eval_crop",
+)
 SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
 # Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the
 # arrays. Raises DecodeError.
@@ -31,11 +48,17 @@ ReadAs = Callable[[int], Pixels] | None
 
 @dataclass(frozen=True)
 class Views:
-    """A group of views of one image that have the same size and settings. size: a number is the side of a square."""
+    """A group of views of one image that have the same size and settings.
+
+    size: a number is the side of a square. repeats: the number of a view. The group then has the random numbers of that
+    view and of those after it: with the same settings of crop, flips and turns it shows the same regions, in its own
+    size.
+    """
 
     count: int
     size: ImageSize | int
     augment: AugmentConfig
+    repeats: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,11 @@ def read_by(model: Pixels, split: Split) -> tuple[Pixels, ReadAs]:
     return model, lambda row: readings[bisect_right(firsts, row)]
 
 
+def undistorted(config: AugmentConfig) -> AugmentConfig:
+    """The same crops, flips and turns without distortions."""
+    return AugmentConfig(**{name: getattr(config, name) for name in _CROP_AND_FLIP})
+
+
 def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_as: ReadAs = None) -> ViewWriter:
     """Returns a writer of the augmented views of a sample in an epoch. Raises UserError for augmentations that such
     views cannot have.
@@ -76,8 +104,10 @@ def train_views(views: Sequence[Views], seed: int, pixels: Pixels = RGB8, read_a
     """
     for group in views:
         group.augment.check_views(ImageSize.parse(group.size), pixels)
-    configs = [group.augment for group in views for _ in range(group.count)]
-    drawn = [(config, view_seed(seed, number)) for number, config in enumerate(configs)]
+    drawn: list[tuple[AugmentConfig, int]] = []
+    for group in views:
+        first = len(drawn) if group.repeats is None else group.repeats
+        drawn += [(group.augment, view_seed(seed, number)) for number in range(first, first + group.count)]
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         regions: list[Region] = []

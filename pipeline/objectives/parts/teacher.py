@@ -1,4 +1,4 @@
-"""Published weights as a teacher: a frozen part of the module, for distill.py and distill_classes.py.
+"""Published weights as a teacher: a frozen part of the module, for distill.py, distill_classes.py and gram.py.
 
 ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with
 the same weights only.
@@ -36,8 +36,50 @@ class TeacherSettings(Settings):
     )
 
 
-class TaughtObjective(Objective):
-    """An objective that learns from published weights. A subclass says what they become (`teacher_adaptation`)."""
+class HasFrozenTeacher(Objective):
+    """An objective that may learn from published weights. A subclass says which (`published`) and what they become
+    (`teacher_adaptation`).
+    """
+
+    @classmethod
+    def published(cls, config: RunConfig) -> "PublishedTeacher | None":
+        """The weights, None for none. Raises UserError."""
+        raise NotImplementedError
+
+    @classmethod
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
+        UserError.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
+        published = cls.published(config)
+        return (published.file, published.digest, published.extra) if published else None
+
+    @classmethod
+    def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
+        published = cls.published(config)
+        if published is None:
+            return None
+        return adapted(published.config, published.named, **cls.teacher_adaptation(config, model))
+
+    @classmethod
+    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
+        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
+        published, of_teacher = cls.published(config), cls.teacher_config(config, model)
+        assert published is not None
+        assert of_teacher is not None
+        if torch.get_default_device().type == "meta":
+            teacher = build(of_teacher)
+        else:
+            teacher = load(published.file, seed=config.seed, **cls.teacher_adaptation(config, model))
+        return teacher.requires_grad_(False).eval()
+
+
+class TaughtObjective(HasFrozenTeacher):
+    """An objective that learns from the weights of `objective.teacher`."""
 
     Settings = TeacherSettings
 
@@ -63,33 +105,7 @@ class TaughtObjective(Objective):
     @classmethod
     def published(cls, config: RunConfig) -> "PublishedTeacher":
         """The weights of `objective.teacher`. Raises UserError."""
-        return _find_published(cls.settings(config).teacher)
-
-    @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]]:
-        published = cls.published(config)
-        return published.file, published.digest, published.extra
-
-    @classmethod
-    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
-        UserError.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def teacher_config(cls, config: RunConfig, model: Config) -> Config:
-        published = cls.published(config)
-        return adapted(published.config, cls.settings(config).teacher, **cls.teacher_adaptation(config, model))
-
-    @classmethod
-    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
-        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
-        if torch.get_default_device().type == "meta":
-            teacher = build(cls.teacher_config(config, model))
-        else:
-            teacher = load(cls.published(config).file, **cls.teacher_adaptation(config, model))
-        return teacher.requires_grad_(False).eval()
+        return find_published("objective.teacher", cls.settings(config).teacher)
 
     frozen_teacher: Model
 
@@ -134,9 +150,10 @@ def _columns(device: torch.device, *of_channels: PerChannel) -> tuple[Tensor, ..
 
 
 class PublishedTeacher(NamedTuple):
-    """file: where the weights are. extra: what stands beside them, as the names of their classes. digest: SHA-256 of
-    their configuration and tensors, whatever the format of the file."""
+    """named: as in the settings. file: where the weights are. extra: what stands beside them, as the names of their
+    classes. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
 
+    named: str
     file: Path
     config: Config
     extra: dict[str, Any]
@@ -144,24 +161,23 @@ class PublishedTeacher(NamedTuple):
 
 
 @cache
-def _find_published(teacher: str) -> PublishedTeacher:
-    """Weights as this process first finds them: a run's newest checkpoint may be another one a moment later. Raises
-    UserError.
+def find_published(setting: str, teacher: str) -> PublishedTeacher:
+    """The weights that a setting names, as this process first finds them: a run's newest checkpoint may be another one
+    a moment later. Raises UserError.
 
     They are remembered without their tensors, because a plan asks for them many times.
     """
     if is_uri(teacher):  # Each rank would ask the server at each start.
         raise UserError(
-            f"objective.teacher = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the"
-            " tag path."
+            f"{setting} = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the tag path."
         )
     try:
         file = find_file(Path(teacher))
         weights = read_weights(file)
     except (OSError, UserError) as error:
-        raise UserError(f"objective.teacher = {error}") from error
+        raise UserError(f"{setting} = {error}") from error
     digest = hashlib.sha256(json.dumps(weights.config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(weights.state.items()):
         digest.update(name.encode())
         digest.update(tensor.contiguous().numpy().data)
-    return PublishedTeacher(file, weights.config, weights.extra, digest.hexdigest())
+    return PublishedTeacher(teacher, file, weights.config, weights.extra, digest.hexdigest())

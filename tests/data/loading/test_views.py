@@ -75,6 +75,36 @@ def test_each_view_is_drawn_as_if_it_were_alone(dataset: Dataset) -> None:
             assert not any(torch.equal(group[0], other) for other in group[1:])
 
 
+@pytest.mark.parametrize("crop", ["inception", "random_resized"])
+def test_views_that_repeat_others_show_the_same_at_their_size(crop: str, encode: Encode) -> None:
+    """Of an image whose red is its column and whose green is its row, each pixel of a view is the mean of the four of
+    the view of twice its size.
+    """
+    rows, columns = np.indices((200, 250), np.uint8)
+    data = encode(np.stack([columns, rows, 0 * rows], 2), "PNG")
+    config = AugmentConfig(crop=crop, area_min=0.3, flip_vertical=True, turns=True)
+    groups = (Views(1, 16, config), Views(2, 16, replace(config, blur=1.0)), Views(2, 8, LOCAL))
+    repeated = (Views(3, 32, views.undistorted(replace(config, grey=1.0, erase=1.0)), repeats=0), Views(1, 16, config))
+    seen = set()
+    for row in range(40):
+        outs = [np.zeros((side, side, 3), np.uint8) for side in (16, 16, 16, 8, 8, 32, 32, 32, 16)]
+        train_views((*groups, *repeated), SEED).write(data, outs, 1, row)
+        for number in range(3):
+            large = outs[5 + number].astype(float)
+            reduced = (large[::2, ::2] + large[1::2, ::2] + large[::2, 1::2] + large[1::2, 1::2]) / 4
+            # Rounding; blur changes the edges alone.
+            inner = slice(4, -4) if number else slice(None)
+            assert np.abs(reduced - outs[number])[inner, inner].max() < 1.6
+        alone = [np.zeros((16, 16, 3), np.uint8)]
+        train_view(config, view_seed(SEED, 8), 16).write(data, alone, 1, row)
+        assert np.array_equal(outs[8], alone[0]), "numbers count all views before"
+        before = [np.zeros_like(out) for out in outs[:5]]
+        train_views(groups, SEED).write(data, before, 1, row)
+        assert all(np.array_equal(a, b) for a, b in zip(before, outs, strict=False))
+        seen.add(tuple(np.sign(np.diff(outs[0][[0, 0, -1], [0, -1, 0]].astype(int), axis=0)).ravel()))
+    assert len(seen) == 8, "each turn and flip"
+
+
 def test_seeds_of_views() -> None:
     """They decide what every resumed run with several views trains on, so they must never change."""
     assert [view_seed(3, number) for number in range(3)] == [3, 12214057047995133590, 961052965737857799]
