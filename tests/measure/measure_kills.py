@@ -6,7 +6,8 @@ again while SIGKILL hits random ranks at random moments, some of them before the
 killed is compared with the first: all metrics of all steps but the times, and each tensor and count of the last
 checkpoint: weights and the objective's state in them, such as a centre; moments; the mean of the weights, which is the
 teacher. Ends with 1 if a bit differs.
-OBJECTIVES, STAGES, PRECISIONS: names and numbers between commas.
+OBJECTIVES, STAGES, PRECISIONS: names and numbers between commas. An objective that continues weights has a name such as
+dino-lora.
 """
 
 import random
@@ -35,6 +36,14 @@ from pipeline.model import build, configure, save
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 
 _STEPS = 60
+_LEJEPA = ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16")
+_CONTINUED = (
+    "init.weights={out}/weights.pt",
+    *(f"model.{name}=null" for name in ("name", "width", "depth", "mlp_width", "num_heads")),
+    "model.representation=true",
+    "train.heads_first=20%",
+)
+_LORA = (*_CONTINUED, "train.freeze=backbone", "train.lora_rank=4")
 _OBJECTIVES = {
     "mae": (
         "objective.decoder_width=16",
@@ -43,7 +52,10 @@ _OBJECTIVES = {
         "model.name=ViT-Ti/4",
     ),
     "dino": ("model.width=160", *SETTINGS),
-    "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
+    "lejepa": _LEJEPA,
+    "dino-lora": (*SETTINGS, *_LORA, "objective.gram_weight=1"),
+    "dino-blocks": (*SETTINGS, *_CONTINUED, "train.freeze=all but 1 block"),
+    "lejepa-lora": (*_LEJEPA, *_LORA),
     "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
     "distill_classes": ("augment.mixup=0.5", "objective.teacher={out}/teacher.pt"),
     "pseudo_labels": (
@@ -85,12 +97,15 @@ def main(
         teacher = build(configure("ViT-mu/8", 16, NUM_CLASSES, width=48))
         torch.nn.init.normal_(teacher.head.weight, generator=torch.Generator().manual_seed(0))  # A new head is zero.
         save(teacher, Path(folder) / "teacher.pt")
+        save(
+            build(configure("ViT-Ti/8", 16, NUM_CLASSES, depth=2, width=160, num_heads=2)), Path(folder) / "weights.pt"
+        )
         for case in product(objectives.split(","), map(int, stages.split(",")), precisions.split(",")):
             if case[1:] == (0, "bf16"):  # The settings refuse it.
                 continue
             different += measure(
                 forge,
-                data[OBJECTIVES[case[0]].labels != "unread"],
+                data[OBJECTIVES[case[0].partition("-")[0]].labels != "unread"],
                 Path(folder),
                 *case,
                 int(kills),
@@ -105,7 +120,7 @@ def measure(
     """Print a line about one objective at one stage in one precision; returns the number of differences."""
     given = (
         *_OF_ALL,
-        f"train.loss={objective}",
+        f"train.loss={objective.partition('-')[0]}",
         f"engine.zero_stage={stage}",
         *(text.format(out=out) for text in _OBJECTIVES[objective]),
         f"engine.precision={precision}",
