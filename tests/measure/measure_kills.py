@@ -44,6 +44,7 @@ _OBJECTIVES = {
     ),
     "dino": ("model.width=160", *SETTINGS),
     "lejepa": ("objective.local_views=2", "objective.local_size=8", "objective.hidden=32", "objective.width=16"),
+    "simclr": ("objective.hidden=32", "objective.width=16"),
     "distill": ("model.name=ViT-Ti/4", "objective.teacher={out}/teacher.pt"),
     "distill_classes": ("augment.mixup=0.5", "objective.teacher={out}/teacher.pt"),
     "pseudo_labels": (
