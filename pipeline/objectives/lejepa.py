@@ -83,11 +83,6 @@ class Lejepa(ComparesViews):
         return (Views(given.global_views, config.model.image_size, config.augment), *given.small_views(config.augment))
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> Metrics:
-        """None: the loss is a property of a batch. Probes measure the features."""
-        return {}
-
-    @classmethod
     def values(cls, config: RunConfig) -> Metrics:
         return {
             "prediction": Metric("loss", "lower"),

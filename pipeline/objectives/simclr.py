@@ -45,11 +45,6 @@ class Simclr(ComparesCrops):
         return (Views(2, config.model.image_size, config.augment),)
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> Metrics:
-        """None: the loss is a property of a batch. Probes measure the features."""
-        return {}
-
-    @classmethod
     def values(cls, config: RunConfig) -> Metrics:
         return {"pair_accuracy": Metric("share", "higher"), "embedding_std": Metric("ratio", "higher")}
 
