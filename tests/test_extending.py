@@ -15,7 +15,7 @@ from pipeline import model as models
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = dict(
     zip(
-        ("invert", "json_lines", "simclr", "final_norm"),
+        ("invert", "json_lines", "final_norm"),
         re.findall(r"```diff\n(.*?)```\n\n```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL),
         strict=True,
     )
@@ -119,9 +119,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def failures_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The same of the examples' checks with the code as it is: in another process, as other tests register an objective
-    simclr in theirs.
-    """
+    """The same of the examples' checks with the code as it is."""
     work = tmp_path_factory.mktemp("without")
     for name in EXAMPLES:
         (work / name).mkdir()

@@ -24,6 +24,7 @@ OBJECTIVES = {
     "sigmoid": ObjectiveFacts("classification:Classification", "learned"),
     "dino": ObjectiveFacts("dino:Dino"),
     "lejepa": ObjectiveFacts("lejepa:Lejepa", of_whole_batch=True),
+    "simclr": ObjectiveFacts("simclr:Simclr", of_whole_batch=True),
     "mae": ObjectiveFacts("mae:Mae"),
     "masked_mean_color": ObjectiveFacts("masked_patches:MaskedPatches"),
     "masked_small_patch": ObjectiveFacts("masked_patches:MaskedPatches"),

@@ -3,17 +3,20 @@ distributed.
 
 Large and small views of each image go through the backbone and a projector. The prediction loss draws the projections
 of all views of an image to the mean of those of its large views. SIGReg alone prevents collapse, without a teacher:
-along random directions, projections must have a standard normal distribution, as the Epps-Pulley test measures it.
+along random directions, the projections of each view must have a standard normal distribution, as the Epps-Pulley test
+measures it.
 
-The statistics, those of BatchNorm included, are of all views of all readable images on all ranks, so the loss does not
+The statistics are of all readable images on all ranks, those of BatchNorm of all their views, so the loss does not
 depend on how a batch is divided over ranks.
 
 Shapes: B batch, V views, W width of the backbone, R rows, D width of the projections, M directions, K knots.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
@@ -21,10 +24,10 @@ from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
-from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, every_row, mean_of_valid, read_backbone
+from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, mean_of_valid, read_backbone
 from pipeline.objectives.parts.across_ranks import summed, total
 from pipeline.objectives.parts.gram import GramAnchored, GramSettings
-from pipeline.objectives.parts.step_norm import StepNorm
+from pipeline.objectives.parts.step_norm import Projector
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -42,10 +45,16 @@ class LejepaSettings(GramSettings):
     directions: int = setting(
         1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16
     )
+    sigreg: Literal["views", "pooled"] = setting(
+        "views",
+        "SIGReg as the mean over views of the statistic of each view (views; the authors' default), or as one statistic"
+        " of all views (pooled).",
+    )
     weight: float = setting(
         0.87,
         "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean"
-        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128.",
+        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128. With"
+        " sigreg=pooled, w is like w x V / (1 - w + w x V) of V single views.",
         above=0,
         below=1,
     )
@@ -75,11 +84,6 @@ class Lejepa(GramAnchored):
         return large, *given.small_views(config.augment), *cls.anchored_views(config, given.global_views)
 
     @classmethod
-    def metrics(cls, config: RunConfig) -> Metrics:
-        """None: the loss is a property of a batch. Probes measure the features."""
-        return {}
-
-    @classmethod
     def values(cls, config: RunConfig) -> Metrics:
         return super().values(config) | {
             "prediction": Metric("loss", "lower"),
@@ -104,9 +108,13 @@ class Lejepa(GramAnchored):
         features = torch.cat([of_large, *(self.backbone(images, any_size=True) for images in small)])
         counted = valid.repeat(V)
         projections = self.projector(features, counted).float()  # (V * B, D)
-        errors = prediction_losses(projections.view(V, len(valid), -1), self.given.global_views)
+        of_views = projections.view(V, len(valid), -1)
+        errors = prediction_losses(of_views, self.given.global_views)
         prediction = mean_of_valid(errors, valid)
-        normality = sigreg(projections, self.directions, counted=counted)
+        if self.given.sigreg == "pooled":
+            normality = sigreg(projections, self.directions, counted=counted)
+        else:
+            normality = sigreg(of_views, self.directions, counted=valid)
         values = {
             "prediction": prediction.detach(),
             "sigreg": normality.detach(),
@@ -121,22 +129,6 @@ class Lejepa(GramAnchored):
         self.directions.copy_(to_device(drawn, self.directions.device), non_blocking=True)
 
 
-class Projector(nn.Module):
-    """Dense, BatchNorm, ReLU, dense, BatchNorm, ReLU, dense: (R, W) -> (R, D)."""
-
-    def __init__(self, inputs: int, hidden: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(inputs, hidden), nn.Linear(hidden, hidden)])
-        self.norms = nn.ModuleList([StepNorm(hidden), StepNorm(hidden)])
-        self.last = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
-        """counted: bool (R,), the rows that statistics are of."""
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x), counted))
-        return self.last(x)
-
-
 # ---------------------------------------------------------------------- the formulae, as functions of tensors (public:
 # names and arguments stay)
 def sigreg(
@@ -148,16 +140,17 @@ def sigreg(
     For each direction, N times the integral over t of |phi(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2), where phi(t) = mean
     exp(i t x) of the projections x on it; by the trapezoidal rule with `knots` points of [0, t_max], doubled because it
     is symmetric.
-    projections: (N, D) of this rank; N and the means are over all ranks. directions: (D, M), unit columns, the same on
-    all ranks.
+    projections: (N, D) of this rank, or (..., N, D) for the mean of several statistics; N and the means are over all
+    ranks. directions: (D, M), unit columns, the same on all ranks.
     counted: bool (N,), which rows take part. Returns a scalar, float32.
     """
-    kept = (every_row(projections) if counted is None else counted).float()
+    kept = (projections.new_ones(projections.shape[-2]) if counted is None else counted).float()
     number = summed(kept.sum())
-    along = projections.float() @ directions.float()  # (N, M)
+    along = projections.float() @ directions.float()  # (..., N, M)
     t = torch.linspace(0, t_max, knots, device=along.device)
-    # A knot at a time, so that no tensor is (N, M, K).
+    # A knot at a time, so that no tensor is (..., N, M, K).
     sums = torch.stack([torch.stack([kept @ (knot * along).cos(), kept @ (knot * along).sin()]) for knot in t])
+    sums = sums.flatten(2)  # (K, 2, M of all statistics)
     real, imaginary = (total(sums) / number.clamp(min=1)).unbind(1)  # (K, M) each
     normal = (-t.square() / 2).exp()
     spacing = torch.full_like(t, 2 * t_max / (knots - 1))

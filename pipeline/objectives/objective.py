@@ -191,10 +191,10 @@ class Objective(nn.Module):
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
-        """What is measured on held-out images, the most telling first; {} for nothing. checkpoint.best may be any that
-        is better higher or lower.
+        """What is measured on held-out images, the most telling first; {} for nothing, as where the loss is a property
+        of a batch. checkpoint.best may be any that is better higher or lower.
         """
-        return {"loss": Metric("loss", "lower")}
+        return {} if OBJECTIVES[config.train.loss].of_whole_batch else {"loss": Metric("loss", "lower")}
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:

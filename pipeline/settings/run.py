@@ -101,7 +101,8 @@ class ModelConfig(Settings):
     is token (axial models: gap).
     """
     representation: bool = True
-    """Add a dense + tanh layer before the head (pre-training only); mae, dino and lejepa train none, whatever is set.
+    """Add a dense + tanh layer before the head (pre-training only); most objectives without labels train none,
+    whatever is set.
     """
     gelu: Gelu = "tanh"
     """GELU: tanh approximation (official code), exact (erf), or x sigmoid(1.702 x) (quick, CLIP)."""
@@ -388,10 +389,11 @@ class TrainConfig(Settings):
     """Samples per forward pass of one rank; determines accumulation."""
     loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
     """Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino),
-    prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features
-    (distill) or the classes (distill_classes) of published weights, or masked patch prediction of the mean colour of
-    half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average
-    of the weights is sure of in images without one (pseudo_labels).
+    prediction between views with normal projections (lejepa), two views of an image among those of others (simclr), a
+    masked autoencoder (mae), prediction of the features (distill) or the classes (distill_classes) of published
+    weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours,
+    or of the pixels; or of few labels and of what an average of the weights is sure of in images without one
+    (pseudo_labels).
     """
     freeze: str = setting("none", pattern=r"^(none|backbone|encoder|(all but )?[1-9]\d{0,3} blocks?)$", on_change="run")
     """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the

@@ -4,7 +4,6 @@ parameter.
 `plant` makes an objective that the library does not have a value of train.loss in this process.
 """
 
-import importlib.util
 import os
 import signal
 import sys
@@ -132,22 +131,6 @@ def train_losing(argument: dict[str, Any]) -> None:
         return (found * float("nan") if self.step == argument["skipped"] else found), values
 
     Classification.before_step, Classification.loss = before_step, loss
-    train(argument["runs"])
-
-
-def train_worked(argument: dict[str, Any]) -> None:
-    """In a rank: trains the objective in a file. argument: name, file, runs, and kill_at: the step at which the rank is
-    killed.
-    """
-    from forked import train
-
-    spec = importlib.util.spec_from_file_location(argument["name"], argument["file"])
-    module = sys.modules[argument["name"]] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cls = getattr(module, argument["name"].capitalize())
-    plant(argument["name"], cls)
-    if argument["kill_at"] is not None:
-        cls.before_step = lambda self, step: step == argument["kill_at"] and os.kill(os.getpid(), signal.SIGKILL)
     train(argument["runs"])
 
 

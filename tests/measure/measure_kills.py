@@ -53,6 +53,7 @@ _OBJECTIVES = {
     ),
     "dino": ("model.width=160", *SETTINGS),
     "lejepa": _LEJEPA,
+    "simclr": ("objective.hidden=32", "objective.width=16"),
     "dino-lora": (*SETTINGS, *_LORA, "objective.gram_weight=1"),
     "dino-blocks": (*SETTINGS, *_CONTINUED, "train.freeze=all but 1 block"),
     "lejepa-lora": (*_LEJEPA, *_LORA),

@@ -26,6 +26,7 @@ LOSSES = {
     "masked_pixels": ["model.representation=false", "model.pool=gap"],
     "dino": ["prototypes=8", "hidden=16", "bottleneck=8", "local_views=1", "local_size=8"],
     "lejepa": ["local_views=1", "local_size=8", "hidden=16", "width=6", "directions=12"],
+    "simclr": ["hidden=16", "width=6"],
 }
 VALUES: dict[str, list[Any]] = {
     "model.pool": ["token", "gap", "map", "mean", "both"],

@@ -33,12 +33,15 @@ def epps_pulley(projections: np.ndarray, directions: np.ndarray, knots: int, t_m
     return float(np.mean(found))
 
 
+@pytest.mark.parametrize("shape", [(20, 6), (3, 20, 6)])
 @pytest.mark.parametrize(("knots", "t_max"), [(17, 3.0), (5, 2.0)])
-def test_sigreg_is_the_statistic_of_epps_and_pulley(knots: int, t_max: float) -> None:
-    projections, directions = torch.randn(20, 6) * 1.5 + 0.2, random_directions(6, 9, seed=1)
+def test_sigreg_is_the_statistic_of_epps_and_pulley(shape: tuple[int, ...], knots: int, t_max: float) -> None:
+    """Of several samples it is the mean of the statistic of each."""
+    projections, directions = torch.randn(shape) * 1.5 + 0.2, random_directions(6, 9, seed=1)
     found = sigreg(projections, directions, knots, t_max)
     assert found.shape == ()
-    expected = epps_pulley(projections.double().numpy(), directions.double().numpy(), knots, t_max)
+    samples = projections.view(-1, 20, 6).double().numpy()
+    expected = np.mean([epps_pulley(sample, directions.double().numpy(), knots, t_max) for sample in samples])
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
@@ -68,12 +71,15 @@ def reference(objective: Lejepa, views: tuple[Tensor, ...], valid: Tensor) -> tu
     per_view = x.reshape(V, int(valid.sum()), -1)
     centre = per_view[: GIVEN.global_views].mean(0)
     errors = ((per_view - centre) ** 2).sum(2).mean(0)
-    return errors.sum() / len(valid), epps_pulley(x, objective.directions.double().numpy(), 17, 3.0)
+    samples = per_view if objective.given.sigreg == "views" else [x]
+    statistics = [epps_pulley(sample, objective.directions.double().numpy(), 17, 3.0) for sample in samples]
+    return errors.sum() / len(valid), float(np.mean(statistics))
 
 
+@pytest.mark.parametrize("kind", ["views", "pooled"])
 @pytest.mark.parametrize("unreadable", [(), (2,), (0, 5)])
-def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...]) -> None:
-    found = step_of_tiny_lejepa(0, 1, unreadable)
+def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...], kind: str) -> None:
+    found = step_of_tiny_lejepa(0, 1, unreadable, sigreg=kind)
     objective, views, facts = found["objective"], found["views"], found["facts"]
     prediction, normality = reference(objective, views, facts["valid"])
     assert float(found["values"]["prediction"]) == pytest.approx(prediction, rel=1e-4)

@@ -66,6 +66,7 @@ CASES = {
         "objective.width=16",
         "train.micro_batch=4",
     ],
+    "3-bf16-simclr": ["train.loss=simclr", "objective.hidden=32", "objective.width=16", "train.micro_batch=4"],
 }
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
@@ -97,6 +98,7 @@ WAITS = {
     "3-fp32-dino": {**STAGE_3, "copy to cuda, zero/stage3.py:get_grad_norm_direct": 3},
     "1-bf16-mae": STAGE_1_BF16,
     "2-bf16-lejepa": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
+    "3-bf16-simclr": STAGE_3,
 }
 
 
@@ -136,8 +138,8 @@ def test_the_host_waits_only_where_it_is_documented(name: str, found: dict[str, 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) -> None:
     """Dense layers and convolutions compute in the precision of training; loss and optimizer are fp32 on the GPU."""
-    # DINO's KoLeo and sums of outputs, LeJEPA's statistics.
-    of_loss = ["torch.float32"] if name.endswith(("dino", "dinov2", "lejepa")) else []
+    # DINO's KoLeo and sums of outputs, the statistics of LeJEPA and SimCLR.
+    of_loss = ["torch.float32"] if name.endswith(("dino", "dinov2", "lejepa", "simclr")) else []
     assert found[name]["products"] == sorted({DTYPES[name.split("-")[1]], *of_loss})
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]

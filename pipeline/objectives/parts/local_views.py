@@ -1,4 +1,4 @@
-"""Small views of an image beside the large ones, as DINO and LeJEPA compare them."""
+"""Random crops of an image, which SimCLR, DINO and LeJEPA compare; the last two small ones as well."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,10 +41,8 @@ class LocalViewSettings(Settings):
         return (Views(self.local_views, self.local_size, local),) if self.local_views else ()
 
 
-class ComparesViews(Objective):
-    """An objective that compares random crops of an image, large and small ones. Its settings are
-    `LocalViewSettings`, and it logs `embedding_std`.
-    """
+class ComparesCrops(Objective):
+    """An objective that compares random crops of an image. It logs `embedding_std`."""
 
     # What prevents that all features become the same: the end of a sentence.
     remedy = ""
@@ -57,6 +55,15 @@ class ComparesViews(Objective):
                 f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be"
                 " random_resized or inception."
             )
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        std = values["embedding_std"]
+        same = f"the features of all images are nearly the same (embedding_std {std:.3f}); {self.remedy}"
+        return same if std < _SAME else ""
+
+
+class ComparesViews(ComparesCrops):
+    """Of large and small crops. Its settings are `LocalViewSettings`."""
 
     @classmethod
     def check_backbone(cls, config: RunConfig, model: Config) -> None:
@@ -72,8 +79,3 @@ class ComparesViews(Objective):
             )
         if model.grid_at(size, size) != model.grid:
             model.check_any_grid()
-
-    def collapse(self, values: Mapping[str, float]) -> str:
-        std = values["embedding_std"]
-        same = f"the features of all images are nearly the same (embedding_std {std:.3f}); {self.remedy}"
-        return same if std < _SAME else ""
