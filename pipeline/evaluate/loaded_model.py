@@ -109,8 +109,8 @@ class LoadedModel:
 
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K)."""
-        head = self.model.head
-        return head(self.features(pixels).to(head.weight.dtype)).float()
+        features = self.features(pixels)
+        return self.model.head(features.float() if self.loss_kind == "regression" else features).float()
 
 
 def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: models.Weights | None = None) -> LoadedModel:

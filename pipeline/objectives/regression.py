@@ -66,11 +66,11 @@ class Regression(Objective):
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
         line = self.scale.learn_from(data, self.names)
         if head_is_trained:  # It predicts the values themselves.
-            head = self.backbone.head
-            mean, deviation = (of.to(head.weight.device) for of in (self.scale.mean, self.scale.deviation))
+            weight, bias = (self.backbone.get_parameter(f"head.{name}") for name in ("weight", "bias"))
+            mean, deviation = (of.to(weight.device) for of in (self.scale.mean, self.scale.deviation))
             with torch.no_grad():
-                head.weight.div_(deviation[:, None])
-                head.bias.sub_(mean).div_(deviation)
+                weight.div_(deviation[:, None])
+                bias.sub_(mean).div_(deviation)
         return line
 
     def extra(self) -> dict[str, Any]:
