@@ -38,7 +38,7 @@ from pipeline.settings.quantities import (
     Threads,
     one_of,
 )
-from pipeline.settings.schema import Settings, refuse_without_effect, setting
+from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, setting
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
@@ -239,6 +239,10 @@ class DataConfig(Settings):
     """Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an
     epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
     """
+    targets: Distinct[str] = setting(list, on_change="run")
+    """Which numbers of the data set to learn (target_columns of launch/shard.py). train.loss=regression: empty is all.
+    softmax, sigmoid: those that a second head learns beside the classes; empty is none.
+    """
     threads: Threads = setting(2, on_change="nothing")
     """Decoding threads of each rank."""
     processes: NonNegativeInt = setting(0, on_change="nothing")
@@ -269,6 +273,11 @@ class DataConfig(Settings):
     def also_evaluated(self) -> list[str]:
         """Splits of data.eval_also."""
         return _named(self.eval_also)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of data.targets; 1 if it is not known yet which there are."""
+        return len(self.targets) or 1
 
 
 class AugmentConfig(Settings):
@@ -388,12 +397,12 @@ class TrainConfig(Settings):
     micro_batch: Batch = setting(64, on_change="comparison")
     """Samples per forward pass of one rank; determines accumulation."""
     loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
-    """Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino),
-    prediction between views with normal projections (lejepa), two views of an image among those of others (simclr), a
-    masked autoencoder (mae), prediction of the features (distill) or the classes (distill_classes) of published
-    weights, or masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours,
-    or of the pixels; or of few labels and of what an average of the weights is sure of in images without one
-    (pseudo_labels).
+    """Cross-entropy of class labels, over softmax or summed over sigmoids; numbers, such as an age (regression); or
+    without labels: self-distillation (dino), prediction between views with normal projections (lejepa), two views of an
+    image among those of others (simclr), a masked autoencoder (mae), prediction of the features (distill) or the
+    classes (distill_classes) of published weights, or masked patch prediction of the mean colour of half of the patches
+    (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average of the weights is
+    sure of in images without one (pseudo_labels).
     """
     freeze: str = setting("none", pattern=r"^(none|backbone|encoder|(all but )?[1-9]\d{0,3} blocks?)$", on_change="run")
     """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the
@@ -416,6 +425,8 @@ class TrainConfig(Settings):
     """LoRA: the changes are multiplied by lora_alpha / lora_rank."""
     lora_layers: list[str] = setting(["qkv", "out"], min_items=1, needs="lora_rank", on_change="run")
     """LoRA: dense layers of each block: qkv, out, up, down."""
+    targets_weight: PositiveFloat = setting(1.0, needs="loss=softmax,sigmoid", on_change="run")
+    """Softmax, sigmoid: weight of the Huber loss of data.targets, in addition to that of the classes."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
     log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
@@ -679,8 +690,8 @@ class InitConfig(Settings):
     """
     fit_head: bool = setting(False, needs="weights")
     """With a new head: before the first step it is fitted to the features of all training images (logistic regression,
-    its weight decay chosen on held-out fifths), and saved and scored as step 0. With train.length='0 steps', that is
-    the whole run.
+    or ridge regression of numbers, its weight decay chosen on held-out fifths), and saved and scored as step 0. With
+    train.length='0 steps', that is the whole run.
     """
     fit_views: PositiveInt = setting(1, needs="fit_head")
     """1: each image as it is evaluated. More: so many views of it as in training (augment), which help a few hundred
@@ -781,15 +792,15 @@ class RunConfig(Settings):
 
     @property
     def labels(self) -> Labels:
-        """What the run does with labels: learn them, learn those that there are, only score classes with them, or
-        neither.
+        """What the run does with labels: learn them, learn those that there are, only score classes with them, learn
+        numbers in their place, or nothing.
         """
         return OBJECTIVES[self.train.loss].labels
 
     @property
     def needs_labels(self) -> bool:
         """Whether its data set must have labels."""
-        return self.labels != "unread"
+        return self.labels not in ("targets", "unread")
 
     def share_of_run(self, name: str, length: Length) -> Fraction:
         """A length as a share of the run's, at most 1. name: of its setting. Raises UserError if it depends on the size
@@ -876,6 +887,11 @@ class RunConfig(Settings):
             raise UserError(
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
+            )
+        if self.data.targets and self.labels not in ("targets", "learned"):
+            raise UserError(
+                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression, softmax or sigmoid;"
+                f" {self.train.loss} learns no numbers. Leave it out."
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:

@@ -339,14 +339,14 @@ class TrainingRun(StartingPoint):
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {
-            "classes": dataset.classes,
+            **({} if engine.objective.predicts == "targets" else {"classes": dataset.classes}),
             "preprocessing": preprocessing,
             "loss": engine.objective.loss_kind or config.train.loss,
             TRAINED_ON: trained_on,
             "run": config.name,
             "step": progress.step,
         }
-        if dataset.class_names != dataset.classes:
+        if "classes" in extra and dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         split = self.data.split
         if isinstance(split, MixedSplit) and split.class_maps:
@@ -425,7 +425,9 @@ class TrainingRun(StartingPoint):
         return "\n\n".join(lines)
 
     def caveats(self) -> str:
-        """Warnings about a finished run: most steps were skipped, or its score may be chance; "" without any."""
+        """Warnings about a finished run: most steps were skipped, or its score is no better than guessing; "" without
+        any.
+        """
         skipped, step, num_classes = self.engine.skipped_steps, self.progress.step, self.data.dataset.num_classes
         told = []
         if 2 * skipped > step:
@@ -449,4 +451,7 @@ class TrainingRun(StartingPoint):
                     f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
                     f" {chance:.2%}"
                 )
+        r2 = scores.get("r2")
+        if r2 is not None and scores["step"] == step and r2 <= 0:
+            told.append(f"R2 {r2:.4f} is no better than always predicting the mean of the held-out values")
         return "; ".join(told)

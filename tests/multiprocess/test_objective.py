@@ -15,6 +15,7 @@ import torch
 from distillation import FROZEN_STEPS, MOMENTUM, SETTINGS
 from forked import Forge
 from ranks import STEPS, metrics, settings
+from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.architecture.objectives import OBJECTIVES
@@ -96,9 +97,23 @@ OTHERS = {
         ("loss", "pair_accuracy", "grad_norm", "val_5nn"),
         "projector.last.weight",
     ),
+    # Of a data set with numbers.
+    "regression": (
+        ("model.name=ViT-Ti/4", "engine.zero_stage=2", "augment.mixup=0.2"),
+        ("loss", "grad_norm", "val_r2", "val_rmse_blue", "val_loss"),
+        "scale.mean",
+    ),
 }
 # In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
-RUNS = ("lejepa", *(f"{stage}-{precision}" for stage, precision in STAGES), "mae", "distill", "anchored", "simclr")
+RUNS = (
+    "lejepa",
+    *(f"{stage}-{precision}" for stage, precision in STAGES),
+    "mae",
+    "distill",
+    "anchored",
+    "simclr",
+    "regression",
+)
 # The file of weights that is read at each start.
 TAUGHT = {"distill": ("teacher.pt", "objective.teacher"), "anchored": ("begun.pt", "init.weights")}
 
@@ -107,12 +122,13 @@ TAUGHT = {"distill": ("teacher.pt", "objective.teacher"), "anchored": ("begun.pt
 def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each stage on two ranks; each again from its third step; and two from there with one rank."""
     out = tmp_path_factory.mktemp("objective")
+    numbers = make_dataset(out / "numbers", {"train": 150, "val": 37}, labelled=False, targets=["red", "blue"])
     for file, _ in TAUGHT.values():
         models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48)), out / file)
 
     def given(run: str, name: str = "", *more: str) -> list[str]:
         if run in OTHERS:
-            return of_other(dataset, out, run, name, *more)
+            return of_other(numbers if run == "regression" else dataset, out, run, name, *more)
         stage, precision = run.split("-")
         of_stage = (f"engine.zero_stage={stage}", f"engine.precision={precision}")
         return settings(dataset, out, f"{run}{name}", *OF_RUN, *of_stage, *more)
