@@ -21,6 +21,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.patches import between_centres, between_patches
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, MaskClasses, MaskedPairs, in_order, pair_reader
 from pipeline.model import VisionTransformer, ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
@@ -44,16 +45,8 @@ _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
 @torch.no_grad()
 def patch_tokens(loaded: LoadedModel, images: Tensor) -> Tensor:
-    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the tokens of a ViT's patches after its last block and
-    norm.
-
-    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last block
-    leaves them.
-    """
-    model = loaded.model
-    assert isinstance(model, VisionTransformer)
-    tokens = model.encode(model.embed(loaded.images(images)))[:, -model.config.num_patches :]
-    return tokens.float().transpose(1, 2).unflatten(2, model.config.grid)
+    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the features of their patches."""
+    return loaded.patch_features(images).movedim(3, 1)
 
 
 def linear_head(width: int, num_classes: int, seed: int) -> nn.Module:
@@ -72,33 +65,14 @@ def logits_of(loaded: LoadedModel, head: nn.Module, images: Tensor) -> Tensor:
 
 
 def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
-    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches of an image of config.image_size,
-    constant outside of them.
+    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches, constant outside of them.
 
     Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices
     its gradient is deterministic on a GPU, too, and it knows of patches that leave pixels unseen.
     """
-    step = config.patch_pixels
-    rows, columns = (
-        between_centres(length, (config.patch_pixels - 1) / 2 + step * torch.arange(number)).to(logits)
-        for length, number in zip(config.image_size, config.grid, strict=True)
-    )
+    size = config.image_size
+    rows, columns = (of_side.to(logits) for of_side in between_patches(config.grid, config.patch_pixels, size, size))
     return rows @ logits @ columns.T
-
-
-def between_centres(length: int, centres: Tensor) -> Tensor:
-    """Weights of linear interpolation, float32 (length, n): of each pixel 0, 1, ... between the places `centres`, float
-    (n,), ascending.
-    """
-    if len(centres) == 1:
-        return torch.ones(length, 1)
-    pixels = torch.arange(length, dtype=torch.float64)
-    places = centres.double()
-    right = torch.searchsorted(places, pixels).clamp(1, len(places) - 1)
-    share = ((pixels - places[right - 1]) / (places[right] - places[right - 1])).clamp(0, 1)
-    weights = torch.zeros(length, len(places), dtype=torch.float64)
-    weights.scatter_(1, right[:, None], share[:, None]).scatter_add_(1, right[:, None] - 1, 1 - share[:, None])
-    return weights.float()
 
 
 def train(
