@@ -124,7 +124,7 @@ def batches(
     def crop(position: int) -> tuple[np.ndarray, np.ndarray]:
         number = number_of(position)
         draw = random_numbers.draws(config.seed, _CROP, position // len(pairs), number)
-        return random_crop(*read(number), outside, config.short_side, view, side, draw)
+        return random_crop(*read(number), outside, config, view, side, draw)
 
     batch = config.train_batch
     found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
@@ -140,18 +140,19 @@ def random_crop(
     image: np.ndarray,
     classes: np.ndarray,
     outside: np.ndarray,
-    short_side: int,
+    config: SegmentConfig,
     view: AugmentConfig,
     side: int,
     draw: Callable[[int], float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A square of a randomly scaled image, mirrored by half: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
+    """A square of a randomly scaled image, mirrored by half, and turned as `flip_vertical` and `turns` say,
+    its classes with it: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
 
     The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
     before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
     """
     scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
-    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((short_side or side) * scale)))
+    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((config.short_side or side) * scale)))
     image = resize(image, (width, height), resize_method(image, (height, width), view))
     top, left = (int(draw(1 + axis) * (max(long - side, 0) + 1)) for axis, long in enumerate((height, width)))
     image = image[top : top + side, left : left + side]
@@ -162,8 +163,11 @@ def random_crop(
     out[: len(rows), : len(columns)] = image
     out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
     if draw(3) < 0.5:
-        return out[:, ::-1], out_classes[:, ::-1]
-    return out, out_classes
+        out, out_classes = out[:, ::-1], out_classes[:, ::-1]
+    if config.flip_vertical and draw(4) < 0.5:
+        out, out_classes = out[::-1], out_classes[::-1]
+    turns = int(4 * draw(5)) if config.turns else 0
+    return np.rot90(out, turns), np.rot90(out_classes, turns)
 
 
 def scaled(height: int, width: int, short: int) -> tuple[int, int]:
