@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.base.errors import UserError
@@ -44,7 +45,7 @@ from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images
 from pipeline.evaluate.segmentation.linear import scaled
 from pipeline.evaluate.segmentation.pairs import decode_whole, in_order
-from pipeline.model import ViTConfig, checkpoint_note
+from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import existing_folder, hold, try_output
 from pipeline.process.waits import worked
@@ -62,7 +63,6 @@ TABLE = pa.schema(
 _KEY_AND_LABEL = [*TABLE][:2]
 # (rows, columns, D) of the features of an image's patches.
 Shape = tuple[int, int, int]
-_INDEX, _PICTURES = "index.parquet", "components.png"
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
 # The longest side of a picture of patches.
@@ -107,8 +107,8 @@ def _sheet(config: FeaturesConfig, suffix: str) -> Path:
     return Path(config.out).with_suffix(f"{suffix}.png")
 
 
-def _metadata(config: FeaturesConfig, loaded: LoadedModel) -> dict[str, bytes]:
-    about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
+def _metadata(config: FeaturesConfig, loaded: LoadedModel, image_size: str, **more: str) -> dict[str, bytes]:
+    about = {"weights": config.weights, "image_size": image_size, "precision": config.precision, **more}
     if note := checkpoint_note(loaded.extra):
         about["checkpoint"] = note
     return {name: as_bytes(text) for name, text in about.items()}
@@ -149,7 +149,7 @@ def _write_table(
     similarities, problems = np.full(len(split), -np.inf), dict[int, str]()
     # Whole batches, so that the parts do not change the values.
     step = max(1, _PART // config.batch) * config.batch
-    schema = TABLE.with_metadata(_metadata(config, loaded))
+    schema = TABLE.with_metadata(_metadata(config, loaded, str(loaded.image_size)))
     items = _features(config, loaded, split, lambda pixels: loaded.features(pixels).float())
     with (
         closing(items),
@@ -183,8 +183,9 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
     Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
     """
     split, out, is_folder = images.split, Path(config.out), not config.out.endswith(".parquet")
-    vit, own_aspect = _vit(loaded), config.eval_crop == "aspect"
+    vit, own_aspect = loaded.vit.config, config.eval_crop == "aspect"
     read_size = ImageSize.parse(min(config.image_size or vit.image_size)) if own_aspect else loaded.image_size
+    crop = config.eval_crop if own_aspect else loaded.view.eval_crop
     shape = (*vit.grid_at(*read_size), vit.width)
     size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
     about = f"{counted(len(split), 'image')} of {'at least ' * own_aspect}{shape[0]} x {shape[1]} patches with"
@@ -200,7 +201,7 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
     else:
         items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
     chosen = np.linspace(0, len(split) - 1, min(config.pictures, len(split))).round().astype(int).tolist()
-    problems, drawn, picture = dict[int, str](), dict[int, np.ndarray](), b""
+    problems, drawn = dict[int, str](), dict[int, np.ndarray]()
 
     def readable() -> Iterator[tuple[int, np.ndarray]]:
         for row, value in items:
@@ -211,36 +212,20 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
                 drawn[row] = value
             yield row, value
 
-    facts = _metadata(config, loaded) | {
-        "image_size": str(read_size).encode(),
-        "eval_crop": _crop(config, loaded).encode(),
-    }
-    sheet_path = out / _PICTURES if is_folder else _sheet(config, ".components")
+    facts = _metadata(config, loaded, image_size=str(read_size), eval_crop=crop)
+    picture = out / "components.png" if is_folder else _sheet(config, ".components")
     with closing(items), new_output(out, is_folder) as path:
         (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
-        if drawn:
-            picture = _draw_patches(config, loaded, images, drawn, read_size.height)
-        if not is_folder:
-            sheet_path.unlink(missing_ok=True)
-        elif picture:
-            (path / _PICTURES).write_bytes(picture)
-    if picture and not is_folder:
-        with replacing(sheet_path) as file:
-            file.write(picture)
+        picture.unlink(missing_ok=True)  # As of a sheet of similar images.
     print_unreadable(problems, split.keys, "left out")
-    crop = " of the central crop (eval_crop=resize: of all)" * (_crop(config, loaded) not in ("aspect", "resize"))
-    print(f"{_counted(split, problems)}, the patches{crop}: {out}{f'; look at {sheet_path}' * bool(picture)}")
-
-
-def _vit(loaded: LoadedModel) -> ViTConfig:
-    config = loaded.model.config
-    assert isinstance(config, ViTConfig)
-    return config
-
-
-def _crop(config: FeaturesConfig, loaded: LoadedModel) -> str:
-    return config.eval_crop if config.eval_crop == "aspect" else loaded.view.eval_crop
+    of_crop = " of the central crop (eval_crop=resize: of all)" * (crop not in ("aspect", "resize"))
+    print(f"{_counted(split, problems)}, the patches{of_crop}: {out}")
+    if drawn:
+        figure = _draw_patches(config, loaded, images, drawn, read_size.height)
+        with replacing(picture) as file:
+            file.write(png(figure, DPI, loaded.pixels.describe_shown()))
+        print(f"sheet: {picture}")
 
 
 def _fill_table(
@@ -263,14 +248,19 @@ def _fill_folder(
     path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, _: Shape, facts: dict[str, bytes]
 ) -> None:
     path.mkdir()
-    files: dict[int, tuple[str, int, int]] = {}
+    grids: dict[int, tuple[int, ...]] = {}
     for row, values in items:
-        files[row] = f"{row:08}.npy", *values.shape[:2]
         np.save(content := io.BytesIO(), values)
-        (path / files[row][0]).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
-    columns = zip(*files.values(), strict=True) if files else ([], [], [])
+        (path / _file(row)).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
+        grids[row] = values.shape
     schema = pa.schema([*_KEY_AND_LABEL, ("file", pa.string()), ("rows", pa.int32()), ("columns", pa.int32())], facts)
-    pq.write_table(pa.table([images.split.keys([*files]), images.labels(files), *columns], schema), path / _INDEX)
+    names, files = [images.split.keys([*grids]), images.labels(grids)], list(map(_file, grids))
+    sides = [[grid[axis] for grid in grids.values()] for axis in (0, 1)]
+    pq.write_table(pa.table([*names, files, *sides], schema), path / "index.parquet")
+
+
+def _file(row: int) -> str:
+    return f"{row:08}.npy"
 
 
 def _own_aspect_reader(
@@ -281,7 +271,7 @@ def _own_aspect_reader(
 
     left_out_of: filled as `SplitReader.left_out`. The function raises as `decode_whole` and `ShardReader.read`.
     """
-    reader, patch = ShardReader(split), _vit(loaded).patch_pixels
+    reader, patch = ShardReader(split), loaded.vit.config.patch_pixels
     pixels = loaded.pixels.reading(split.pixels, config.weights, ", ".join(config.images))
 
     def read(row: int) -> np.ndarray:
@@ -316,21 +306,19 @@ def _one_by_one(config: FeaturesConfig, loaded: LoadedModel, split: Split, short
 
 def _draw_patches(
     config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray], short: int
-) -> bytes:
-    """A sheet of images and the components of their patches, as PNG. features: of rows. short: as of `_one_by_one`."""
-    rows, vit = np.array([*features]), _vit(loaded)
+) -> Figure:
+    """Images and the components of their patches. features: of rows. short: as of `_one_by_one`."""
+    rows, vit = [*features], loaded.vit.config
     if config.eval_crop == "aspect":
-        whole = list(map(_own_aspect_reader(config, loaded, images.split, short, {}), rows.tolist()))
+        whole = list(map(_own_aspect_reader(config, loaded, images.split, short, {}), rows))
         sizes = [(image.shape[0], image.shape[1]) for image in whole]
         steps = [-(-max(size) // _SIDE) for size in sizes]
         shown = [to_rgb(image[::step, ::step].copy(), loaded.pixels) for image, step in zip(whole, steps, strict=True)]
     else:
-        shown, sizes = [*loaded.shown(config, images.split, rows)[1]], [vit.image_size] * len(rows)
-    names = [PurePosixPath(key).stem for key in images.split.keys(rows)]
-    captions = [[label or name] for label, name in zip(images.labels(rows), names, strict=True)]
+        shown, sizes = [*loaded.shown(config, images.split, np.array(rows))[1]], [vit.image_size] * len(rows)
+    tiles = [Tile(image, [caption]) for image, caption in zip(shown, images.captions(rows), strict=True)]
     found = patch_components([torch.from_numpy(of_image) for of_image in features.values()])
-    figure = draw_components(found, vit.patch_pixels, sizes, list(map(Tile, shown, captions)))
-    return png(figure, DPI, loaded.pixels.describe_shown())
+    return draw_components(found, vit.patch_pixels, sizes, tiles)
 
 
 def _draw_neighbours(

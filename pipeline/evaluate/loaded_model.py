@@ -78,6 +78,12 @@ class LoadedModel:
         """What the values of its images mean."""
         return self.model.config.pixels
 
+    @property
+    def vit(self) -> VisionTransformer:
+        """The model, after `refuse_without_patches`."""
+        assert isinstance(self.model, VisionTransformer)
+        return self.model
+
     def images(self, pixels: Tensor) -> Tensor:
         """Images (B, H, W, C) of a batch -> (B, C, H, W), the model's input."""
         return normalise(pixels, self.device, self.dtype, self.pixels)
@@ -88,8 +94,7 @@ class LoadedModel:
 
     def patch_features(self, pixels: Tensor, any_size: bool = False) -> Tensor:
         """images (B, H, W, C) -> float32 (B, rows, columns, D), as of `VisionTransformer.patch_features`."""
-        assert isinstance(self.model, VisionTransformer)
-        return self.model.patch_features(self.images(pixels), any_size=any_size).float()
+        return self.vit.patch_features(self.images(pixels), any_size=any_size).float()
 
     def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
         """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""

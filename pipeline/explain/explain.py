@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -169,9 +169,8 @@ def _draw_images(
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
     _, shown = loaded.shown(config, split, rows)
-    numbers["images"] = keys = split.keys(rows)
-    labels = pictures.labels(rows)
-    captions = [[label or PurePosixPath(key).stem] for label, key in zip(labels, keys, strict=True)]
+    numbers["images"] = split.keys(rows)
+    captions = [[caption] for caption in pictures.captions(rows.tolist())]
     inputs = list(map(Tile, shown, captions))
 
     drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.

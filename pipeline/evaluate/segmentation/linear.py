@@ -23,7 +23,7 @@ from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.patches import between_centres, between_patches
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, MaskClasses, MaskedPairs, in_order, pair_reader
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model import ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run import AugmentConfig, ScheduleConfig
@@ -60,8 +60,7 @@ def linear_head(width: int, num_classes: int, seed: int) -> nn.Module:
 
 def logits_of(loaded: LoadedModel, head: nn.Module, images: Tensor) -> Tensor:
     """Images (B, S, S, C) of a batch -> (B, K, S, S)."""
-    assert isinstance(loaded.model, VisionTransformer)
-    return enlarged(head(patch_tokens(loaded, images)), loaded.model.config)
+    return enlarged(head(patch_tokens(loaded, images)), loaded.vit.config)
 
 
 def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
