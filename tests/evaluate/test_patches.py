@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from pipeline import model as models
-from pipeline.evaluate.patches import enlarge, patch_components
+from pipeline.base.gallery import Tile
+from pipeline.evaluate.patches import draw_components, enlarge, patch_components
 from pipeline.model import VisionTransformer
 
 
@@ -40,6 +41,23 @@ def test_colours_are_the_components_of_all_images_together(model: VisionTransfor
 def test_patches_that_do_not_differ_are_grey() -> None:
     found = patch_components([torch.zeros(4, 4, 32)] * 2)
     assert torch.equal(torch.stack(found.colours), torch.full((2, 4, 4, 3), 0.5))
+
+
+def test_colours_lie_where_their_patches_are() -> None:
+    """Of wide images, whose picture is lower than one of squares."""
+    features = torch.zeros(4, 8, 32)
+    features[:, 4:] = torch.arange(32.0)  # The right half differs.
+    heights = []
+    for size in ((16, 32), (32, 32)):
+        tiles = [Tile(np.zeros((*size, 3), np.uint8), ["image"])] * 2
+        figure = draw_components(patch_components([features] * 2), 4, [(16, 32)] * 2, tiles)
+        drawn = [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+        assert [image.shape[:2] for image in drawn] == [size] * 4
+        left, right = drawn[2][:, :14], drawn[2][:, -14:]
+        assert np.ptp(left.reshape(-1, 3), axis=0).max() < 1e-6
+        assert abs(left.mean(axis=(0, 1)) - right.mean(axis=(0, 1))).max() > 0.9
+        heights.append(figure.get_figheight())
+    assert heights[0] < heights[1]
 
 
 def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
