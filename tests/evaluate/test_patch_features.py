@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from given_images import images as images_given
 from PIL import Image
 
 from pipeline import model as models
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.evaluate import features
 from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.process.outputs import try_outputs
@@ -43,7 +45,7 @@ def save(path: Path, name: str = "ViT-mu/4", side: int = SIDE, **changes: Any) -
 
 
 def load(weights: Path, source: Path, out: Path, *more: str) -> FeaturesConfig:
-    asked = [f"weights={weights}", f"source={source}", f"out={out}", "device=cpu", "batch=2", "tokens=patches", *more]
+    asked = [f"weights={weights}", images_given(source), f"out={out}", "device=cpu", "batch=2", "tokens=patches", *more]
     return schema.load(FeaturesConfig, None, asked)
 
 
@@ -123,6 +125,14 @@ def test_a_table_a_folder_and_parts_hold_the_same(photos: Path, tmp_path: Path, 
     assert [(Path(row["key"]).stem, row["rows"], row["columns"]) for row in index] == [(name, 4, 4) for name in found]
     for row, of_table in zip(index, found.values(), strict=True):
         assert np.array_equal(np.load(folder / row["file"]), of_table)
+
+
+@pytest.mark.parametrize("crop", ["auto", "aspect"])
+def test_a_data_set_has_labels(crop: str, dataset: Path, tmp_path: Path) -> None:
+    out = run(save(tmp_path / "w.pt"), dataset, tmp_path / "out", f"eval_crop={crop}", "split=val")
+    labels = pq.read_table(out / "index.parquet")["label"].to_pylist()
+    assert len(labels) > 10
+    assert {*labels} <= {*open_dataset(dataset).classes}
 
 
 def test_images_of_any_aspect_have_their_own_grids(photos: Path, tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ class ExportConfig(Settings):
     """
     out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
-    image_size: Side = 0
-    """Side of the input images in pixels; 0 is the weights' own."""
+    image_size: ImageSize | None = None
+    """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
     """Include the head and the representation layer; false exports only the features."""
     tolerance: ShareBelow1 = 1e-4
