@@ -157,14 +157,13 @@ def _write_table(
         path.open("wb") as file,
         pq.ParquetWriter(file, schema) as writer,
     ):
-        while part := list(islice(items, step)):
-            rows = np.array([row for row, _ in part])
-            vectors, reasons = zip(*((None, of) if isinstance(of, str) else (of, None) for _, of in part), strict=True)
-            problems |= {row: why for row, why in zip(rows.tolist(), reasons, strict=True) if why is not None}
-            if found := [vector for vector in vectors if vector is not None]:
-                readable = rows[[vector is not None for vector in vectors]]
-                similarities[readable] = 0.0 if wanted is None else _unit(np.stack(found)) @ wanted
-            writer.write_table(pa.table([split.keys(rows), images.labels(rows), vectors, reasons], schema))
+        while part := dict(islice(items, step)):
+            problems |= {row: why for row, why in part.items() if isinstance(why, str)}
+            found = {row: vector for row, vector in part.items() if not isinstance(vector, str)}
+            if found:
+                similarities[[*found]] = 0.0 if wanted is None else _unit(np.stack([*found.values()])) @ wanted
+            columns = ([of.get(row) for row in part] for of in (found, problems))
+            writer.write_table(pa.table([split.keys([*part]), images.labels(part), *columns], schema))
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
             _sheet(config, ".similar").unlink(missing_ok=True)
@@ -217,10 +216,11 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
     with closing(items), new_output(out, is_folder) as path:
         (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
-        picture.unlink(missing_ok=True)  # As of a sheet of similar images.
+        picture.unlink(missing_ok=True)  # No older one stays beside a new table.
     print_unreadable(problems, split.keys, "left out")
-    of_crop = " of the central crop (eval_crop=resize: of all)" * (crop not in ("aspect", "resize"))
-    print(f"{_counted(split, problems)}, the patches{of_crop}: {out}")
+    print(f"{_counted(split, problems)}. features of patches: {out}")
+    if crop not in ("aspect", "resize"):
+        print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
     if drawn:
         figure = _draw_patches(config, loaded, images, drawn, read_size.height)
         with replacing(picture) as file:
