@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,12 @@ class AdhocSplit:
     def labels(self, rows: Iterable[int]) -> list[str | None]:
         """The known class names of samples, joined by ";"; None for a sample without."""
         return [";".join(self.label_names[i] for i in self.split.labels_of(row)) or None for row in rows]
+
+    def captions(self, rows: Iterable[int]) -> list[str]:
+        """What names samples in pictures: their known classes, or else the last part of their keys."""
+        rows = list(rows)
+        names = zip(self.labels(rows), self.split.keys(rows), strict=True)
+        return [label or PurePosixPath(key).stem for label, key in names]
 
     def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
         """Returns this split, without labels unless they are labels of the classes `names`."""

@@ -76,7 +76,7 @@ def run(config: ExportConfig) -> LogitDifference:
     else:
         model = models.load(
             path,
-            image_size=config.image_size or None,
+            image_size=config.image_size,
             num_classes=None if config.head else 0,
             representation=None if config.head or not isinstance(trained, ViTConfig) else False,
             content=content,

@@ -1,47 +1,72 @@
-"""Writes the features of images as a table, and draws the images that are most similar to a given one; entry point:
-`run`.
+"""Writes the features of images, or of their patches, and draws the images that are most similar to a given one; entry
+point: `run`.
 
-Shapes: D features, n images.
+Shapes: D features, n images, H, W height and width, C channels.
 """
 
+import io
+import math
+import shutil
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
+from pipeline.base.files import as_bytes, new_output
 from pipeline.base.gallery import DPI, Tile, sheet
 from pipeline.base.page import png
-from pipeline.base.words import counted, printable
-from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.base.words import counted, printable, si
 from pipeline.data.dataset.split import Split
+from pipeline.data.loading.augment import resize, resize_method
+from pipeline.data.loading.decode import inspect, left_out
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
-from pipeline.evaluate.classify import extract
+from pipeline.evaluate.classify import requests
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
-    check_outputs,
     load_model,
     print_unreadable,
     refuse_none_readable,
+    refuse_not_finite,
+    refuse_without_patches,
 )
+from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images
+from pipeline.evaluate.segmentation.linear import scaled
+from pipeline.evaluate.segmentation.pairs import decode_whole, in_order
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.process.outputs import try_output
+from pipeline.process.outputs import existing_folder, hold, try_output
+from pipeline.process.waits import worked
 from pipeline.settings.commands.weights import FeaturesConfig
+from pipeline.settings.quantities import ImageSize
 
-# Images whose features are in memory at a time, about.
-_PART = 8192
+# A row and its features; or why its image cannot be read.
+Item = tuple[int, np.ndarray | str]
+# Images whose features are in memory at a time, about; of patches, their bytes.
+_PART, _PART_BYTES = 8192, 2**25
 # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
 TABLE = pa.schema(
     [("key", pa.string()), ("label", pa.string()), ("vector", pa.list_(pa.float32())), ("problem", pa.string())]
 )
+_KEY_AND_LABEL = [*TABLE][:2]
+# (rows, columns, D) of the features of an image's patches.
+Shape = tuple[int, int, int]
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
+# The longest side of a picture of patches.
+_SIDE = 360
 
 
 def run(config: FeaturesConfig) -> list[tuple[str, float]]:
@@ -51,10 +76,20 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     before anything is written.
     """
     config = with_local_weights(config)
-    if config.like:
-        try_output("sheet", _sheet(config), "file")
-    loaded = load_model(config)
+    if config.out.endswith(".parquet"):
+        hold(Path(config.out), is_file=True)
+        for suffix, of in ((".similar", config.like), (".components", config.pictures)):
+            if of:
+                try_output("sheet", _sheet(config, suffix), "new")
+    # For grids of any size, positions are resampled from the weights' own.
+    own_size = replace(config, eval_crop="resize", image_size=None)
+    loaded = load_model(own_size if config.eval_crop == "aspect" else config)
+    if config.tokens == "patches":
+        refuse_without_patches(config.weights, loaded.model)
     images, _ = open_images(config, loaded)
+    if config.tokens == "patches":
+        _write_patches(config, loaded, images)
+        return []
     if not config.like:
         _write_table(config, loaded, images, None)
         return []
@@ -68,8 +103,38 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
 
 
-def _sheet(config: FeaturesConfig) -> Path:
-    return Path(config.out).with_suffix(".similar.png")
+def _sheet(config: FeaturesConfig, suffix: str) -> Path:
+    return Path(config.out).with_suffix(f"{suffix}.png")
+
+
+def _metadata(config: FeaturesConfig, loaded: LoadedModel, image_size: str, **more: str) -> dict[str, bytes]:
+    about = {"weights": config.weights, "image_size": image_size, "precision": config.precision, **more}
+    if note := checkpoint_note(loaded.extra):
+        about["checkpoint"] = note
+    return {name: as_bytes(text) for name, text in about.items()}
+
+
+def _features(
+    config: FeaturesConfig, loaded: LoadedModel, split: Split, compute: Callable[[Tensor], Tensor]
+) -> Generator[Item, None, None]:
+    """Yield the features of each image in order. compute: images (B, H, W, C) of a batch -> (B, ...).
+
+    Raises UserError for features that are not finite, and for more unreadable images than the budget allows.
+    """
+    numbers = np.arange(len(split))
+    with (
+        loaded.reading(split, config) as reader,
+        reader.open(requests(numbers, config.batch), len(split)) as (batches, problems),
+    ):
+        for batch in batches:
+            with torch.no_grad():
+                values = compute(batch.images).cpu().numpy()
+            rows, readable = batch.rows, batch.valid.numpy()
+            finite = np.isfinite(values).reshape(len(rows), -1).all(1)
+            refuse_not_finite(config.weights, split, rows, rows[readable & ~finite])
+            for row, value, valid in zip(rows.tolist(), values, readable.tolist(), strict=True):
+                yield row, value if valid else problems[row]
+        reader.problems_of_all([problems], len(split))
 
 
 def _write_table(
@@ -80,38 +145,180 @@ def _write_table(
     It is minus infinity for an unreadable image, and 0 for all if nothing is wanted. An unreadable image has no vector
     in the table, and the reason in `problem`.
     """
-    split, out, where = images.split, Path(config.out), ", ".join(config.images)
+    split, out = images.split, Path(config.out)
     similarities, problems = np.full(len(split), -np.inf), dict[int, str]()
     # Whole batches, so that the parts do not change the values.
     step = max(1, _PART // config.batch) * config.batch
-    about = {"weights": config.weights, "image_size": str(loaded.image_size), "precision": config.precision}
-    if note := checkpoint_note(loaded.extra):
-        about["checkpoint"] = note
-    schema = TABLE.with_metadata({name: as_bytes(text) for name, text in about.items()})
+    schema = TABLE.with_metadata(_metadata(config, loaded, str(loaded.image_size)))
+    items = _features(config, loaded, split, lambda pixels: loaded.features(pixels).float())
     with (
-        loaded.reading(split, config) as reader,
-        replacing(out) as file,
+        closing(items),
+        new_output(out, is_folder=False) as path,
+        path.open("wb") as file,
         pq.ParquetWriter(file, schema) as writer,
     ):
-        of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
-        for start in range(0, len(split), step):
-            rows = np.arange(start, min(start + step, len(split)))
-            seen = extract(loaded.features, of_part, rows)
-            problems = reader.problems_of_all([problems, seen.problems], len(split))
-            if seen.readable.any():
-                check_outputs(config.weights, where, seen, split, rows)
-            found = 0.0 if wanted is None else _unit(seen.values) @ wanted
-            similarities[rows] = np.where(seen.readable, found, -np.inf)
-            vectors = [vector if valid else None for vector, valid in zip(seen.values, seen.readable, strict=True)]
-            reasons = [problems.get(row) for row in rows.tolist()]
-            writer.write_table(pa.table([split.keys(rows), images.labels(rows), vectors, reasons], schema))
-        refuse_none_readable(where, problems, split, len(split))
+        while part := dict(islice(items, step)):
+            problems |= {row: why for row, why in part.items() if isinstance(why, str)}
+            found = {row: vector for row, vector in part.items() if not isinstance(vector, str)}
+            if found:
+                similarities[[*found]] = 0.0 if wanted is None else _unit(np.stack([*found.values()])) @ wanted
+            columns = ([of.get(row) for row in part] for of in (found, problems))
+            writer.write_table(pa.table([split.keys([*part]), images.labels(part), *columns], schema))
+        refuse_none_readable(", ".join(config.images), problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
-            _sheet(config).unlink(missing_ok=True)
+            _sheet(config, ".similar").unlink(missing_ok=True)
     print_unreadable(problems, split.keys, "no vector")
-    unread = f", {len(problems):,} of them unreadable" if problems else ""
-    print(f"{counted(len(split), 'image')}{unread}, {seen.values.shape[1]:,} features each. table: {out}")
+    print(f"{_counted(split, problems)}, {loaded.model.config.num_features:,} features each. table: {out}")
     return similarities
+
+
+def _counted(split: Split, problems: dict[int, str]) -> str:
+    return counted(len(split), "image") + (f", {len(problems):,} of them unreadable" if problems else "")
+
+
+def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
+    """Write the features of the patches of each image: float16 (rows, columns, D), into a table or a folder.
+
+    Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
+    """
+    split, out, is_folder = images.split, Path(config.out), not config.out.endswith(".parquet")
+    vit, own_aspect = loaded.vit.config, config.eval_crop == "aspect"
+    read_size = ImageSize.parse(min(config.image_size or vit.image_size)) if own_aspect else loaded.image_size
+    crop = config.eval_crop if own_aspect else loaded.view.eval_crop
+    shape = (*vit.grid_at(*read_size), vit.width)
+    size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
+    about = f"{counted(len(split), 'image')} of {'at least ' * own_aspect}{shape[0]} x {shape[1]} patches with"
+    print(f"{about} {shape[2]:,} features as float16: {si(size, 'B')}", flush=True)
+    if size > free:
+        raise UserError(
+            f"out = {out}: {si(size, 'B')} are needed, and {si(free, 'B')} are free there. Choose another disk, fewer"
+            " images, or a smaller image_size."
+        )
+    if own_aspect:
+        vit.check_any_grid()
+        items: Generator[Item, None, None] = _one_by_one(config, loaded, split, read_size.height)
+    else:
+        items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
+    chosen = np.linspace(0, len(split) - 1, min(config.pictures, len(split))).round().astype(int).tolist()
+    problems, drawn = dict[int, str](), dict[int, np.ndarray]()
+
+    def readable() -> Iterator[tuple[int, np.ndarray]]:
+        for row, value in items:
+            if isinstance(value, str):
+                problems[row] = value
+                continue
+            if row in chosen:
+                drawn[row] = value
+            yield row, value
+
+    facts = _metadata(config, loaded, image_size=str(read_size), eval_crop=crop)
+    picture = out / "components.png" if is_folder else _sheet(config, ".components")
+    with closing(items), new_output(out, is_folder) as path:
+        (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
+        refuse_none_readable(", ".join(config.images), problems, split, len(split))
+        picture.unlink(missing_ok=True)  # No older one stays beside a new table.
+    print_unreadable(problems, split.keys, "left out")
+    print(f"{_counted(split, problems)}. features of patches: {out}")
+    if crop not in ("aspect", "resize"):
+        print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
+    if drawn:
+        figure = _draw_patches(config, loaded, images, drawn, read_size.height)
+        with replacing(picture) as file:
+            file.write(png(figure, DPI, loaded.pixels.describe_shown()))
+        print(f"sheet: {picture}")
+
+
+def _fill_table(
+    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, shape: Shape, facts: dict[str, bytes]
+) -> None:
+    kind = pa.fixed_shape_tensor(pa.float16(), shape, dim_names=["row", "column", "feature"])
+    schema = pa.schema([*_KEY_AND_LABEL, ("features", kind)], facts)
+    step = max(1, _PART_BYTES // (2 * math.prod(shape)))
+    # Floats neither repeat nor shrink.
+    how = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    with path.open("wb") as file, pq.ParquetWriter(file, schema, **how) as writer:
+        while part := list(islice(items, step)):
+            rows, flat = [row for row, _ in part], np.concatenate([values.ravel() for _, values in part])
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(flat), math.prod(shape))
+            features = pa.ExtensionArray.from_storage(kind, lists)
+            writer.write_table(pa.table([images.split.keys(rows), images.labels(rows), features], schema))
+
+
+def _fill_folder(
+    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, _: Shape, facts: dict[str, bytes]
+) -> None:
+    path.mkdir()
+    grids: dict[int, tuple[int, ...]] = {}
+    for row, values in items:
+        np.save(content := io.BytesIO(), values)
+        (path / _file(row)).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
+        grids[row] = values.shape
+    schema = pa.schema([*_KEY_AND_LABEL, ("file", pa.string()), ("rows", pa.int32()), ("columns", pa.int32())], facts)
+    names, files = [images.split.keys([*grids]), images.labels(grids)], list(map(_file, grids))
+    sides = [[grid[axis] for grid in grids.values()] for axis in (0, 1)]
+    pq.write_table(pa.table([*names, files, *sides], schema), path / "index.parquet")
+
+
+def _file(row: int) -> str:
+    return f"{row:08}.npy"
+
+
+def _own_aspect_reader(
+    config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int, left_out_of: dict[int, set[str]]
+) -> Callable[[int], np.ndarray]:
+    """Returns the thread-safe function row -> image (H, W, C) of the type of a batch, of the short side `short`, both
+    sides as near to it and to the image's aspect as multiples of the patch are.
+
+    left_out_of: filled as `SplitReader.left_out`. The function raises as `decode_whole` and `ShardReader.read`.
+    """
+    reader, patch = ShardReader(split), loaded.vit.config.patch_pixels
+    pixels = loaded.pixels.reading(split.pixels, config.weights, ", ".join(config.images))
+
+    def read(row: int) -> np.ndarray:
+        data = reader.read(row)
+        image, _ = decode_whole(data, pixels, loaded.pixels)
+        if split.left_out is None:
+            left_out_of[row] = left_out(inspect(data, decode_all=False), loaded.pixels)
+        height, width = (max(1, round(side / patch)) * patch for side in scaled(image.shape[0], image.shape[1], short))
+        return resize(image, (width, height), resize_method(image, (height, width), loaded.view))
+
+    return read
+
+
+def _one_by_one(config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int) -> Generator[Item, None, None]:
+    """The features of the patches of each image, as `_features`; short: as of `_own_aspect_reader`."""
+    problems = dict[int, str]()
+    with loaded.reading(split, config) as reader:
+        read = _own_aspect_reader(config, loaded, split, short, reader.left_out)
+        for row, image in worked(in_order(read, range(len(split)), config.threads), "computing", len(split)):
+            if isinstance(image, str):
+                problems[row] = image
+                if excess := reader.budget.excess(problems, split, len(split)):
+                    raise UserError(excess)
+                yield row, image
+                continue
+            with torch.no_grad():
+                (values,) = loaded.patch_features(torch.from_numpy(image[None]), any_size=True).half().cpu().numpy()
+            one = np.array([row])
+            refuse_not_finite(config.weights, split, one, one[[not np.isfinite(values).all()]])
+            yield row, values
+
+
+def _draw_patches(
+    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray], short: int
+) -> Figure:
+    """Images and the components of their patches. features: of rows. short: as of `_one_by_one`."""
+    rows, vit = [*features], loaded.vit.config
+    if config.eval_crop == "aspect":
+        whole = list(map(_own_aspect_reader(config, loaded, images.split, short, {}), rows))
+        sizes = [(image.shape[0], image.shape[1]) for image in whole]
+        steps = [-(-max(size) // _SIDE) for size in sizes]
+        shown = [to_rgb(image[::step, ::step].copy(), loaded.pixels) for image, step in zip(whole, steps, strict=True)]
+    else:
+        shown, sizes = [*loaded.shown(config, images.split, np.array(rows))[1]], [vit.image_size] * len(rows)
+    tiles = [Tile(image, [caption]) for image, caption in zip(shown, images.captions(rows), strict=True)]
+    found = patch_components([torch.from_numpy(of_image) for of_image in features.values()])
+    return draw_components(found, vit.patch_pixels, sizes, tiles)
 
 
 def _draw_neighbours(
@@ -133,11 +340,11 @@ def _draw_neighbours(
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     of_query = [[Tile(image, [Path(config.like).stem])]]
     figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
-    with replacing(_sheet(config)) as file:
+    with replacing(_sheet(config, ".similar")) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     for key, similarity, label in about:
         print(printable(f"{similarity:.4f}  {key}  {label or ''}".rstrip()))
-    print(f"sheet: {_sheet(config)}")
+    print(f"sheet: {_sheet(config, '.similar')}")
     return [(key, similarity) for key, similarity, _ in about]
 
 

@@ -29,7 +29,7 @@ from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import read_by, shown_view
 from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
 from pipeline.evaluate.split_reader import SplitReader
-from pipeline.model import Model
+from pipeline.model import Model, VisionTransformer
 from pipeline.model.files import FILES
 from pipeline.model.published import SUFFIXES
 from pipeline.process.committed import NAME as CHECKPOINT
@@ -79,6 +79,12 @@ class LoadedModel:
         """What the values of its images mean."""
         return self.model.config.pixels
 
+    @property
+    def vit(self) -> VisionTransformer:
+        """The model, after `refuse_without_patches`."""
+        assert isinstance(self.model, VisionTransformer)
+        return self.model
+
     def images(self, pixels: Tensor) -> Tensor:
         """Images (B, H, W, C) of a batch -> (B, C, H, W), the model's input."""
         return normalise(pixels, self.device, self.dtype, self.pixels)
@@ -86,6 +92,10 @@ class LoadedModel:
     def features(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> (B, D), the head's input."""
         return self.model.features(self.images(pixels))
+
+    def patch_features(self, pixels: Tensor, any_size: bool = False) -> Tensor:
+        """images (B, H, W, C) -> float32 (B, rows, columns, D), as of `VisionTransformer.patch_features`."""
+        return self.vit.patch_features(self.images(pixels), any_size=any_size).float()
 
     def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
         """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""
@@ -162,12 +172,22 @@ def check_outputs(
     rows = np.arange(len(split)) if rows is None else rows
     refuse_none_readable(where, seen.problems, split, len(rows))
     values = seen.loss if isinstance(seen, Predictions) else seen.values.sum(1)
-    broken = rows[seen.readable & ~np.isfinite(values)]
+    refuse_not_finite(weights, split, rows, rows[seen.readable & ~np.isfinite(values)])
+
+
+def refuse_not_finite(weights: str, split: Split, rows: np.ndarray, broken: np.ndarray) -> None:
+    """Raise UserError if some outputs are not finite. rows: int64, those that were computed. broken: those of them."""
     if len(broken):
         raise UserError(
             f"{weights} gives NaN or infinity for {len(broken):,} of {counted(len(rows), 'image')}, the first"
             f" {split.keys(broken[:1])[0]}. Use precision=fp32, or an earlier checkpoint."
         )
+
+
+def refuse_without_patches(weights: str, model: Model) -> None:
+    """Raise UserError for a ResNet. weights: its name for the message."""
+    if not isinstance(model, VisionTransformer):
+        raise UserError(f"weights = {weights}: a ResNet has no patch tokens. Use a ViT, or a hybrid.")
 
 
 def refuse_none_readable(where: str, problems: dict[int, str], split: Split, num_images: int) -> None:

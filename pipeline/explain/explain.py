@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -29,10 +29,10 @@ from pipeline.evaluate.loaded_model import (
     print_unreadable,
     refuse_none_readable,
 )
+from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images, predict_all, print_numbered
 from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
-from pipeline.explain.components import patch_components
 from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import VisionTransformer, read_weights
@@ -169,9 +169,8 @@ def _draw_images(
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
     _, shown = loaded.shown(config, split, rows)
-    numbers["images"] = keys = split.keys(rows)
-    labels = pictures.labels(rows)
-    captions = [[label or PurePosixPath(key).stem] for label, key in zip(labels, keys, strict=True)]
+    numbers["images"] = split.keys(rows)
+    captions = [[caption] for caption in pictures.captions(rows.tolist())]
     inputs = list(map(Tile, shown, captions))
 
     drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.
@@ -188,8 +187,12 @@ def _draw_images(
             drawn["distance"] = galleries.draw_distances(mean, uniform, title)
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
     if "components" in wanted:
-        found = patch_components(model, loaded.images(few), config.batch)
-        drawn["components"] = galleries.draw_components(found, model.config, inputs)
+        with torch.no_grad():
+            found = patch_components(
+                [own for part in few.split(config.batch) for own in loaded.patch_features(part).cpu()]
+            )
+        sizes = [model.config.image_size] * len(inputs)
+        drawn["components"] = draw_components(found, model.config.patch_pixels, sizes, inputs)
         numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)

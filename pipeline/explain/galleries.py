@@ -7,7 +7,6 @@ more pixels; maps float32 (h, w), at least 0.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -15,15 +14,13 @@ from torch import Tensor
 from pipeline.base.gallery import GREY, MAP, SMALL, TEXT, TITLE, Tile, folded, gallery, lines_of, sheet
 from pipeline.base.page import style_axes
 from pipeline.base.words import counted
-from pipeline.evaluate.segmentation.linear import between_centres
+from pipeline.evaluate.patches import enlarge
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.explain.components import PatchComponents
 from pipeline.explain.parameters import Filters
 from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 
 _MAX_MAPS = 12  # of one image in a row
-_CHANNELS = ("red", "green", "blue")
 _RIGHT, _WRONG = "#14713a", "#b8252a"
 _SHARE_RIGHT = 0.25  # Places on the sheet of predictions that are kept for right ones.
 _OWN_SCALE = "Each map is scaled to its own largest value."
@@ -83,22 +80,6 @@ def draw_rollout(attention: Attention, config: ViTConfig, inputs: Sequence[Tile]
     rollout = [Tile(brighten(image.pixels, values, config), ["rollout"]) for image, values in pairs]
     note = "Attention through all blocks, with the identity of the residual connections. Brighter is more."
     return gallery(folded([inputs, rollout]), "Attention rollout", note)
-
-
-def draw_components(components: PatchComponents, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:
-    """Each image, and below it the first three principal components of its patches as red, green and blue."""
-    colours = [
-        Tile(np.dstack([enlarge(of, config, image.pixels.shape[:2]) for of in found.permute(2, 0, 1).numpy()]))
-        for image, found in zip(inputs, components.colours, strict=True)
-    ]
-    shares = ", ".join(
-        f"{name} {share:.1%}" for name, share in zip(_CHANNELS, components.shares.tolist(), strict=False)
-    )
-    note = (
-        "The first three principal components of the patches of all these images together: patches with similar"
-        f" features have similar colours. Shares of the variance: {shares}."
-    )
-    return gallery(folded([inputs, colours]), "Patches by their features", note)
 
 
 def draw_reconstruction(found: Reconstruction, normalise: bool, inputs: Sequence[Tile]) -> Figure:
@@ -172,29 +153,16 @@ def draw_predictions(
     return sheet(tiles, "Predictions", note, size)
 
 
-def enlarge(values: np.ndarray, config: ViTConfig, size: tuple[int, int]) -> np.ndarray:
-    """Resize a map of patches, (h, w), to the image, (height, width): linear between the centres of the patches.
-
-    config: gives the places of the patches. size: of the image as it is drawn, which may have more pixels than the
-    model reads.
-    """
-    rows, columns = (
-        between_centres(side, config.patch_pixels * side / own * (torch.arange(cells) + 0.5) - 0.5).numpy()
-        for cells, side, own in zip(values.shape, size, config.image_size, strict=True)
-    )
-    return rows @ values @ columns.T
-
-
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
-    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
+    scaled = enlarge(values / max(values.max(), 1e-12), config.patch_pixels, config.image_size, pixels.shape[:2])
     return 0.4 * grey + 0.6 * MAP(scaled)[..., :3]
 
 
 def brighten(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """The image, bright where the map is large (ViT paper, Figure 6), and never fully dark."""
-    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
+    scaled = enlarge(values / max(values.max(), 1e-12), config.patch_pixels, config.image_size, pixels.shape[:2])
     return pixels / 255 * (0.15 + 0.85 * scaled**0.7)[..., None]
 
 

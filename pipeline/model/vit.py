@@ -297,6 +297,15 @@ class VisionTransformer(ImageModel):
         """
         return self.pooled(self.encode(self.embed(images, any_size=any_size), self.grid_of(images)))
 
+    def patch_features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
+        """(B, C, height, width) -> (B, rows, columns, D), the patch tokens after the final LayerNorm.
+
+        A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last
+        block leaves them. any_size: as of `forward`.
+        """
+        patches, grid = self.embed(images, any_size=any_size), self.grid_of(images)
+        return self.encode(patches, grid)[:, -patches.shape[1] :].unflatten(1, grid)
+
     def pooled(self, tokens: Tensor) -> Tensor:
         """(B, N, D) tokens that `encode` returned -> (B, D), the input of the head."""
         if self.pool is not None:

@@ -149,6 +149,13 @@ def results_in(folder: Path) -> dict[Holds, Path]:
     return {kind: inner for inner in found if (kind := kind_of(inner))}
 
 
+def existing_folder(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
 def _refuse_among(name: str, path: Path, images: list[str]) -> None:
     """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its
     pictures, too.
@@ -170,9 +177,7 @@ def _problem(path: Path, output: Output) -> str:
     if output != "folder" and os.path.exists(path) and (not os.path.isfile(path) or folder == Path("/dev")):
         # Root would replace the device, or the link /dev/stdout, for all programs of the machine.
         return "it is not a regular file"
-    existing = folder
-    while not os.path.lexists(existing):
-        existing = existing.parent
+    existing = existing_folder(folder)
     if not os.path.isdir(existing):
         return f"{existing} is not a folder"
     with tempfile.TemporaryFile(dir=existing):

@@ -246,20 +246,3 @@ def test_maps_of_layers_and_heads() -> None:
         chosen, *found = galleries.choose_maps(attention, layer, head)
         assert torch.allclose(chosen, expected)
         assert tuple(found) == names
-
-
-def test_maps_are_enlarged_to_where_their_patches_lie() -> None:
-    config = models.configure("ViT-mu/8", 28, covered=False)  # centres at 4, 12 and 20
-    values = np.outer([0.0, 1.0, 0.0], [1.0, 2.0, 5.0])
-    found = galleries.enlarge(values, config, (28, 28))
-    at = np.arange(28) + 0.5
-    expected = np.outer(np.interp(at, [4, 12, 20], [0, 1, 0]), np.interp(at, [4, 12, 20], [1, 2, 5]))
-    np.testing.assert_allclose(found, expected)
-    np.testing.assert_allclose(galleries.enlarge(np.full((3, 3), 7.0), config, (28, 28)), 7)
-    # A drawing with twice the model's pixels has the map at the same places.
-    larger = galleries.enlarge(values, config, (56, 84))
-    expected = [
-        np.interp((np.arange(side) + 0.5) * 28 / side, [4, 12, 20], row)
-        for side, row in ((56, [0, 1, 0]), (84, [1, 2, 5]))
-    ]
-    np.testing.assert_allclose(larger, np.outer(*expected))

@@ -82,8 +82,8 @@ def difference(theirs: Any, ours: Any, size: tuple[int, int], **forward: Any) ->
     pooled = expected.get("pooler_output")
     if pooled is None:
         pooled = tokens[:, 0] if ours.config.pool == "token" else tokens.mean(1)
-    found, patches = ours.eval()(images, with_patches=True)
-    pairs = [(found, pooled)]
+    patches = ours.eval().patch_features(images).flatten(1, 2)
+    pairs = [(ours(images), pooled)]
     if not ours.config.embedding_norm:  # CLIP normalises the class token only
         pairs.append((patches, tokens[:, -patches.shape[1] :]))
     return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)

@@ -21,8 +21,9 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
+from pipeline.evaluate.patches import between_centres, between_patches
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, MaskClasses, MaskedPairs, in_order, pair_reader
-from pipeline.model import VisionTransformer, ViTConfig
+from pipeline.model import ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run import AugmentConfig, ScheduleConfig
@@ -44,16 +45,8 @@ _BOOTSTRAP = Purpose.named("segmentation bootstrap")
 
 @torch.no_grad()
 def patch_tokens(loaded: LoadedModel, images: Tensor) -> Tensor:
-    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the tokens of a ViT's patches after its last block and
-    norm.
-
-    A model that normalises the mean of its tokens (pool_norm) has no norm of single tokens: they are as the last block
-    leaves them.
-    """
-    model = loaded.model
-    assert isinstance(model, VisionTransformer)
-    tokens = model.encode(model.embed(loaded.images(images)))[:, -model.config.num_patches :]
-    return tokens.float().transpose(1, 2).unflatten(2, model.config.grid)
+    """Images (B, S, S, C) of a batch -> float32 (B, D, h, w), the features of their patches."""
+    return loaded.patch_features(images).movedim(3, 1)
 
 
 def linear_head(width: int, num_classes: int, seed: int) -> nn.Module:
@@ -67,38 +60,18 @@ def linear_head(width: int, num_classes: int, seed: int) -> nn.Module:
 
 def logits_of(loaded: LoadedModel, head: nn.Module, images: Tensor) -> Tensor:
     """Images (B, S, S, C) of a batch -> (B, K, S, S)."""
-    assert isinstance(loaded.model, VisionTransformer)
-    return enlarged(head(patch_tokens(loaded, images)), loaded.model.config)
+    return enlarged(head(patch_tokens(loaded, images)), loaded.vit.config)
 
 
 def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
-    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches of an image of config.image_size,
-    constant outside of them.
+    """(B, K, h, w) -> (B, K, H, W): linear between the centres of the patches, constant outside of them.
 
     Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices
     its gradient is deterministic on a GPU, too, and it knows of patches that leave pixels unseen.
     """
-    step = config.patch_pixels
-    rows, columns = (
-        between_centres(length, (config.patch_pixels - 1) / 2 + step * torch.arange(number)).to(logits)
-        for length, number in zip(config.image_size, config.grid, strict=True)
-    )
+    size = config.image_size
+    rows, columns = (of_side.to(logits) for of_side in between_patches(config.grid, config.patch_pixels, size, size))
     return rows @ logits @ columns.T
-
-
-def between_centres(length: int, centres: Tensor) -> Tensor:
-    """Weights of linear interpolation, float32 (length, n): of each pixel 0, 1, ... between the places `centres`, float
-    (n,), ascending.
-    """
-    if len(centres) == 1:
-        return torch.ones(length, 1)
-    pixels = torch.arange(length, dtype=torch.float64)
-    places = centres.double()
-    right = torch.searchsorted(places, pixels).clamp(1, len(places) - 1)
-    share = ((pixels - places[right - 1]) / (places[right] - places[right - 1])).clamp(0, 1)
-    weights = torch.zeros(length, len(places), dtype=torch.float64)
-    weights.scatter_(1, right[:, None], share[:, None]).scatter_add_(1, right[:, None] - 1, 1 - share[:, None])
-    return weights.float()
 
 
 def train(
@@ -150,7 +123,7 @@ def batches(
     def crop(position: int) -> tuple[np.ndarray, np.ndarray]:
         number = number_of(position)
         draw = random_numbers.draws(config.seed, _CROP, position // len(pairs), number)
-        return random_crop(*read(number), outside, config.short_side, view, side, draw)
+        return random_crop(*read(number), outside, config, view, side, draw)
 
     batch = config.train_batch
     found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
@@ -166,18 +139,19 @@ def random_crop(
     image: np.ndarray,
     classes: np.ndarray,
     outside: np.ndarray,
-    short_side: int,
+    config: SegmentConfig,
     view: AugmentConfig,
     side: int,
     draw: Callable[[int], float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A square of a randomly scaled image, mirrored by half: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
+    """A square of a randomly scaled image, mirrored by half, and turned as `flip_vertical` and `turns` say,
+    its classes with it: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
 
     The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
     before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
     """
     scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
-    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((short_side or side) * scale)))
+    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((config.short_side or side) * scale)))
     image = resize(image, (width, height), resize_method(image, (height, width), view))
     top, left = (int(draw(1 + axis) * (max(long - side, 0) + 1)) for axis, long in enumerate((height, width)))
     image = image[top : top + side, left : left + side]
@@ -188,8 +162,11 @@ def random_crop(
     out[: len(rows), : len(columns)] = image
     out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
     if draw(3) < 0.5:
-        return out[:, ::-1], out_classes[:, ::-1]
-    return out, out_classes
+        out, out_classes = out[:, ::-1], out_classes[:, ::-1]
+    if config.flip_vertical and draw(4) < 0.5:
+        out, out_classes = out[::-1], out_classes[::-1]
+    turns = int(4 * draw(5)) if config.turns else 0
+    return np.rot90(out, turns), np.rot90(out_classes, turns)
 
 
 def scaled(height: int, width: int, short: int) -> tuple[int, int]:

@@ -276,7 +276,7 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     images, masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-        image, orientation = read_image(images, int(pairs.rows[number]), pairs.pixels, pairs.model)
+        image, orientation = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
         mask, size = decode_mask(masks.read(int(pairs.mask_rows[number]))), image.shape[:2]
         if orientation >= 5 and mask.shape == size[::-1] != size:  # It was drawn on the image as stored.
             mask = upright(mask, orientation)
@@ -287,12 +287,11 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     return read
 
 
-def read_image(reader: ShardReader, row: int, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
+def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
     """(image (H, W, C) as `model` reads it by `pixels`, EXIF orientation of a JPEG).
 
-    Raises DecodeError, also for an image that is too long to be resized, and as `ShardReader.read`.
+    Raises DecodeError, also for an image that is too long to be resized.
     """
-    data = reader.read(row)
     image = model_values(decode(data, pixels=pixels), pixels, model)
     height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):

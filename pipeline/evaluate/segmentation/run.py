@@ -26,7 +26,13 @@ from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate import architecture
 from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, output_folder, print_unreadable
+from pipeline.evaluate.loaded_model import (
+    LoadedModel,
+    load_model,
+    output_folder,
+    print_unreadable,
+    refuse_without_patches,
+)
 from pipeline.evaluate.segmentation.linear import (
     SegmentationScore,
     batches,
@@ -39,14 +45,13 @@ from pipeline.evaluate.segmentation.linear import (
 from pipeline.evaluate.segmentation.pairs import (
     MaskClasses,
     MaskedPairs,
+    decode_whole,
     in_order,
     open_named,
     open_pairs,
     pair_reader,
-    read_image,
     scan,
 )
-from pipeline.model import VisionTransformer
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
@@ -185,10 +190,7 @@ def _send(
 
 def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
     """Raises UserError for a model without patches, and sizes that do not suit."""
-    if not isinstance(loaded.model, VisionTransformer):
-        raise UserError(
-            f"weights = {config.weights}: a ResNet has no patch tokens. Segmentation needs a ViT, or a hybrid."
-        )
+    refuse_without_patches(config.weights, loaded.model)
     if loaded.image_size[0] != loaded.image_size[1]:
         raise UserError(
             f"{config.weights} reads images of {loaded.image_size} pixels; windows are squares: set image_size, the"
@@ -311,7 +313,7 @@ def write_masks(
     colours, seen = classes.colours(), np.zeros(len(classes.values), np.int64)
 
     def read(row: int) -> np.ndarray:
-        return read_image(reader, row, pixels, loaded.pixels)[0]
+        return decode_whole(reader.read(row), pixels, loaded.pixels)[0]
 
     for row, image in worked(in_order(read, files, config.threads), "predicting masks", len(files)):
         if isinstance(image, str):

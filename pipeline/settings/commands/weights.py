@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import kind_of
-from pipeline.settings.quantities import Batch, PathText, Seed, Share, ShareBelow1, Side, Threads
+from pipeline.settings.quantities import Batch, ImageSize, PathText, Seed, Share, ShareBelow1, Side, Threads
 from pipeline.settings.run import Precision, ProbeConfig
 from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import MlflowConfig
@@ -46,8 +46,8 @@ class WeightsConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    image_size: Side = 0
-    """Side of the input images in pixels; 0 is the weights' own."""
+    image_size: ImageSize | None = None
+    """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     resize_filter: Literal["auto", "linear", "antialias", "bilinear", "bicubic"] = "auto"
     """linear: area to make images smaller, bilinear to enlarge them; antialias: Pillow's bilinear; bilinear: without
     antialias; bicubic: Pillow's bicubic. auto is the weights' own.
@@ -130,8 +130,8 @@ class ExportConfig(Settings):
     """
     out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
-    image_size: Side = 0
-    """Side of the input images in pixels; 0 is the weights' own."""
+    image_size: ImageSize | None = None
+    """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
     """Include the head and the representation layer; false exports only the features."""
     tolerance: ShareBelow1 = 1e-4
@@ -220,11 +220,30 @@ class PredictConfig(LossConfig, LookConfig):
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    out: PathText = setting(output="file", pattern=r"\.parquet$")
-    """File for the table, .parquet"""
-    like: PathText = ""
+    eval_crop: Literal["auto", "center", "resize", "resize_center", "aspect"] = "auto"  # type: ignore[assignment]
+    """As of evaluate.py; or aspect, for tokens=patches in a folder: resize the whole image so that its short side is
+    that of image_size, and both sides are multiples of the patch. Each image then has its own grid.
+    """
+    tokens: Literal["image", "patches"] = "image"
+    """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
+    out: PathText = setting(output="new")
+    """File for the table, .parquet; for tokens=patches a new folder, too: a .npy for each image, and index.parquet"""
+    like: PathText = setting("", needs="tokens=image")
     """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
     """
+    pictures: int = setting(0, min=0, max=64, needs="tokens=patches")
+    """Number of images that are drawn, at equal distances in their order, and their patches in the colours of their
+    first three principal components: components.png beside the table or in the folder.
+    """
+
+    def check(self) -> None:
+        """Check that out suits what is written. Raises UserError."""
+        super().check()
+        is_table = self.out.endswith(".parquet")
+        if self.eval_crop == "aspect" and (is_table or self.tokens == "image"):
+            raise UserError("eval_crop = aspect gives each image its own grid: set tokens=patches, and out=FOLDER.")
+        if self.tokens == "image" and not is_table:
+            raise UserError(f"out = {as_typed(self.out)} must end in .parquet; tokens=patches can also write a folder.")
 
 
 class ChooseConfig(LookConfig):

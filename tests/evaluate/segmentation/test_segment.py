@@ -22,7 +22,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate.segmentation import run
-from pipeline.evaluate.segmentation.pairs import open_pairs, read_image
+from pipeline.evaluate.segmentation.pairs import decode_whole, open_pairs
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.process.outputs import holding_outputs
 from pipeline.settings.commands.segment import SegmentConfig
@@ -103,7 +103,7 @@ def test_weights_of_a_mixture_read_a_set_by_its_own_range(tmp_path: Path) -> Non
     given = data, tmp_path / "masks", f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'out'}", "steps=1"
     assert run.run(settings(*given, f"apply={data}", "apply_split=val"))["num_samples"] == 2
     pairs, _ = open_pairs(settings(*given), pixels)
-    image, _ = read_image(reader := ShardReader(pairs.images), 0, pairs.pixels, pairs.model)
+    image, _ = decode_whole((reader := ShardReader(pairs.images)).read(0), pairs.pixels, pairs.model)
     share = (decode(reader.read(0), pixels=bands).astype(np.float64) - 100) / 800
     assert np.array_equal(image, np.concatenate([np.full((16, 16, 3), 0.5), share], 2).astype(np.float32))
 
