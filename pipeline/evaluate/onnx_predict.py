@@ -12,6 +12,7 @@ Shapes: H, W height and width of an image; C its 3 channels.
 """
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -42,11 +43,17 @@ class Classifier:
         self.is_sigmoid = extra.get("loss") == "sigmoid"  # Each class has a probability of its own.
         self.preprocess = EvaluationView(model, extra.get("preprocessing", {}))
 
-    def predict(self, image: str | Path | Image.Image, top: int = 5) -> list[tuple[str, float]]:
-        """The most likely classes with their probabilities. Raises an error of any type for unreadable images."""
+    def predict(
+        self, image: str | Path | Image.Image, top: int = 5, thresholds: dict[str, float] | None = None
+    ) -> list[tuple[str, float]]:
+        """The most likely classes with their probabilities; with the threshold of each class, those that reach it.
+
+        Raises an error of any type for unreadable images.
+        """
         (logits,) = self.session.run(None, {"images": self.preprocess(image)[None]})[0].astype(np.float64)
         found = np.exp(-np.logaddexp(0, -logits) if self.is_sigmoid else logits - np.logaddexp.reduce(logits))
-        return [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")[:top]]
+        ranked = [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")]
+        return ranked[:top] if thresholds is None else [one for one in ranked if one[1] >= thresholds[one[0]]]
 
 
 class EvaluationView:
@@ -130,14 +137,18 @@ def main() -> None:
     parser.add_argument("images", nargs="+", type=Path, help="image files, and folders of these")
     parser.add_argument("--model", type=Path, default=model, metavar="FILE", help=f"default: {model}")
     parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="classes of each image, default 5")
+    parser.add_argument("--thresholds", type=Path, metavar="FILE", help="per_label.csv of launch/evaluate.py")
     given = parser.parse_args()
     if not given.model.is_file():
         parser.error(f"{given.model} is missing. Name the .onnx file: --model FILE")
-    classifier, num_unreadable = Classifier(given.model), 0
+    classifier, num_unreadable, thresholds = Classifier(given.model), 0, None
+    if given.thresholds:
+        with given.thresholds.open(newline="", encoding="utf-8") as lines:
+            thresholds = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
     for file in files_of(given.images):
         try:
-            found = classifier.predict(file, given.top)
-            said = ", ".join(f"{name} {probability:.1%}" for name, probability in found)
+            found = classifier.predict(file, given.top, thresholds)
+            said = ", ".join(f"{name} {probability:.1%}" for name, probability in found) or "no class"
         except Exception as error:  # Pillow raises any type.
             num_unreadable += 1
             said = f"cannot be read: {error}"

@@ -17,12 +17,14 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.evaluate.multilabel import read_thresholds
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
-# One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
+# One row per image and predicted class. An image without one has one row without a class: an unreadable one, with the
+# reason in `problem`, and one of which no class reaches its threshold.
 TABLE = pa.schema(
     [
         ("image", pa.string()),
@@ -54,13 +56,16 @@ def run(config: PredictConfig) -> pa.Table:
         )
     images, names = open_images(config, loaded)
     print_numbered(config, names)
-    predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
+    thresholds = read_thresholds(config.thresholds, names) if config.thresholds else None
+    num_top = config.top if thresholds is None else len(names)
+    predictions = predict_all(config, loaded, images.true_classes(names).split, num_top)
+    told = _told(predictions, thresholds)
     keys = images.split.keys(range(len(images.split)))
-    table = _table(predictions, images, keys, names)
+    table = _table(predictions, told, images, keys, names)
     if out is not None:
         with replacing(out) as file:
             (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
-    for line in _lines(predictions, keys[:_SHOWN], names):
+    for line in _lines(predictions, told, keys[:_SHOWN], names):
         print(line)
     unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
     more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
@@ -143,16 +148,24 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     return done
 
 
-def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
+def _told(predictions: Predictions, thresholds: np.ndarray | None) -> np.ndarray:
+    """bool (n, T): which of the most likely classes are predicted. thresholds: (K,), None for all."""
+    told = np.broadcast_to(predictions.readable[:, None], predictions.top.shape)
+    return told if thresholds is None else told & (predictions.probabilities >= thresholds[predictions.top])
+
+
+def _table(
+    predictions: Predictions, told: np.ndarray, images: AdhocSplit, keys: list[str], names: list[str]
+) -> pa.Table:
     num, most = predictions.top.shape
-    # The first place of an unreadable image has the problem; its others are left out.
-    kept = np.flatnonzero(predictions.readable[:, None] | (np.arange(most) == 0))
-    rows, ranks = np.divmod(kept, most)
-    numbers, unknown = predictions.top.ravel()[kept], ~predictions.readable[rows]
+    # The first row of an image has the problem if it is unreadable, and stays if no class reaches its threshold.
+    kept = np.flatnonzero(told | ((np.arange(most) == 0) & ~told.any(1, keepdims=True)))
+    rows = kept // most
+    ranks, numbers, unknown = np.cumsum(told, axis=1).ravel()[kept], predictions.top.ravel()[kept], ~told.ravel()[kept]
     columns = [
         pa.array(keys, pa.string()).take(rows),
         pa.array(images.labels(range(num)), pa.string()).take(rows),
-        pa.array(ranks + 1, pa.int32(), mask=unknown),
+        pa.array(ranks, pa.int32(), mask=unknown),
         pa.array(names, pa.string()).take(pa.array(numbers, mask=unknown)),
         pa.array(numbers, pa.int32(), mask=unknown),
         pa.array(predictions.probabilities.ravel()[kept], mask=unknown),
@@ -161,12 +174,12 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
     return pa.table(columns, TABLE)
 
 
-def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:
+def _lines(predictions: Predictions, told: np.ndarray, keys: list[str], names: list[str]) -> Iterator[str]:
     """Yield one readable line per image, whatever the names of files and classes hold."""
     keys = [printable(key) for key in keys]
     width = max(map(len, keys))
     for row, key in enumerate(keys):
-        likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
-        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
+        likely = zip(*(of[row, told[row]].tolist() for of in (predictions.top, predictions.probabilities)), strict=True)
+        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely) or "no class"
         said = said if predictions.readable[row] else f"cannot be read: {predictions.problems[row]}"
         yield f"{key:<{width}}  {printable(said)}"

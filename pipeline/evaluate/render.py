@@ -1,6 +1,7 @@
 """Renders scores: report.md, the confusion matrix as a figure, and lines for the terminal."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 
+# Scores with the ends of their intervals -> how they are called, and shown.
+_WITH_ENDS = {"kappa": ("quadratic kappa", ".4f"), "map": ("mAP, mean average precision over labels", ".2%")}
 _ACCURACIES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _MEANS = {
     "macro_precision": "precision, mean over classes",
@@ -35,6 +38,9 @@ _MAX_ANNOTATED = 20
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows: list[tuple[str, str]] = []
+    for name, (text, form) in _WITH_ENDS.items():
+        if name in scores:
+            rows += _with_ends(text, form, name, scores)
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
@@ -42,7 +48,11 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         rows += _accuracy(
             f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
         )
-    rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
+    if "per_label" in scores:
+        at = f"at thresholds chosen on {scores['thresholds_split']}" if "thresholds_split" in scores else "above 0.5"
+        rows.append((f"F1 of labels {at}, mean", f"{scores['label_f1']:.2%}"))
+    else:
+        rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
     if "loss" in scores:
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
     for row in scores.get("fewshot", []):
@@ -65,6 +75,15 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _with_ends(text: str, form: str, name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. form: of the numbers."""
+    yield text, format(scores[name], form)
+    low, high = (scores.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+    if not math.isnan(low):
+        over = "groups" if "num_groups" in scores else "images"
+        yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
+
+
 def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
     """The rows of an accuracy and its interval, Wilson's; of a mean over seeds it is too wide rather than too narrow.
 
@@ -82,7 +101,9 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
     trained = scores.get(TRAINED_BY)
     warning = [Paragraph(f"Note: {not_held_out(scores['split'], trained)}.")] if trained else []
     blocks: list[Block] = [*warning, Table(("score", "value"), summary(scores)), *of_mistakes]
-    if "per_class" in scores:
+    if "per_label" in scores:
+        blocks += _labels(scores)
+    elif "per_class" in scores:
         tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
         rows = [
             (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
@@ -94,6 +115,7 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
         )
         table = Table(("class", "precision", "recall", "F1", "images"), rows)
         blocks += [Heading("Classes"), Paragraph(about), table]
+    if "per_class" in scores:
         blocks += [block.picture for block in of_mistakes if isinstance(block, Beside)]  # In full size.
     if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
         named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
@@ -103,14 +125,33 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
     return f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks
 
 
+def _labels(scores: dict[str, Any]) -> list[Block]:
+    """The table of images with several labels."""
+    tested = sorted((row for row in scores["per_label"] if row["images"]), key=lambda row: row["average_precision"])
+    columns = ("average_precision", "precision", "recall", "f1")
+    rows = [
+        (row["class"], f"{row['threshold']:.3f}", *(f"{row[name]:.1%}" for name in columns), f"{row['images']:,}")
+        for row in tested[:_MAX_LISTED]
+    ]
+    chosen = f"chosen on split {scores['thresholds_split']}" if "thresholds_split" in scores else "0.5 for all"
+    about = (
+        f"The {len(rows)} of {counted(len(tested), 'label')} with images that have the lowest average precision; all"
+        f" are in per_label.csv. An image is predicted to have a label whose probability is at least the threshold,"
+        f" {chosen}."
+    )
+    header = ("label", "threshold", "average precision", "precision", "recall", "F1", "images")
+    return [Heading("Labels"), Paragraph(about), Table(header, rows)]
+
+
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
+    grades = f"Grades, in this order: {', '.join(scores['grades'])}. " if "grades" in scores else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     return (
-        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f"{origin}{grades}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."

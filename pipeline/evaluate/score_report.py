@@ -22,7 +22,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, mistakes, render
+from pipeline.evaluate import architecture, mistakes, multilabel, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
@@ -66,7 +66,8 @@ _PARAMETERS = (
 )
 _METRICS = (
     *("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable"),
-    *("macro_precision", "macro_recall", "macro_f1"),
+    *("macro_precision", "macro_recall", "macro_f1", "kappa", "kappa_low", "kappa_high"),
+    *("map", "map_low", "map_high", "label_f1"),
 )
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
@@ -76,7 +77,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     scores.json.
 
     Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
-    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; fewshot (one row per number
+    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; kappa; of several labels map,
+    label_f1, per_label; fewshot (one row per number
     of shots and strength), knn. Accuracies are in [0, 1]. Raises UserError before anything is written, such as for
     weights of other classes than the data.
     """
@@ -97,9 +99,20 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
-    scored, scored_split = (
-        _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
+    scored, scored_split, of_thresholds = dataset, split, None
+    if config.classify:
+        chosen = [dataset.split(name, config.exclude) for name in [config.thresholds_split] if name]
+        scored, (scored_split, *chosen) = _in_classes_of_weights(config, loaded, dataset, [split, *chosen])
+        of_thresholds = next(iter(chosen), None)
+        if of_thresholds:
+            of_thresholds.refuse_without_score(f"thresholds_split of {config.data}", True)
+        if config.ordinal:
+            split.refuse_several_labels("ordinal=true")
+    is_multilabel = config.classify and (
+        of_thresholds is not None or multilabel.is_multilabel(scored_split, loaded.loss_kind)
     )
+    largest = max((scored_split, of_thresholds or scored_split), key=len)
+    is_multilabel = is_multilabel and multilabel.fits_memory(largest, scored.num_classes)
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
@@ -111,7 +124,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- one forward pass over the split
     begin = time.perf_counter()
-    predictions, features = _forward(config, loaded, scored_split)
+    predictions, features = _forward(config, loaded, scored_split, is_multilabel)
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check requires at least one score"
@@ -147,7 +160,17 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
     judged = None
     if predictions is not None:
-        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict()
+        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind, config.ordinal).to_dict()
+        if config.ordinal:
+            scores["grades"] = scored.class_names
+        if is_multilabel:
+            thresholds = None
+            if of_thresholds is not None:
+                with loaded.reading(of_thresholds, config) as reader:
+                    seen_before = predict(loaded.logits, reader, loaded.loss_kind, keeps_all=True)
+                thresholds = multilabel.choose_thresholds(seen_before, of_thresholds, scored.class_names)
+                scores["thresholds_split"] = of_thresholds.name
+            scores |= multilabel.score(predictions, scored_split, scored.class_names, thresholds)
         judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label
     elif config.folds and features is not None:
         true = label_table(split)[:, 0]
@@ -163,7 +186,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
 
     # ---------------------------------------------------------------------- the files
-    files: dict[str, bytes | str | None] = {"per_class.csv": None, "confusion.png": None, **mistakes.NO_FILES}
+    written = ("per_class.csv", multilabel.CSV, "confusion.png")
+    files: dict[str, bytes | str | None] = {**dict.fromkeys(written), **mistakes.NO_FILES}
     of_mistakes: list[Block] = []
     if judged is not None:
         classes = per_class(*judged[:2], scored.num_classes)
@@ -180,16 +204,20 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         confusion = render.draw_confusion(*judged[:2], scored.class_names)
         files |= {"per_class.csv": table_csv(scores["per_class"]), **mistakes.files(found, pictures)}
         of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
+    if "per_label" in scores:
+        files[multilabel.CSV] = table_csv(scores["per_label"])
     content = json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False)
     # First: with report.html alone, the folder would be one of launch/report.py.
     files = {"scores.json": content, **files, **report(*render.page(scores, of_mistakes))}
     write_files(folder, files, mark="report.html")
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>18}")
+    if "thresholds_split" in scores:
+        print(f"thresholds, for launch/predict.py: thresholds={folder / multilabel.CSV}")
     print(f"report: {folder / 'report.html'}")
     if origin is not None:
-        written = [name for name, content in files.items() if content]
-        _send(config, scored, split, loaded, origin, scores, folder, written)
+        sent = [name for name, content in files.items() if content]
+        _send(config, scored, split, loaded, origin, scores, folder, sent)
     return scores
 
 
@@ -207,7 +235,7 @@ def _send(
     data, trained = dataset.path.name, scores[TRAINED_BY]
     metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
-    score = f"{split.name}_top1"
+    score = next((name for of in ("kappa", "map") if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
     if score not in metrics and probed:  # Features alone: the first probe.
         score = next(iter(probed))
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
@@ -233,9 +261,9 @@ def _send(
 
 
 def _in_classes_of_weights(
-    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, split: Split
-) -> tuple[Dataset, Split]:
-    """(the data set with the classes of the weights, the split with their numbers).
+    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, splits: list[Split]
+) -> tuple[Dataset, list[Split]]:
+    """(the data set with the classes of the weights, the splits with their numbers).
 
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
     are.
@@ -245,7 +273,7 @@ def _in_classes_of_weights(
         names, own = loaded.extra.get("classes"), names_in_mixture(own, dataset.fingerprint, loaded.extra)
     if num_classes and names and set(own) <= set(names):
         if names != own:
-            split = split.relabelled(label_map(own, names))
+            splits = [split.relabelled(label_map(own, names)) for split in splits]
             others = ", and a prediction of one of the others is wrong" * (len(own) < len(names))
             known = f"{len(own):,} of {config.data} are among the {len(names):,} of the weights"
             print(f"classes by name: the {known}{others}")
@@ -253,7 +281,7 @@ def _in_classes_of_weights(
         shown = {name: readable if name == unnamed else unnamed for unnamed, name, readable in triples}
         class_names = [shown.get(name, name) for name in names]
         info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
-        return replace(dataset, info=info), split
+        return replace(dataset, info=info), splits
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != len(own):
         raise UserError(
@@ -268,11 +296,13 @@ def _in_classes_of_weights(
             )
     if config.match_classes:
         print(unnamed_note(config.weights, config.data, own))
-    return dataset, split
+    return dataset, splits
 
 
-def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
-    """Returns predictions if the head is scored, features if they are probed."""
+def _forward(
+    config: ScoreConfig, loaded: LoadedModel, split: Split, keeps_all: bool
+) -> tuple[Predictions | None, Features | None]:
+    """Returns predictions if the head is scored, features if they are probed. keeps_all: see `predict`."""
     with loaded.reading(split, config) as reader:
         if not config.classify:
             return None, extract(loaded.features, reader, np.arange(len(split)))
@@ -284,7 +314,7 @@ def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Pr
                 features_seen.append(features.float().cpu().numpy())
             return loaded.model.head(features).float()
 
-        done = predict(logits, reader, loaded.loss_kind)
+        done = predict(logits, reader, loaded.loss_kind, keeps_all=keeps_all)
         # A single rank reads each row once, in order.
         return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
 

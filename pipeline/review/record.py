@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import Metric, score_of, title_of
+from pipeline.base.metric import MAIN, Metric, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import PAGE, Start
@@ -90,14 +90,19 @@ class Score:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is a proportion of images: such scores are tested for more than noise, and of others the mIoU
-        alone.
-        """
+        """Whether it is a proportion of images, each of which is right or wrong."""
         return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
-        spread = f" [{100 * self.interval.low:.2f}, {100 * self.interval.high:.2f}]" if self.interval else ""
-        return f"{self.metric.text(self.value)}{spread}"
+        return f"{self.metric.text(self.value)}{in_brackets(self.metric, self.interval)}"
+
+
+def in_brackets(metric: Metric, interval: Interval | None) -> str:
+    """An interval, to follow its value; "" without one."""
+    if interval is None:
+        return ""
+    low, high = (f"{100 * end:.2f}" if metric.is_share else metric.text(end) for end in (interval.low, interval.high))
+    return f" [{low}, {high}]"
 
 
 def best_first(score: Score | None) -> float:
@@ -182,7 +187,7 @@ class RunRecord(RunFacts):
     @cached_property
     def held_out(self) -> list[str]:
         """Names of what was measured on the held-out split and has a direction, the most telling first."""
-        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss"))  # A report declares nothing.
+        known = (f"{self.split}_{name}" for name in (*MAIN, "top1", "top5", "loss"))  # A report declares nothing.
         measured = {name: self.metric(name) for name in dict.fromkeys([*self.metrics, *known]) if name in self.series}
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
 
@@ -225,6 +230,9 @@ class RunRecord(RunFacts):
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num)))
         is_proportion = (is_probe or metric.unit == "proportion") and 0 <= value <= 1
         interval = of_samples(value, effective) if num and is_proportion else None
+        low, high = (self._at(f"{name}_{end}", step, math.nan) for end in ("low", "high"))
+        if not math.isnan(low):
+            interval = Interval(low, high, OVER_SAMPLES)
         trained = " (trained on)" * bool(evaluated and evaluated.notes.get(TRAINED_BY))
         own = title_of(name.removeprefix(f"{self.split}_"))
         title = title_of(name) if is_probe else f"{self.split}{trained} {own}"

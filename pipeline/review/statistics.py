@@ -9,16 +9,20 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.base.metric import MAIN, Metric, kind_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.differences import (
     ScoreDifference,
     holm,
     of_proportions,
+    of_same_draws,
     of_same_groups,
     of_same_images,
     of_seeds,
 )
+from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.measures import quadratic_kappa
 from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import PREDICTIONS, RunRecord, read_predictions
 from pipeline.settings import schema
@@ -35,12 +39,13 @@ V = TypeVar("V", bound=Hashable)
 
 @dataclass(frozen=True)
 class Contender:
-    """One run, or several that differ in their seed only. record: the first one. values: their scores, shares.
+    """One run, or several that differ in their seed only. record: the first one. values: their scores, of `metric`.
     effective: see `Score`.
     """
 
     names: tuple[str, ...]
     record: RunRecord
+    metric: Metric
     values: tuple[float, ...]
     num_samples: int
     effective: float
@@ -67,12 +72,14 @@ class Pair:
 def contenders(records: Records) -> list[Contender]:
     """Runs scored on the same images, those of the same settings and different seeds as one; the best first.
 
-    A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
+    A grid's mean over seeds is one contender, too. Runs without an accuracy or one of MAIN are left out.
     """
     scores = {
         name: score
         for name, record in records.items()
-        if (score := record.last_score) and score.is_accuracy and math.isfinite(score.value)
+        if (score := record.last_score)
+        and (score.is_accuracy or kind_of(record.scored) in MAIN)
+        and math.isfinite(score.value)
     }
     found = []
     for names in seed_groups({name: records[name] for name in scores}):
@@ -81,8 +88,8 @@ def contenders(records: Records) -> list[Contender]:
         if len(names) == 1 and record.seed_scores:
             values = tuple(record.seed_scores)
         # A mean over tasks is not a proportion of images.
-        num_samples = 0 if record.kind == "vtab" else score.num_samples
-        found.append(Contender(names, record, values, num_samples, num_samples and score.effective))
+        num_samples = 0 if record.kind == "vtab" or not score.is_accuracy else score.num_samples
+        found.append(Contender(names, record, score.metric, values, num_samples, num_samples and score.effective))
     return sorted(found, key=lambda contender: -contender.mean)
 
 
@@ -103,7 +110,13 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
         if len(first.values) + len(second.values) > 2:
-            difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
+            num_samples = min(first.num_samples, second.num_samples)
+            difference = of_seeds(first.values, second.values, num_samples, first.metric.is_share)
+        elif not first.num_samples:
+            found_difference = _of_same_draws(first, second)
+            if found_difference is None:
+                continue
+            difference = found_difference
         elif ours and theirs and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
@@ -141,12 +154,34 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     damaged file.
     """
     folder = contender.record.folder
-    if len(contender.values) > 1 or not (folder / PREDICTIONS).exists():
+    if len(contender.values) > 1 or not contender.num_samples or not (folder / PREDICTIONS).exists():
         return None
     found = read_predictions(folder)
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
+
+
+def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | None:
+    """The difference of two kappas from the last predictions of both runs; None unless these are of the same images,
+    and give the scores. Raises UserError for a damaged file.
+    """
+    folders = [contender.record.folder for contender in (first, second)]
+    if kind_of(first.record.scored) != "kappa" or not all((folder / PREDICTIONS).exists() for folder in folders):
+        return None
+    one, other = (read_predictions(folder) for folder in folders)
+    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.true, other.true)):
+        return None
+    known = (one.true >= 0) & (one.predicted >= 0) & (other.predicted >= 0)
+    pairs = [(one.true[known].astype(float), found.predicted[known].astype(float)) for found in (one, other)]
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        return np.array([quadratic_kappa(*pair, weights) for pair in pairs])
+
+    if not np.allclose(measure(np.ones(known.sum())), [first.mean, second.mean], atol=1e-6):
+        return None
+    groups = one.groups[known] if len(one.groups) else None
+    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, len(pairs[0][0]), groups), groups is not None)
 
 
 # ---------------------------------------------------------------------- what can be compared

@@ -138,7 +138,8 @@ class SplitEvaluator(Evaluator):
         if not objective.predicts_classes:
             return means(self.watched(step, "evaluation", engine.measure), reader), None
         predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)
-        return score(predictions, split, self.run.data.dataset.num_classes, objective.loss_kind), predictions
+        num_classes, ordinal = self.run.data.dataset.num_classes, config.evaluate.ordinal
+        return score(predictions, split, num_classes, objective.loss_kind, ordinal), predictions
 
 
 class ProbeEvaluator(Evaluator):

@@ -12,7 +12,7 @@ import pytest
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import Metric
+from pipeline.base.metric import Metric, score_of
 from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
@@ -158,3 +158,11 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         evaluator.evaluate_on_all_ranks(50)
     assert not evaluator.is_missing(50)
     assert json_record.read(tmp_path / "scores.json", ScoresFile) == ScoresFile(None, 37, 0.0, 0.0)
+
+
+def test_the_score_of_grades_is_their_kappa() -> None:
+    config = load("evaluate.ordinal=true", "checkpoint.best=val_kappa")
+    measured = objectives.metrics(config)["scores"]
+    assert score_of(measured) == "val_kappa"
+    assert objectives.best_from(config) == "scores"
+    assert "val_kappa" not in objectives.metrics(load())["scores"]
