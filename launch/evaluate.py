@@ -7,8 +7,8 @@ Scores have 95 % intervals over the images. Runs in one process, on a GPU or a C
   python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet
   python launch/evaluate.py weights=ViT-B_16.npz data=datasets/pets split=test classify=false shots=10
 
-Writes report.md, scores.json, per_class.csv (per_label.csv) and confusion.png into the folder that it prints at the end.
-Unreadable images count as wrong and are listed; more than max_bad_share of them are an error.
+Writes report.md, scores.json, per_class.csv (per_label.csv) and confusion.png into the folder that it prints at the
+end. Unreadable images count as wrong and are listed; more than max_bad_share of them are an error.
 """
 
 import sys
