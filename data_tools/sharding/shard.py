@@ -28,6 +28,7 @@ from data_tools.sharding.holdout import (
 )
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
+from data_tools.sharding.targets import add_targets, describe_targets, with_targets
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, read_rows, write_shard
 from data_tools.sources import Listing, list_source
@@ -66,6 +67,8 @@ _DECISIVE_IF_SET = (
     "resize_filter",
     "group_column",
     "group_pattern",
+    "target_columns",
+    "target_pattern",
     "channels",
     "channel_pattern",
     "channel_columns",
@@ -110,12 +113,13 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = split_pages(with_groups(join_channels(listing, config), config.group_pattern), config)
+        listing = with_targets(join_channels(listing, config), config.target_pattern)
+        listing = split_pages(with_groups(listing, config.group_pattern), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names, listing.class_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            path, alike = existing["source"]["path"], "the same images, but in other classes or groups"
+            path, alike = existing["source"]["path"], "the same images, but with other classes, groups or numbers"
             _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing) or alike}")
             existing = None
         if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
@@ -128,7 +132,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
         odd = odd_classes(split, config.val_share)
-        for note in [*describe_groups(groups_of(split)), *describe_mixed_groups(split, config.group_pattern), *odd]:
+        groups = [*describe_groups(groups_of(split)), *describe_mixed_groups(split, config.group_pattern)]
+        for note in [*groups, *odd, *describe_targets(split)]:
             print(note)
 
         pixels = source_pixels(listing, config)
@@ -222,6 +227,7 @@ def make_jobs(
             convert=listing.convert,
             has_labels=listing.is_labelled,
             pixels=pixels,
+            targets=listing.targets,
         )
 
 
@@ -301,7 +307,9 @@ def _finish(
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     rows = {planned.name: planned.rows for planned in plan}
     tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], names, pixels, unread)
+    tables = (add_targets(table, listing, rows[shard.name]) for table, shard in zip(tables, kept, strict=True))
+    about = names, pixels, unread, listing.targets
+    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], *about)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import cv2
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -48,7 +49,7 @@ class ShardingJob:
     pixels: what images must be.
 
     known: the shard's row in the manifest of a finished data set, if there is one. has_labels: whether each image is
-    followed by its labels.
+    followed by its labels. targets: names of the numbers to predict.
     """
 
     source: str
@@ -61,6 +62,7 @@ class ShardingJob:
     convert: Callable[[bytes], bytes] | None = None
     has_labels: bool = True
     pixels: Pixels = RGB8
+    targets: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def write_shard(job: ShardingJob) -> Done:
     if job.known and _is_complete(out, job.known):
         return Done(job.known, [], changed=_changed(job, to_compare))
     changed: list[str] = []
-    read = hashlib.sha256(json.dumps([image[:2] for image in job.images]).encode()).hexdigest()
+    known = [(image.key, image.labels, image.targets) for image in job.images]
+    read = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     if (
         (found := load_part(part, Done))
         and found.read == read
@@ -197,10 +200,17 @@ def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[pa.Table, Done]:
                 filled.append((key, name))
             unread.update(image.left_out)
             begin = tar.add(f"{key}.{image.ext}", image.data)
+            about: dict[str, Any] = {}
             if job.has_labels and len(labels) == 1:
                 tar.add(f"{key}.cls", str(labels[0]).encode())
             elif job.has_labels:
-                tar.add(f"{key}.json", json.dumps({"labels": labels}).encode())
+                about["labels"] = labels
+            if job.targets:
+                # The shortest text of each float32.
+                numbers = [None if value is None else float(str(np.float32(value))) for value in source.targets]
+                about["targets"] = dict(zip(job.targets, numbers, strict=True))
+            if about:
+                tar.add(f"{key}.json", json.dumps(about).encode())
             place = (key, begin, len(image.data), image.ext, labels)
             rows.append((*place, image.width, image.height, content_hash(image.data)))
     tar.finish()

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,10 @@ from pipeline.settings.commands.data import ShardConfig
 _MOST_CLASSES = 2**20
 # A label in text, such as 7 or 7.0.
 WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
+# A number to predict, in text, and the largest one of float32.
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_LARGEST = 3.4e38
+_NUMBERS = types.is_floating, types.is_integer, types.is_decimal
 # What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in
 # addition.
 MISSING = frozenset([*pacsv.ConvertOptions().null_values, "None", "<NA>"])
@@ -112,7 +117,9 @@ class TableColumns:
         config, notes, is_first = self._config, self._collector.notes, not self._first
         self._first = self._first or where
         label, unused = config.label_column, ShardConfig.split_column
-        if label not in there and label == ShardConfig.label_column and not config.label_names:
+        if label in config.target_columns and label == ShardConfig.label_column:
+            label = ""
+        elif label not in there and label == ShardConfig.label_column and not config.label_names:
             label = ""
             if is_first:
                 notes.append(
@@ -125,7 +132,9 @@ class TableColumns:
                 f" {'none' if label else 'some'}. Shard them into two data sets, or all without labels: label_column= ."
             )
         self.label, self._collector.is_labelled = label, bool(label)
-        wanted = [*others, ("label_column", label), ("group_column", config.group_column)]
+        self._collector.targets = list(config.target_columns)
+        targets = [("target_columns", name) for name in config.target_columns]
+        wanted = [*others, ("label_column", label), ("group_column", config.group_column), *targets]
         check_columns(there, wanted, where)
         if is_first and config.split_column == unused and unused in set(there) - {column for _, column in wanted}:
             notes.append(
@@ -143,6 +152,10 @@ class TableColumns:
         """
         if group := self._config.group_column:
             check_names(schema.field(group), where, "group_column")
+        for name in self._config.target_columns:
+            kind = schema.field(name).type
+            if not (is_text(kind) or types.is_null(kind) or any(of(kind) for of in _NUMBERS)):
+                raise UserError(f"{where}: column {name!r} (target_columns) holds {kind}, not numbers.")
         if not self.label:
             return
         field, names = schema.field(self.label), self._given or names
@@ -172,6 +185,11 @@ class TableColumns:
                 f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
             )
         return names, group
+
+    def targets_of(self, values: Sequence[Any], where: str) -> list[float | None]:
+        """The numbers to predict of a row, from the cells of target_columns. where: for errors."""
+        pairs = zip(values, self._config.target_columns, strict=True)
+        return [as_number(value, where, f"column {name!r}") for value, name in pairs]
 
     def _class_names(self, value: Any, where: str) -> list[str]:
         if isinstance(value, list) and any(label is None for label in value):
@@ -205,6 +223,23 @@ class TableColumns:
             self._collector.notes.append(
                 f"read as missing labels: {some}. If one is a class, give it another name in the table"
             )
+
+
+def as_number(value: Any, where: str, what: str) -> float | None:
+    """A number to predict, from text or a number; None for a missing one. Raises UserError for anything else.
+
+    where, what: the row or file, and the column or group.
+    """
+    text = "" if value is None else str(value).strip()
+    if text in MISSING:
+        return None
+    if _NUMBER.fullmatch(text) and abs(number := float(text)) <= _LARGEST:
+        return number
+    comma = " (a decimal point, not a comma)" * ("," in text)
+    raise UserError(
+        f"{where}: {quoted(text)} in {what} is not a number{comma}. Correct it, or leave it empty, which is a missing"
+        " value."
+    )
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from pipeline.data.storage.bucket import AnyPath, is_utf8, locate
 # the source. container: index of the archive that holds it, -1 for a separate file. offset, size: of its bytes in the
 # container.
 # packed: 0; reader.PIXELS; or for a zip member its compressed size (offset is then that of the member's header). group:
-# "" without.
+# "" without. targets: numbers to predict, null for a missing one; empty without.
 # mtime: time of the last change of the file, or of its container, in ns; 0 if unknown.
 # Large strings, because 14 million keys exceed 2 GiB.
 TABLE = pa.schema(
@@ -37,6 +37,7 @@ TABLE = pa.schema(
         ("packed", pa.int64()),
         ("group", pa.large_string()),
         ("mtime", pa.int64()),
+        ("targets", pa.list_(pa.float32())),
     ]
 )
 # The file to open, and offset, size, packed: see TABLE.
@@ -86,6 +87,7 @@ class SourceImage(NamedTuple):
     mtime: int
     page: int
     files: list[Place | None]
+    targets: Sequence[float | None] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Listing:
     of images alone.
     needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel,
     their names; then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page,
-    of a file that is several samples.
+    of a file that is several samples. targets: names of the numbers to predict.
     """
 
     source: AnyPath
@@ -120,6 +122,7 @@ class Listing:
     needs_all: bool = False
     channels: list[str] = field(default_factory=list)
     separate: pa.Table | None = None
+    targets: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -138,8 +141,8 @@ class Listing:
         return label_pairs(self.table)
 
     def digest(self) -> str:
-        """Hex sha256 of split, key, classes, size and group of each sample. It does not depend on where the source
-        is.
+        """Hex sha256 of split, key, classes, size, group and targets of each sample. It does not depend on where the
+        source is.
         """
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
         counts = pc.list_value_length(self.table["labels"]).to_numpy()
@@ -153,6 +156,8 @@ class Listing:
             digest.update(counts.tobytes())
         if self.has_groups:
             digest.update("\n".join(self.table["group"].to_pylist()).encode())
+        if self.targets:
+            digest.update(repr((self.targets, self.table["targets"].to_pylist())).encode())
         return digest.hexdigest()
 
     def images(self, numbers: np.ndarray) -> list[SourceImage]:
@@ -167,7 +172,7 @@ class Listing:
             files = [[None if row is None else next(places) for row in of_sample] for of_sample in parts]
         pages = table["page"].to_pylist() if "page" in table.column_names else [-1] * len(table)
         columns = (table[name].to_pylist() for name in ("key", "labels", "name", "mtime"))
-        return list(map(SourceImage, *columns, pages, files))
+        return list(map(SourceImage, *columns, pages, files, table["targets"].to_pylist()))
 
     def _places(self, table: pa.Table) -> Iterator[Place]:
         for name, container, *place in zip(
@@ -228,6 +233,7 @@ class Collector:
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
     progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
+    targets: see Listing.
     """
 
     source: AnyPath
@@ -246,6 +252,7 @@ class Collector:
     archives: dict[str, str] | None = None
     skipped: list[Skipped] = field(default_factory=list)
     unpacked: dict[AnyPath, AnyPath] = field(default_factory=dict)
+    targets: list[str] = field(default_factory=list)
     _mtimes: list[int] = field(default_factory=list)  # Of the containers.
     _parts: list[pa.RecordBatch] = field(default_factory=list)
     _rows: list[tuple] = field(default_factory=list)
@@ -346,6 +353,7 @@ class Collector:
         packed: int = 0,
         group: str = "",
         mtime: int = 0,
+        targets: Sequence[float | None] = (),
     ) -> None:
         """Report a sample; see TABLE. key: may have dots. classes: names of all its classes. mtime: without a
         container.
@@ -363,7 +371,8 @@ class Collector:
         labels = [self._classes.setdefault(class_name, len(self._classes)) for class_name in classes]
         if container >= 0:
             mtime = self._mtimes[container]
-        self._rows.append((self._numbers[split], key, labels, name, container, offset, size, packed, group, mtime))
+        place = name, container, offset, size, packed
+        self._rows.append((self._numbers[split], key, labels, *place, group, mtime, targets))
         if len(self._rows) == _BATCH:
             self._flush()
 
@@ -468,6 +477,7 @@ class Collector:
             skipped=sorted(self.skipped),
             class_names=self.class_names,
             is_labelled=self.is_labelled,
+            targets=self.targets,
         )
 
     def _flush(self) -> None:

@@ -6,8 +6,8 @@ All else is in their classes, in `pipeline/objectives/`.
 from typing import Literal, NamedTuple
 
 # What an objective does with labels. "partly": it learns those that there are, and some sets may have none. "scored":
-# only held-out images need some.
-Labels = Literal["learned", "partly", "scored", "unread"]
+# only held-out images need some. "targets": it learns numbers (`Dataset.targets`) and reads no labels.
+Labels = Literal["learned", "partly", "scored", "targets", "unread"]
 
 
 class ObjectiveFacts(NamedTuple):
@@ -22,6 +22,7 @@ class ObjectiveFacts(NamedTuple):
 OBJECTIVES = {
     "softmax": ObjectiveFacts("classification:Classification", "learned"),
     "sigmoid": ObjectiveFacts("classification:Classification", "learned"),
+    "regression": ObjectiveFacts("regression:Regression", "targets"),
     "dino": ObjectiveFacts("dino:Dino"),
     "lejepa": ObjectiveFacts("lejepa:Lejepa", of_whole_batch=True),
     "mae": ObjectiveFacts("mae:Mae"),

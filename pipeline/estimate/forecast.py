@@ -245,7 +245,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split
-    config = replace(config, data=replace(config.data, eval_split=found.eval_split))
+    config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
     used = int(np.count_nonzero(split.shard_sizes))
     notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
     of_set = f"manifest of {config.data.path}"

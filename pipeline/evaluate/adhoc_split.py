@@ -249,6 +249,7 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
         np.concatenate([[0], np.cumsum(labels >= 0)]),
         labels[labels >= 0],
         max_labels=int((labels >= 0).any()),
+        targets=np.empty((len(images), 0), np.float32),
         note=note,
     )
     return Split(

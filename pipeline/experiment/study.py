@@ -411,7 +411,7 @@ def _refuse_twins(cells: list[RunSpec]) -> None:
 def _check_comparable(cells: list[RunSpec]) -> None:
     """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
     losses = {cell.config.train.loss: cell.name for cell in cells}
-    if len(losses) > 1 and not all(objectives.kind(loss).predicts_classes for loss in losses):
+    if len(losses) > 1 and not all(objectives.kind(loss).predicts == "classes" for loss in losses):
         listed = ", ".join(f"{name} has {loss}" for loss, name in losses.items())
         raise UserError(f"train.loss: {listed}. Their scores cannot be compared.")
 

@@ -39,9 +39,17 @@ METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
 ADDITION = "objective."
 
 # Fields of `extra` that hold for a model after it was loaded: of how it reads images, and those of its head.
-_OF_IMAGES, _OF_HEAD = ("preprocessing", "trained_on"), ("classes", "class_names", "class_maps", "loss")
+# Names of the numbers that a head predicts, and, where these are standardised, by which mean and deviation.
+TARGETS, TARGET_SCALE = "targets", "target_scale"
+_OF_IMAGES, _OF_HEAD = ("preprocessing", "trained_on"), ("classes", "class_names", "class_maps", "loss", TARGETS)
 
 Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class _TargetScale:
+    mean: list[float]
+    deviation: list[float]
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class _Extra:
     loss: str | None = None
     trained_on: list[TrainedSet] | None = None
     decoder: DecoderFacts | None = None
+    targets: list[str] | None = None
+    target_scale: _TargetScale | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,11 @@ def _check_extra(extra: Plain, config: Config) -> _Extra:
             f"its class names do not fit its head: {counted(len(classes), 'name')},"
             f" {counted(config.num_classes, 'class')}. Correct the names where the file was written."
         )
+    if found.targets is not None and config.num_classes and len(found.targets) != config.num_classes:
+        raise UserError(
+            f"its targets do not fit its head: {counted(len(found.targets), 'name')},"
+            f" {counted(config.num_classes, 'output')}. Correct the names where the file was written."
+        )
     return found
 
 
@@ -202,7 +217,7 @@ def load(
     content: what `read_weights` returned for this path, so that it is not read again.
     say: called with one line for each assumption, conversion and omission.
     Returns a model with fp32 parameters on the CPU, in evaluation mode, with the class names and the preprocessing of
-    the weights.
+    the weights. A head that was trained on numbers predicts these in their own units.
     Raises UserError for a bad file, and for a head that would be kept on features that it was not trained on.
     """
     weights = content or read_weights(path, say)
@@ -223,6 +238,11 @@ def load(
     fresh = () if keep_head else ("head.", "norm.") if changes.get("mean_pool") else ("head.",)
     kept = {n: tensor for n, tensor in state.items() if n in new and not n.startswith(fresh)}
     model.load_state_dict({**new, **kept})
+    if keep_head and (scale := weights.extra.get(TARGET_SCALE)):
+        mean, deviation = (torch.tensor(scale[name]) for name in ("mean", "deviation"))
+        with torch.no_grad():
+            model.head.weight.mul_(deviation[:, None])
+            model.head.bias.mul_(deviation).add_(mean)
     model.extra = {name: weights.extra[name] for name in _OF_IMAGES + _OF_HEAD * keep_head if name in weights.extra}
     return model.eval()
 

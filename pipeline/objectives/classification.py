@@ -26,7 +26,7 @@ TOP = 5
 class Classification(Objective):
     """Softmax or sigmoid cross-entropy against class labels. kind: see `losses`. read: in place of `normalised`."""
 
-    predicts_classes = True
+    predicts = "classes"
     trains_backbone_alone = True
 
     @classmethod

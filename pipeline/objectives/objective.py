@@ -29,6 +29,7 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views
+from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
 from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION
@@ -72,9 +73,10 @@ class Objective(nn.Module):
     defaults.
     """
 
-    # Whether the backbone's output is logits of classes, which are scored as those of `launch/evaluate.py`.
-    predicts_classes: ClassVar[bool] = False
-    # If so, what makes probabilities of them: "softmax" or "sigmoid".
+    # What the backbone's output is, which is then scored as by `launch/evaluate.py`: logits of classes, numbers of the
+    # data set (`Dataset.targets`), or nothing that is known of an image.
+    predicts: ClassVar[Literal["classes", "targets", ""]] = ""
+    # Of classes, what makes probabilities of them: "softmax" or "sigmoid".
     loss_kind = ""
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
@@ -105,14 +107,14 @@ class Objective(nn.Module):
     def check(cls, config: RunConfig) -> None:
         """Raise UserError for settings of a run that do not fit this objective."""
         cls.settings(config).check()
-        of_classes = {
+        of_labels = {
             "augment.mixup": config.augment.mixup,
             "augment.cutmix": config.augment.cutmix,
             "train.freeze": config.train.freeze != NOTHING,
             "init.attentive_pool": config.init.attentive_pool,
             "init.fit_head": config.init.fit_head,
         }
-        if (given := [name for name, value in of_classes.items() if value]) and not cls.predicts_classes:
+        if (given := [name for name, value in of_labels.items() if value]) and not cls.predicts:
             raise UserError(
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an"
                 " objective that does, as softmax."
@@ -267,6 +269,14 @@ class Objective(nn.Module):
         weights.
         """
         raise NotImplementedError
+
+    def learn_from(self, data: RunData, head_is_trained: bool) -> str:
+        """Called once at each start, before a checkpoint is loaded, with what is trained on; returns a line for the
+        log, or "".
+
+        head_is_trained: whether the run begins with a head that predicts already, kept or fitted.
+        """
+        return ""
 
     def extra(self) -> dict[str, Any]:
         """Returns what a checkpoint's weights say of what is added to the backbone, plain data."""

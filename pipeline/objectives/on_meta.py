@@ -108,7 +108,8 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
     ]
     views = tuple(torch.empty(shape, dtype=getattr(torch, pixels.batch_type), device=META) for shape in groups)
     labels, valid = torch.zeros((images, 1), dtype=torch.int64), torch.ones(images, dtype=torch.bool)
-    batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64))
+    targets = torch.zeros(images, config.data.num_targets)
+    batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64), targets)
     found = objective.inputs(batch, META, None)
     return found._replace(views=tuple(view.to(dtype) for view in found.views))
 

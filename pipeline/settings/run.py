@@ -36,7 +36,7 @@ from pipeline.settings.quantities import (
     Threads,
     one_of,
 )
-from pipeline.settings.schema import Settings, refuse_without_effect, setting
+from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, setting
 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
@@ -236,6 +236,8 @@ class DataConfig(Settings):
     """Draw classes with probability proportional to their number of samples to this power: 1 takes each sample once an
     epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
     """
+    targets: Distinct[str] = setting(list, on_change="run")
+    """train.loss=regression: which numbers of the data set to learn (target_columns of launch/shard.py); empty: all."""
     threads: Threads = setting(2, on_change="nothing")
     """Decoding threads of each rank."""
     processes: NonNegativeInt = setting(0, on_change="nothing")
@@ -266,6 +268,11 @@ class DataConfig(Settings):
     def also_evaluated(self) -> list[str]:
         """Splits of data.eval_also."""
         return _named(self.eval_also)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of data.targets; 1 if it is not known yet which there are."""
+        return len(self.targets) or 1
 
 
 class AugmentConfig(Settings):
@@ -385,11 +392,11 @@ class TrainConfig(Settings):
     micro_batch: Batch = setting(64, on_change="comparison")
     """Samples per forward pass of one rank; determines accumulation."""
     loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
-    """Cross-entropy of class labels, over softmax or summed over sigmoids; or without labels: self-distillation (dino),
-    prediction between views with normal projections (lejepa), a masked autoencoder (mae), prediction of the features
-    (distill) or the classes (distill_classes) of published weights, or masked patch prediction of the mean colour of
-    half of the patches (512 colours), of 4 x 4 such colours, or of the pixels; or of few labels and of what an average
-    of the weights is sure of in images without one (pseudo_labels).
+    """Cross-entropy of class labels, over softmax or summed over sigmoids; numbers, such as an age (regression); or
+    without labels: self-distillation (dino), prediction between views with normal projections (lejepa), a masked
+    autoencoder (mae), prediction of the features (distill) or the classes (distill_classes) of published weights, or
+    masked patch prediction of the mean colour of half of the patches (512 colours), of 4 x 4 such colours, or of the
+    pixels; or of few labels and of what an average of the weights is sure of in images without one (pseudo_labels).
     """
     freeze: str = setting("none", pattern=r"^(none|backbone|encoder|(all but )?[1-9]\d{0,3} blocks?)$", on_change="run")
     """With init.weights, what is not trained: nothing (none), all but the head (backbone), all but the head and the
@@ -753,15 +760,15 @@ class RunConfig(Settings):
 
     @property
     def labels(self) -> Labels:
-        """What the run does with labels: learn them, learn those that there are, only score classes with them, or
-        neither.
+        """What the run does with labels: learn them, learn those that there are, only score classes with them, learn
+        numbers in their place, or nothing.
         """
         return OBJECTIVES[self.train.loss].labels
 
     @property
     def needs_labels(self) -> bool:
         """Whether its data set must have labels."""
-        return self.labels != "unread"
+        return self.labels not in ("targets", "unread")
 
     def without_effect(self) -> list[str]:
         """A line for each setting that a value of another section takes its effect from; what must be set is named by

@@ -338,14 +338,14 @@ class TrainingRun(StartingPoint):
         }
         preprocessing = {"image_size": min(config.model.image_size), **schema.to_dict(config.augment)}
         extra = {
-            "classes": dataset.classes,
+            **({} if engine.objective.predicts == "targets" else {"classes": dataset.classes}),
             "preprocessing": preprocessing,
             "loss": engine.objective.loss_kind or config.train.loss,
             TRAINED_ON: trained_on,
             "run": config.name,
             "step": progress.step,
         }
-        if dataset.class_names != dataset.classes:
+        if "classes" in extra and dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
         split = self.data.split
         if isinstance(split, MixedSplit) and split.class_maps:

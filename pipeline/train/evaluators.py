@@ -18,7 +18,9 @@ from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
+from pipeline.evaluate.regression import RegressionScores, predict_targets, score_targets
 from pipeline.evaluate.split_reader import SplitReader
+from pipeline.objectives.regression import Regression
 from pipeline.train.bookkeeping import TrainingRun
 
 
@@ -114,8 +116,8 @@ class Evaluator:
 
 
 class SplitEvaluator(Evaluator):
-    """Scores the held-out split. Classes are scored as by launch/evaluate.py; otherwise the scores are what the
-    objective measures.
+    """Scores the held-out split. Classes and numbers are scored as by launch/evaluate.py; otherwise the scores are what
+    the objective measures.
     """
 
     name = "scores"
@@ -129,14 +131,21 @@ class SplitEvaluator(Evaluator):
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}
         line = "; ".join(f"{of}{' (trained on)' * (of in trained)} {its}" for of, (its, _) in found.items())
         content = scores.to_dict() | {TRAINED_BY: trained.get(next(iter(found)), "")}
+        if isinstance(scores, RegressionScores):
+            content["per_target"] = scores.records()
         return Evaluation(metrics, content, line, predictions)
 
-    def _scores_on_all_ranks(self, step: int, split: Split) -> tuple[ClassificationScores | Means, Predictions | None]:
+    def _scores_on_all_ranks(
+        self, step: int, split: Split
+    ) -> tuple[ClassificationScores | RegressionScores | Means, Predictions | None]:
         config, engine, objective = self.run.config, self.run.engine, self.run.engine.objective
-        views = () if objective.predicts_classes else objective.views(config)
+        views = () if objective.predicts else objective.views(config)
         reader = SplitReader.of_run(config, split, self.run.ranks, objective.pixels, self.run.stop, views)
-        if not objective.predicts_classes:
+        if not objective.predicts:
             return means(self.watched(step, "evaluation", engine.measure), reader), None
+        if isinstance(objective, Regression):
+            found = predict_targets(self.watched(step, "evaluation", engine.forward), reader)
+            return score_targets(found, config.data.targets, objective.losses_of), None
         predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)
         num_classes, ordinal = self.run.data.dataset.num_classes, config.evaluate.ordinal
         return score(predictions, split, num_classes, objective.loss_kind, ordinal), predictions

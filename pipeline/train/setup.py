@@ -49,6 +49,7 @@ from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_ta
 from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
+from pipeline.model.weights import TARGETS
 from pipeline.monitor.health import CollapseReports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
@@ -350,12 +351,20 @@ def initial_model(
             console.say(
                 f"train.loss = {config.train.loss} begins with the backbone of {config.init.weights}; its head is new"
             )
-        if model.config.num_classes != num_classes:
+        learnt = model.extra.get(TARGETS, [])
+        if of_objective.predicts == "targets" and not config.init.new_head and learnt != config.data.targets:
+            raise UserError(
+                f"{config.init.weights} predicts {', '.join(learnt) or 'no numbers'}, and this run learns"
+                f" {', '.join(config.data.targets)}. Use init.new_head=true, or name those of the weights in their"
+                " order (data.targets)."
+            )
+        if model.config.num_classes != num_classes or (learnt and of_objective.predicts == "classes"):
             raise UserError(
                 f"{config.init.weights} has {counted(model.config.num_classes, 'class')}, {config.data.path} has "
                 f"{dataset.num_classes}. Use init.new_head=true, or the data set that these weights were made for."
             )
-        if num_classes and not config.init.new_head and (not names or len(names) == num_classes):
+        is_kept = of_objective.predicts == "classes" and not config.init.new_head
+        if is_kept and (not names or len(names) == num_classes):
             compared = config.data.path, dataset.classes, str(config.init.weights), names or ()
             if moved := moved_class(*compared):
                 raise UserError(
@@ -393,6 +402,10 @@ def _build_training_on_all_ranks(
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = ranks.on_all(lambda: objectives.create(config, start.model))  # It may read weights.
     objective.num_steps = plan.steps
+    is_trained = config.init.fit_head or (bool(config.init.weights) and not config.init.new_head)
+    line = objective.learn_from(start.data, head_is_trained=start.resumed is None and is_trained)
+    if line:
+        start.console.say(line)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
         weights = ranks.on_all(partial(read_weights, start.origin.path))
         start.console.say(ranks.on_all(partial(objective.load_additions, weights.added, weights.decoder)))
@@ -437,6 +450,7 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
             torch.ones(count, dtype=torch.bool),
             np.zeros(count, dtype=np.int64),
             np.zeros(count, dtype=np.int64),
+            torch.zeros(count, data.split.num_targets),
         )
 
     # The second has gradients and activations in memory.
@@ -448,7 +462,7 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
     trials: list[tuple[str, int, Callable[[int], object]]] = []  # (of what, most images that a rank may get, trial)
     if objectives.metrics(config)["scores"]:
         most = -(-max(len(split) for _, split in data.evaluated.values()) // plan.world_size)
-        if objective.predicts_classes:
+        if objective.predicts:
             trials.append(("evaluation", most, lambda count: engine.forward(zeros(count, *config.model.image_size))))
         else:
             trials.append(("evaluation", most, lambda count: engine.measure(blank(count, 0))))
@@ -503,10 +517,13 @@ def _begin_run_on_all_ranks(
     peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
+    learned = counted(dataset.num_classes, "class") if dataset.classes else "no labels"
+    if config.data.targets:
+        learned = f"numbers to predict: {', '.join(config.data.targets)}"
     speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
     console.say(
         f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"
-        f" {counted(dataset.num_classes, 'class') if dataset.classes else 'no labels'}, data"
+        f" {learned}, data"
         f" {dataset.fingerprint}{speed}"
     )
     hosts = ranks.gather(socket.gethostname())

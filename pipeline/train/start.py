@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split. draw: see
-    `prepare`.
+    """Data and plan of a run, checked. config: with an empty data.eval_split if there is no held-out split, and the
+    names of all data.targets. draw: see `prepare`.
     """
 
     config: RunConfig
@@ -149,7 +149,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
     data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
-    config = replace(config, data=replace(config.data, eval_split=data.eval_split))
+    config = replace(config, data=replace(config.data, eval_split=data.eval_split, targets=data.targets))
     probed = data.own
     if config.probe.every.amount and config.probe.reads_labels:
         if config.probe.data:

@@ -23,7 +23,9 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
     config = schema.load(RunConfig, None, [*given.split(), "train.length=2 steps", f"train.loss={objective}", *more])
     found: list[Any] = []
     engine: Any = SimpleNamespace(
-        objective=SimpleNamespace(views=lambda config: (), predicts_classes=objective == "softmax", pixels=RGB8),
+        objective=SimpleNamespace(
+            views=lambda config: (), predicts="classes" if objective == "softmax" else "", pixels=RGB8
+        ),
         untouched=lambda count: contextlib.nullcontext(),
         forward=lambda images: found.append(("forward", *images.shape)),
         measure=lambda batch: found.append(("measure", len(batch.rows))),
@@ -35,7 +37,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
     prepared: Any = SimpleNamespace(
         config=config,
         data=SimpleNamespace(
-            split=SimpleNamespace(max_labels=1), evaluated={str(count): (None, range(count)) for count in splits}
+            split=SimpleNamespace(max_labels=1, num_targets=0),
+            evaluated={str(count): (None, range(count)) for count in splits},
         ),
         plan=make_plan(config, 500, 4),
         run_probe=SimpleNamespace(labelled=labelled, own=range(500)) if config.probe.every.amount else None,

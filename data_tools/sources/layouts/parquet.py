@@ -45,13 +45,16 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             images, sizes = _unpack(path, file, config.image_column, staging)
             collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
-            wanted = [name for name in (columns.label, config.group_column) if name]
+            wanted = [name for name in (columns.label, config.group_column, *config.target_columns) if name]
             batches = file.iter_batches(_VALUES_AT_ONCE, columns=wanted)
             for row, values in enumerate(row for batch in batches for row in batch.to_pylist()):
                 label, group_value = values.get(columns.label), values.get(config.group_column)
-                names, group = columns.of_row(label, group_value, f"{path}, row {row}")
+                where = f"{path}, row {row}"
+                names, group = columns.of_row(label, group_value, where)
+                targets = columns.targets_of([values[name] for name in config.target_columns], where)
                 key, size = f"{name.removesuffix('.parquet')}/{row:06d}", int(sizes[row])
-                collector.sample(split, key, names, f"{name}, row {row}", container, offset, size, group=group)
+                about = {"group": group, "targets": targets}
+                collector.sample(split, key, names, f"{name}, row {row}", container, offset, size, **about)
                 offset += size
     columns.finish()
 

@@ -1,4 +1,4 @@
-"""A list of image files and their labels, if they have any, as CSV (.csv, .tsv) or Parquet."""
+"""A list of image files and their labels and numbers, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
 import contextlib
 import functools
@@ -63,17 +63,18 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         folder = path.parent
         by_id, num_by_id = _FilesById(folder), 0
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
-        chosen = [*of_paths, columns.label, config.group_column]
+        chosen = [*of_paths, columns.label, config.group_column, *config.target_columns]
         values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
         batches = pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE)
         rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
-        for number, (part, *paths, label, group) in enumerate(rows, 1):
+        for number, (part, *cells) in enumerate(rows, 1):
+            (*paths, label, group), targets = cells[: len(of_paths) + 2], cells[len(of_paths) + 2 :]
             where = f"{path}, row {number}"
             if part not in of_value:
                 continue
             if not any(paths):
                 raise UserError(f"{where}: {', '.join(of_paths)} is empty.")
-            for text in filter(None, (*paths, label, group) if is_csv else ()):
+            for text in filter(None, cells if is_csv else ()):
                 if re.search(r"[\r\n]", text):
                     # It goes on in the next line: the rows until its end would be lost.
                     raise UserError(
@@ -82,6 +83,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             if isinstance(label, str):
                 label = label.split(config.label_separator)
             names, of_group = columns.of_row(label, group, where)
+            numbers = columns.targets_of(targets, where)
             given, paths = paths, [name and by_id.find(name, where) for name in paths]
             num_by_id += given != paths
             key = _key(next(filter(None, paths)))
@@ -90,7 +92,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     place = name if name.startswith("/") or "://" in name else inside + name
                     size, mtime = _look_at(locate(folder, name), listed)
                     of_file = f"{key}@{channel}" if config.channel_columns else key
-                    collector.sample(of_value[part], of_file, names, place, -1, 0, size, group=of_group, mtime=mtime)
+                    about = {"group": of_group, "mtime": mtime, "targets": numbers}
+                    collector.sample(of_value[part], of_file, names, place, -1, 0, size, **about)
         if num_by_id:
             collector.notes.append(f"{path} names {counted(num_by_id, 'image')} without a suffix: found by that name")
     columns.finish()

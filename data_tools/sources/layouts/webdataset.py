@@ -132,7 +132,8 @@ def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group
     lines = []
     for folder, dataset in _data_sets(source, files).items():
         has_groups = not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}
-        if left := [*["groups"] * bool(has_groups), *paths_of_lists(dataset)]:
+        of_samples = [*["groups"] * bool(has_groups), *["numbers to predict"] * bool(dataset.targets)]
+        if left := [*of_samples, *paths_of_lists(dataset)]:
             lines.append(
                 f"warning: {', '.join(left)} of {folder} are not taken over. group_pattern finds groups in keys;"
                 " launch/verify.py and launch/dedup.py make lists of excluded samples anew"

@@ -35,7 +35,7 @@ from pipeline.base.missing import missing
 from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
-from pipeline.data.dataset.mapped_index import INDEX_FOLDER, ManifestIndex, open_index
+from pipeline.data.dataset.mapped_index import INDEX_FOLDER, TARGETS, ManifestIndex, open_index
 from pipeline.data.dataset.split import SAMPLES_FILE, SampleTable, Split
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
@@ -68,13 +68,21 @@ ROWS = pa.schema(
         "xxh128": pa.binary(16),
     }
 )
-# shard: row number in shards.parquet. Data sets whose samples have groups have the column GROUP, too.
+# shard: row number in shards.parquet. Data sets whose samples have groups have the column GROUP, too; those with
+# numbers to predict, `targets_field`.
 SAMPLES = ROWS.append(pa.field("split", _NAME)).append(pa.field("shard", "int32"))
 SHARDS = pa.schema({"name": "string", "split": "string", "samples": "int64", "bytes": "int64", "sha256": "string"})
 
 WHOLE = Limit.parse("100%")
 # Large enough to be read fast, small enough that reading the keys of a few samples takes few megabytes.
 _ROWS_PER_GROUP = 2**18
+
+
+def targets_field(num_targets: int) -> pa.Field:
+    """The column of samples.parquet with the numbers to predict, in the order of `Dataset.targets`; null for a missing
+    one.
+    """
+    return pa.field(TARGETS, pa.list_(pa.float32(), num_targets))
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,11 @@ class Dataset:
     @property
     def num_classes(self) -> int:
         return len(self.info["classes"])
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the numbers to predict, such as age; [] if its samples have none."""
+        return self.info.get("targets", [])
 
     @property
     def pixels(self) -> Pixels:
@@ -309,13 +322,15 @@ def write_dataset(
     class_names: Sequence[str] | None = None,
     pixels: Pixels = RGB8,
     left_out: Mapping[str, int] | None = None,
+    targets: Sequence[str] = (),
 ) -> Dataset:
     """Write the manifest of shards that are already in the folder; dataset.json, which makes it a data set, comes last.
 
-    shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, and
-    GROUP if they have groups), in the same order; they are read one by one, since together they may not fit in memory.
+    shards: in the order of their rows, one split after another. tables: the samples of each shard (schema ROWS, GROUP
+    if they have groups, and `targets_field` if they have targets), in the same order; they are read one by one, since
+    together they may not fit in memory.
     class_names: readable names of classes, where they have others. pixels: what the values of images mean. left_out:
-    see `Dataset.left_out`.
+    see `Dataset.left_out`. targets: see `Dataset.targets`.
     """
     splits = list(dict.fromkeys(shard.split for shard in shards))
     with replacing(path / SAMPLES_FILE) as file:
@@ -339,6 +354,8 @@ def write_dataset(
         info["left_out"] = dict(left_out)
     if class_names is not None:
         info["class_names"] = list(class_names)
+    if targets:
+        info["targets"] = list(targets)
     dataset = Dataset(path, info)
     if isinstance(path, Path):
         for split in splits:
@@ -366,7 +383,9 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
     """Write samples.parquet. Each split begins a row group."""
     tables = iter(tables)
     first = list(itertools.islice(tables, 1))
-    schema = SAMPLES.append(GROUP) if first and GROUP.name in first[0].column_names else SAMPLES
+    names = first[0].column_names if first else []
+    schema = SAMPLES.append(GROUP) if GROUP.name in names else SAMPLES
+    schema = schema.append(first[0].field(TARGETS)) if TARGETS in names else schema
     dictionaries = ["split", "ext", "shard", GROUP.name]
     with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionaries) as writer:
         waiting: list[pa.Table] = []

@@ -1,7 +1,8 @@
 """The columns of a split that training reads, memory-mapped: opening them takes no time, whatever their length.
 
     index/<split>-<hash of samples.parquet>/             in the data set's folder
-        offsets, sizes, label_starts, labels, hashes     plain little-endian arrays (COLUMNS)
+        offsets, sizes, label_starts, labels, hashes,    plain little-endian arrays (COLUMNS)
+        targets
         max_labels                                       one number
         index.json                                       their checksums, XXH3-128 in hex, by the name of the column
 
@@ -37,9 +38,12 @@ COLUMNS = {
     "labels": "<i4",
     "hashes": f"V{HASH_BYTES}",
     "max_labels": "<i4",
+    "targets": "<f4",
 }
-_FORMAT, _INFO = "vit-index/3", "index.json"
-_PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128"]
+_FORMAT, _INFO = "vit-index/4", "index.json"
+# The column of samples.parquet with numbers to predict, if samples have some.
+TARGETS = "targets"
+_PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128", TARGETS]
 
 # Reads these columns of a split's rows in samples.parquet, part by part.
 Read = Callable[[list[str]], Iterable[pa.Table]]
@@ -52,7 +56,8 @@ class ManifestIndex:
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
     sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
     number of labels of a sample. note: a line to print when the split is opened, else empty. hashes: (n,) V16, XXH3-128
-    of each image's bytes; empty for images without a manifest.
+    of each image's bytes; empty for images without a manifest. targets: (n, T) float32, the numbers to predict, NaN for
+    a missing one; of images without any, T is 0.
     """
 
     offsets: np.ndarray
@@ -60,6 +65,7 @@ class ManifestIndex:
     label_starts: np.ndarray
     labels: np.ndarray
     max_labels: int
+    targets: np.ndarray
     note: str = ""
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
 
@@ -99,7 +105,9 @@ def map_index(folder: Path, remember: bool = True) -> ManifestIndex | None:
             columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
     except (FileNotFoundError, UserError):
         return None
-    return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), **columns)
+    n, values = len(columns["offsets"]), columns.pop("targets")
+    targets = values.reshape(n, len(values) // n if n else 0)
+    return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), targets=targets, **columns)
 
 
 def _build_once(folder: Path, read: Read) -> ManifestIndex:
@@ -142,6 +150,9 @@ def _write(folder: Path, read: Read) -> None:
                 label_starts=num_labels + np.cumsum(counts, dtype=np.int64),
                 hashes=hash_column(table["xxh128"]),
             )
+            if TARGETS in table.column_names:
+                values = pc.list_flatten(table[TARGETS])
+                append(targets=pc.fill_null(values, float("nan")).to_numpy())
             num_labels += int(counts.sum())
             max_labels = max(max_labels, int(counts.max(initial=0)))
         append(max_labels=[max_labels])

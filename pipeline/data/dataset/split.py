@@ -214,6 +214,31 @@ class Split:
         at = self.manifest_rows(row)
         return self.index.labels[self.index.label_starts[at] : self.index.label_starts[at + 1]]
 
+    @property
+    def num_targets(self) -> int:
+        """T, how many numbers there are to predict of each sample."""
+        return self.index.targets.shape[1]
+
+    @property
+    def target_values(self) -> np.ndarray:
+        """float32 (n, T), the numbers to predict of all samples, NaN for a missing one."""
+        return np.delete(self.index.targets, self.excluded_rows, axis=0)
+
+    def targets_of(self, row: int) -> np.ndarray:
+        """float32 (T,), of one sample."""
+        return self.index.targets[self.manifest_rows(row)]
+
+    def with_targets(self, columns: Sequence[int]) -> "Split":
+        """The same samples with these numbers to predict, by their places; -1 is one that all samples lack."""
+        known = self.index.targets
+        if not len(columns):
+            return self if not known.shape[1] else replace(self, index=replace(self.index, targets=known[:, :0]))
+        chosen = np.full((len(self.index), len(columns)), np.nan, np.float32)
+        for place, column in enumerate(columns):
+            if column >= 0:
+                chosen[:, place] = known[:, column]
+        return replace(self, index=replace(self.index, targets=chosen))
+
     def hash_of(self, row: int) -> bytes | None:
         """XXH3-128 of the bytes of one image; None where the manifest has none."""
         return self.index.hashes[self.manifest_rows(row)].tobytes() if len(self.index.hashes) else None

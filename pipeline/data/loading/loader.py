@@ -22,7 +22,7 @@ from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.order import Order
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
-from pipeline.data.loading.workers import Batch, WorkerProcesses, fill
+from pipeline.data.loading.workers import Batch, WorkerProcesses, empty_batch, fill
 
 __all__ = ["Batch", "Loader", "eval_requests", "normalise", "to_device", "train_requests"]
 
@@ -97,9 +97,7 @@ class Loader:
     def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[dict[int, str]]]]:
         C = self.writer.pixels.num_channels
         views = tuple(self._new_images(num, len(rows), height, width, C) for num, height, width in self.writer.shapes)
-        labels = torch.full((len(rows), self.split.max_labels), -1, dtype=torch.int64)
-        valid = torch.zeros(len(rows), dtype=torch.bool)
-        batch = Batch(views, labels, valid, rows, epochs)
+        batch = empty_batch(views, rows, epochs, self.split.max_labels, self.split.num_targets)
         # Two parts per thread over all batches in flight: fewer, larger parts measured 5 % faster.
         num_parts = -(-2 * self.threads // (self.prefetch + 1))
         if self.processes:

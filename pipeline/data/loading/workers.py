@@ -13,7 +13,7 @@ import socket
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -44,7 +44,8 @@ class Batch:
 
     M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all
     zeros.
-    rows, epochs: int64 (B,), as of `Order.rows`.
+    rows, epochs: int64 (B,), as of `Order.rows`. targets: float32 (B, T), the numbers to predict; NaN for a missing
+    one, and for those of an unreadable image.
     """
 
     views: tuple[Tensor, ...]
@@ -52,6 +53,7 @@ class Batch:
     valid: Tensor
     rows: np.ndarray
     epochs: np.ndarray
+    targets: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     @property
     def images(self) -> Tensor:
@@ -59,13 +61,22 @@ class Batch:
         return self.views[0][0]
 
 
+def empty_batch(
+    views: tuple[Tensor, ...], rows: np.ndarray, epochs: np.ndarray, max_labels: int, num_targets: int
+) -> Batch:
+    """A batch whose samples are to be filled in."""
+    labels = torch.full((len(rows), max_labels), -1, dtype=torch.int64)
+    targets = torch.full((len(rows), num_targets), torch.nan)
+    return Batch(views, labels, torch.zeros(len(rows), dtype=torch.bool), rows, epochs, targets)
+
+
 def fill(reader: ShardReader, writer: ViewWriter, batch: Batch, part: range) -> dict[int, str]:
     """Decode some samples of a batch into their places. Returns row -> why it cannot be read; its views are zeros, and
-    `valid` and `labels` stay as they are.
+    `valid`, `labels` and `targets` stay as they are.
     """
     bad = {}
     views = [view for group in batch.views for view in group.numpy()]
-    all_labels, valid = batch.labels.numpy(), batch.valid.numpy()
+    all_labels, valid, targets = batch.labels.numpy(), batch.valid.numpy(), batch.targets.numpy()
     for i, row in zip(part, batch.rows[part.start : part.stop].tolist(), strict=True):
         outs = [view[i] for view in views]
         try:
@@ -77,6 +88,7 @@ def fill(reader: ShardReader, writer: ViewWriter, batch: Batch, part: range) -> 
             continue
         labels = reader.split.labels_of(row)
         all_labels[i, : len(labels)] = labels
+        targets[i] = reader.split.targets_of(row)
         valid[i] = True
     return bad
 
@@ -123,12 +135,15 @@ class WorkerProcesses:
         worker = self._idle.get()
         try:
             of_part = slice(part.start, part.stop)
-            worker.connection.send((batch.rows[of_part], batch.epochs[of_part], batch.labels.shape[1]))
+            sizes = batch.labels.shape[1], batch.targets.shape[1]
+            worker.connection.send((batch.rows[of_part], batch.epochs[of_part], *sizes))
             answer, retries = self._answer(worker)
             self.retry.add(retries)
             if isinstance(answer, BaseException):
                 raise answer
-            bad, batch.labels.numpy()[of_part], batch.valid.numpy()[of_part] = answer
+            bad, *found = answer
+            for own, of_worker in zip((batch.labels, batch.valid, batch.targets), found, strict=True):
+                own.numpy()[of_part] = of_worker
             for own, shared in zip(batch.views, _views(worker.shared, self.writer, len(part)), strict=True):
                 own.numpy()[:, of_part] = shared
         except (OSError, EOFError):
@@ -187,13 +202,13 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writer: ViewW
     reader, retry = ShardReader(split), split.storage.retry
     with contextlib.suppress(EOFError, OSError):  # The rank has closed its end.
         while True:
-            rows, epochs, max_labels = connection.recv()
+            rows, epochs, max_labels, num_targets = connection.recv()
             count, before = len(rows), retry.retries
-            labels, valid = np.full((count, max_labels), -1), np.zeros(count, bool)
             views = tuple(map(torch.from_numpy, _views(shared, writer, count)))
-            batch = Batch(views, torch.from_numpy(labels), torch.from_numpy(valid), rows, epochs)
+            batch = empty_batch(views, rows, epochs, max_labels, num_targets)
             try:
-                answer: object = fill(reader, writer, batch, range(count)), labels, valid
+                bad = fill(reader, writer, batch, range(count))
+                answer: object = bad, batch.labels.numpy(), batch.valid.numpy(), batch.targets.numpy()
             except UserError as error:
                 answer = error
             except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.

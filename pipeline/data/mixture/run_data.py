@@ -36,7 +36,7 @@ class RunData:
     split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> (data set, split). eval_split: see
     `held_out_split`.
     epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first
-    share.
+    share. targets: names of the numbers that are learned, which all splits have in this order; [] for none.
     """
 
     own: Dataset
@@ -45,6 +45,7 @@ class RunData:
     evaluated: dict[str, tuple[Dataset, Split]]
     eval_split: str
     epoch_samples: int
+    targets: list[str]
 
     @property
     def evaluation(self) -> Split | None:
@@ -84,20 +85,22 @@ def open_run_data(
     labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are
     there; if they are learned partly, those of sets that have some; if they are unread, those of data.path alone.
     Raises UserError as `open_dataset` and `run_splits` do, for sets that do not go together, and for training images of
-    which none has a label that is learned.
+    which none has a label, or a number, that is learned.
     """
     own = open_dataset(data.path, storage)
+    targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
     evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
     mixture = mixture_of(data)
     first = Part(mixture.sets[0], own, split)
     for name in data.also_evaluated:
         _add_evaluated(evaluated, name, first, name, f"data.eval_also = {data.eval_also}")
-    run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split))
+    run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
         run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)
     for dataset, part in evaluated.values():
-        part.refuse_without_score(dataset.path, labels != "unread" and bool(run.dataset.classes))
+        part.refuse_without_score(dataset.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
+    run = _with_targets(run)
     _refuse_remote(data, run.split)
     # A data set without any classes is refused by what reads them.
     if labels in ("learned", "partly") and own.classes and len(run.split) and not run.split.max_labels:
@@ -107,6 +110,52 @@ def open_run_data(
             f" (train.loss={NEED_NO_LABELS})."
         )
     return run
+
+
+def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
+    """The numbers that a run learns. Raises UserError for data without any, or without one that data.targets names."""
+    if not own.targets:
+        raise UserError(
+            f"train.loss = regression learns numbers, and {own.path} has none. Shard it with target_columns=[age] of a"
+            " list or Parquet, or target_pattern=REGEX of file names (docs/sharding.md)."
+        )
+    if unknown := [name for name in data.targets if name not in own.targets]:
+        raise UserError(
+            f"data.targets = {quoted(data.targets)}: {own.path} has no numbers {unknown[0]!r}. It has:"
+            f" {', '.join(own.targets)}."
+        )
+    return data.targets or own.targets
+
+
+def _with_targets(run: RunData) -> RunData:
+    """The data with the numbers that are learned, in one order, in all splits; a set that lacks one has missing values.
+
+    Raises UserError for one that no training image has.
+    """
+
+    def chosen(dataset: Dataset, split: Split) -> Split:
+        places = {name: place for place, name in enumerate(dataset.targets)}
+        return split.with_targets([places.get(name, -1) for name in run.targets])
+
+    evaluated = {name: (dataset, chosen(dataset, split)) for name, (dataset, split) in run.evaluated.items()}
+    for dataset, split in evaluated.values():
+        if run.targets and not np.isfinite(split.target_values).any():
+            raise UserError(
+                f"{dataset.path}: split {split.name!r} has images, but no values of {', '.join(run.targets)}, so"
+                " nothing can be scored on it. Name another split."
+            )
+    if isinstance(run.split, MixedSplit):
+        sets = tuple(replace(one, split=chosen(one.dataset, one.split)) for one in run.split.sets)
+        train: Split = replace(run.split, sets=sets)
+    else:
+        train = chosen(run.own, run.split)
+    lacking = ~np.isfinite(train.target_values).any(0)
+    if run.targets and lacking.any():
+        raise UserError(
+            f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {train.name!r} of"
+            f" {run.own.path}): choose others (data.targets), or another data.train_split."
+        )
+    return replace(run, split=train, evaluated=evaluated)
 
 
 def _refuse_remote(data: DataConfig, split: Split) -> None:

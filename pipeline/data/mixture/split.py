@@ -60,7 +60,7 @@ class MixedSplit(Split):
 
     # Inherited, they would silently be those of the first part.
     place_of = hash_of = label_offsets = label_values = groups = group_names = property(_ask_the_parts)
-    only = relabelled = without_labels = row_of = property(_ask_the_parts)
+    only = relabelled = without_labels = with_targets = row_of = property(_ask_the_parts)
 
     @property
     def parts(self) -> tuple[Split, ...]:
@@ -84,6 +84,19 @@ class MixedSplit(Split):
         one, row = self._find(row)
         labels = one.split.labels_of(row)
         return labels if one.label_map is None else one.label_map[labels]
+
+    @property
+    def num_targets(self) -> int:
+        """Those of `open_run_data`, the same of each set."""
+        return self.parts[0].num_targets
+
+    @property
+    def target_values(self) -> np.ndarray:
+        return np.concatenate([part.target_values for part in self.parts])
+
+    def targets_of(self, row: int) -> np.ndarray:
+        one, row = self._find(row)
+        return one.split.targets_of(row)
 
     def part_of(self, row: int) -> tuple[Split, int]:
         one, row = self._find(row)

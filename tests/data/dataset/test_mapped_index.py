@@ -20,7 +20,14 @@ from pipeline.data.dataset.mapped_index import open_index
 
 LABELS = [[row % 5] * (row % 4) for row in range(20)]
 HASHES = [bytes([row + 1]) * 16 for row in range(20)]
-_COLUMNS = {"offset": pa.int64(), "size": pa.int64(), "labels": pa.list_(pa.int32()), "xxh128": pa.binary(16)}
+TARGETS = [[row / 4, None if row % 3 else -row] for row in range(20)]
+_COLUMNS = {
+    "offset": pa.int64(),
+    "size": pa.int64(),
+    "labels": pa.list_(pa.int32()),
+    "xxh128": pa.binary(16),
+    "targets": pa.list_(pa.float32(), 2),
+}
 
 
 def read(columns: list[str]) -> list[pa.Table]:
@@ -30,6 +37,7 @@ def read(columns: list[str]) -> list[pa.Table]:
         "size": [3 * row for row in range(20)],
         "labels": LABELS,
         "xxh128": HASHES,
+        "targets": TARGETS,
     }
     schema = pa.schema([(column, _COLUMNS[column]) for column in columns])
     return [pa.table({column: whole[column][first : first + 7] for column in columns}, schema) for first in (0, 7, 14)]
@@ -42,6 +50,8 @@ def check(found: mapped_index.ManifestIndex) -> None:
     assert [found.labels[starts[row] : starts[row + 1]].tolist() for row in range(20)] == LABELS
     assert (len(found), found.max_labels) == (20, 3)
     assert [found.hashes[row].tobytes() for row in range(20)] == HASHES
+    expected = [[np.nan if value is None else value for value in row] for row in TARGETS]
+    assert np.array_equal(found.targets, np.array(expected, np.float32), equal_nan=True)
 
 
 def refuse(columns: list[str]) -> list[pa.Table]:

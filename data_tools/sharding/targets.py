@@ -1,0 +1,73 @@
+"""Numbers to predict of each image: found in file names, described, and added to the manifest's rows."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_tools.sources import Listing
+from data_tools.sources.labels import as_number
+from data_tools.sources.listing import TABLE, with_columns
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted, printable
+from pipeline.data.dataset.manifest import targets_field
+
+
+def with_targets(listing: Listing, pattern: str) -> Listing:
+    """The listing with the numbers that the named groups of `pattern` (target_pattern) find in the files' names without
+    their suffix; itself without a pattern. A name that it does not match has none.
+
+    Raises UserError for what is found and is not a number.
+    """
+    if not pattern:
+        return listing
+    compiled = re.compile(pattern)
+    names = list(compiled.groupindex)
+    values = []
+    for name in listing.table["name"].to_pylist():
+        match = compiled.search(os.path.splitext(name)[0])
+        texts = [match and match[group] for group in names]
+        values.append([as_number(text, name, group) for group, text in zip(names, texts, strict=True)])
+    column = pa.array(values, TABLE.field("targets").type)
+    return replace(listing, targets=names, table=with_columns(listing.table, targets=column))
+
+
+def describe_targets(listing: Listing) -> Iterator[str]:
+    """Lines to print: the values of each number in each split. Raises UserError for one that no image has."""
+    values = _values(listing, np.arange(len(listing)))
+    split = listing.table["split"].to_numpy()
+    for place, name in enumerate(listing.targets):
+        if not np.isfinite(values[:, place]).any():
+            raise UserError(f"{listing.source}: no image has a value of {name!r} (target_columns, target_pattern).")
+        for number, of_split in enumerate(listing.splits):
+            found = values[split == number, place]
+            present = found[np.isfinite(found)]
+            line = f"{printable(name)}: {len(present):,} of {counted(len(found), 'image')} of {of_split} have a value"
+            if len(present):
+                line += f", {present.min():.6g} to {present.max():.6g}, mean {present.mean():.6g}"
+            yield line
+
+
+def add_targets(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
+    """The manifest's rows of a shard with the numbers to predict, if the listing has some. rows: of the shard's samples
+    in the listing.
+    """
+    if not listing.targets:
+        return table
+    keys = listing.table["key"].take(pa.array(rows)).combine_chunks()
+    places = pc.index_in(table["key"].cast(pa.large_string()), keys)
+    values = _values(listing, rows[places.to_numpy()]).ravel()
+    flat = pa.array(values, pa.float32(), from_pandas=True)  # A NaN becomes null.
+    field = targets_field(len(listing.targets))
+    return table.append_column(field, pa.FixedSizeListArray.from_arrays(flat, len(listing.targets)))
+
+
+def _values(listing: Listing, rows: np.ndarray) -> np.ndarray:
+    """float32 (rows, T), NaN for a missing one."""
+    lists = listing.table["targets"].take(pa.array(rows)).combine_chunks()
+    flat = pc.fill_null(pc.list_flatten(lists), float("nan")).to_numpy()
+    return flat.reshape(len(rows), len(listing.targets))

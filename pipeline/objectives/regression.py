@@ -1,0 +1,170 @@
+"""Regression: the backbone predicts numbers of an image, such as an age or a dose.
+
+Each target is standardised by the mean and the deviation of its values in the training split, so that targets of
+different units weigh the same. A missing value contributes nothing. The head predicts standardised values; checkpoints
+say how they are standardised (`extra`), and `pipeline.model.load` makes a head of it that predicts the values
+themselves.
+
+Shapes: B batch, T targets, n samples.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat
+from torch import Tensor
+
+from pipeline.base.metric import Metric
+from pipeline.base.words import counted
+from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.mixture.run_data import RunData
+from pipeline.model import Model
+from pipeline.model.weights import TARGET_SCALE, TARGETS
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
+from pipeline.settings.run import RunConfig
+from pipeline.settings.schema import Settings, setting
+
+
+class RegressionSettings(Settings):
+    loss: Literal["huber", "squared"] = "huber"
+    """Loss of a standardised error: its square (squared); or half of that up to objective.delta, and linear beyond
+    (huber), so that few wrong or extreme values do not decide.
+    """
+    delta: PositiveFloat = setting(1.0, needs="loss=huber")
+    """Huber: error from which the loss is linear, in standard deviations of the target."""
+
+
+class Regression(Objective):
+    """Huber or squared error of standardised targets. target_mean, target_deviation: float32 (T,), of the training
+    split.
+    """
+
+    Settings = RegressionSettings
+    predicts = "targets"
+    trains_backbone_alone = True
+
+    target_mean: Tensor
+    target_deviation: Tensor
+
+    @classmethod
+    def metrics(cls, config: RunConfig) -> Metrics:
+        return {**metrics_of(config.data.targets), **super().metrics(config)}
+
+    @classmethod
+    def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
+        return {"num_classes": config.data.num_targets}
+
+    @classmethod
+    def create(cls, config: RunConfig, backbone: Model) -> Objective:
+        return cls(backbone, cls.settings(config), config.data.targets)
+
+    def __init__(self, backbone: Model, given: RegressionSettings, names: Sequence[str] = ()) -> None:
+        super().__init__(backbone)
+        self.given, self.names = given, list(names)
+        num_targets = backbone.config.num_classes
+        self.register_buffer("target_mean", torch.zeros(num_targets, dtype=torch.float32))
+        self.register_buffer("target_deviation", torch.ones(num_targets, dtype=torch.float32))
+
+    def learn_from(self, data: RunData, head_is_trained: bool) -> str:
+        values = data.split.target_values
+        of_values = standardisation(values)
+        for buffer, found in zip((self.target_mean, self.target_deviation), of_values, strict=True):
+            buffer.copy_(torch.from_numpy(found))
+        if head_is_trained:  # It predicts the values themselves.
+            head = self.backbone.head
+            mean, deviation = (of.to(head.weight.device) for of in (self.target_mean, self.target_deviation))
+            with torch.no_grad():
+                head.weight.div_(deviation[:, None])
+                head.bias.sub_(mean).div_(deviation)
+        described = (
+            f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
+            for name, mean, deviation, count in zip(
+                self.names, *of_values, np.isfinite(values).sum(0).tolist(), strict=True
+            )
+        )
+        return f"targets, mean and deviation in training: {', '.join(described)}"
+
+    def extra(self) -> dict[str, Any]:
+        scale = {"mean": self.target_mean.tolist(), "deviation": self.target_deviation.tolist()}
+        return {TARGETS: self.names, TARGET_SCALE: scale}
+
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        views, facts = super().inputs(batch, device, None)
+        targets = self.standardised(to_device(batch.targets, device))
+        if mixing is not None:
+            images, own = mix_images(views[0], facts["valid"], mixing)
+            # A sample that is not mixed keeps its values where its partner lacks them.
+            views, alone = (images,), own[:, None] == 1
+            targets = torch.where(alone, targets, mix_pairs(targets, own))
+        return Inputs(views, {**facts, "targets": targets})
+
+    def standardised(self, targets: Tensor) -> Tensor:
+        """Targets (B, T) in their own units -> in deviations from their mean."""
+        return (targets - self.target_mean) / self.target_deviation
+
+    def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
+        """The loss (n,) of predictions and targets (n, T) in their own units."""
+        predicted, true = (self.standardised(of.to(self.target_mean.device)) for of in (values, targets))
+        return losses(predicted, true, self.given.loss, self.given.delta).cpu()
+
+    def losses(self, views: Images, facts: Facts) -> Tensor:
+        return losses(self.backbone(views[0]), facts["targets"], self.given.loss, self.given.delta)
+
+    def forward(
+        self, views: Images, facts: Facts, task: Literal["loss", "measure", "backbone"] = "loss"
+    ) -> Any:  # As documented above it, but "backbone" returns values in the targets' own units.
+        found = super().forward(views, facts, task)
+        return found.float() * self.target_deviation + self.target_mean if task == "backbone" else found
+
+
+def metric_name(target: str) -> str:
+    """How the metrics of a target end: its name, with _ for what names of metrics may not have."""
+    return re.sub(r"[^\w.-]", "_", target)
+
+
+def metrics_of(targets: Sequence[str]) -> Metrics:
+    """The scores of predictions of these targets, the most telling first; with several, also those of each, and of all
+    only the means that have no unit.
+    """
+    scores = {
+        "r2": Metric(better="higher"),
+        "rmse": Metric(better="lower"),
+        "mae": Metric(better="lower"),
+        "spearman": Metric(better="higher"),
+    }
+    if len(targets) < 2:
+        return scores
+    of_each = {f"{name}_{metric_name(of)}": metric for of in targets for name, metric in scores.items()}
+    return {"r2": scores["r2"], "spearman": scores["spearman"], **of_each}
+
+
+def losses(predicted: Tensor, targets: Tensor, kind: str, delta: float = 1.0) -> Tensor:
+    """Loss per sample, float32 (B,), of standardised predictions and targets (B, T), NaN for a missing one: the sum
+    over those that are there, divided by T, so that each value counts the same.
+
+    kind "squared": the squared error. "huber": half of it up to delta, delta * (error - delta / 2) beyond (Huber 1964).
+    """
+    present = targets.isfinite()
+    # In place of a missing value, the prediction: NaN times 0 would be NaN, also in the gradient.
+    predicted = predicted.float()
+    known = torch.where(present, targets, predicted.detach())
+    if kind == "squared":
+        return F.mse_loss(predicted, known, reduction="none").mean(1)
+    return F.huber_loss(predicted, known, reduction="none", delta=delta).mean(1)
+
+
+def standardisation(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(mean, deviation), float32 (T,) each, of the values (n, T) that are there, computed in float64. The deviation of
+    a constant is 1.
+
+    values: NaN where one is missing, each target with at least one.
+    """
+    columns = [column[np.isfinite(column)].astype(np.float64) for column in values.T]
+    mean = np.array([column.mean() for column in columns], np.float32)
+    deviation = np.array([column.std() for column in columns], np.float32)
+    return mean, np.where(deviation > 0, deviation, np.float32(1))
