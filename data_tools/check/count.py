@@ -18,7 +18,8 @@ from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 class SplitCounts:
     """The images of one split. classes: (K,) int64, labels of each class. labels: int64, samples by number of labels.
 
-    width, height, size: (samples,) pixels and bytes of each. formats: samples by file extension.
+    width, height, size: (samples,) pixels and bytes of each. formats: samples by file extension. targets: name ->
+    (samples,) float32, numbers to predict, NaN for a missing one.
     """
 
     classes: np.ndarray
@@ -27,6 +28,7 @@ class SplitCounts:
     height: np.ndarray
     size: np.ndarray
     formats: Counter[str]
+    targets: dict[str, np.ndarray]
 
     @property
     def short(self) -> np.ndarray:
@@ -51,6 +53,7 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[dict[str, Any]
             height,
             size,
             Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
+            dict(zip(dataset.targets, dataset.index(split).targets.T, strict=True)),
         )
     mixed, first = [], Counter[str]()
     for shard in dataset.shards():

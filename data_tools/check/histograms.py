@@ -26,13 +26,15 @@ Colours = dict[str, str]
 def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], shards: Sequence[dict[str, Any]]) -> bytes:
     """A PNG of six panels: classes, sides, aspect ratios, bytes, labels or formats, mixing; a colour for each split.
 
-    Without classes, the first and the last panel are left out.
+    Without classes, the first and the last panel are left out. A third row shows the first numbers to predict.
 
     shards: rows of `count`.
     """
     columns = 3 if dataset.classes else 2
-    figure = Figure(figsize=(5 * columns, 8.6), dpi=100, layout="constrained")
-    panels = list(figure.subplots(2, columns).ravel())
+    rows = 3 if dataset.targets else 2
+    figure = Figure(figsize=(5 * columns, 4.3 * rows), dpi=100, layout="constrained")
+    panels = list(figure.subplots(rows, columns).ravel())
+    panels, of_targets = panels[: 2 * columns], panels[2 * columns :]
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
     total = sum(len(of.size) for of in counts.values())
     title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
@@ -48,7 +50,12 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], shards: Se
     _histogram(sizes, {split: np.maximum(of.size, 1) for split, of in counts.items()}, colours, is_log=True)
     sizes.set(title="Size of a file", xlabel="bytes")
     _labels_or_formats(labels_or_formats, counts, colours)
-    for axes in panels:
+    for axes, target in zip(of_targets, dataset.targets, strict=False):
+        _target(axes, {split: of.targets[target] for split, of in counts.items()}, colours)
+        axes.set(title=shorten(printable(target), 3 * _MAX_NAME), xlabel="value")
+    for axes in of_targets[len(dataset.targets) :]:
+        axes.set_visible(False)
+    for axes in (*panels, *of_targets):
         style_axes(axes, "y")
     handles = [sides.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
@@ -86,6 +93,16 @@ def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_l
         step = -(-(last - first + 1) // _BINS)
         edges = (np.arange(first - 3 * step, last + 4 * step, step) - 0.5).tolist()
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    _draw(axes, values, edges, colours)
+
+
+def _target(axes: Axes, values: dict[str, np.ndarray], colours: Colours) -> None:
+    """Share of each split's values, of those that are there."""
+    there = {split: of[np.isfinite(of)] for split, of in values.items()}
+    _draw(axes, there, np.histogram_bin_edges(np.concatenate(list(there.values())), 40).tolist(), colours)
+
+
+def _draw(axes: Axes, values: dict[str, np.ndarray], edges: list[float], colours: Colours) -> None:
     for split, of in values.items():
         shares = np.full(len(of), 1 / max(len(of), 1))
         axes.hist(of, edges, weights=shares, histtype="stepfilled", color=colours[split], alpha=0.35)

@@ -1,6 +1,7 @@
 """Statistics of a data set from its manifest: counts, sizes, formats, class mix; optionally a contact sheet."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -133,7 +134,19 @@ def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
         "aspect_ratio": _quantiles(counts.aspect),
         "bytes_per_image": {"mean": int(counts.size.sum()) / max(len(counts.size), 1), **_quantiles(counts.size)},
         "formats": dict(counts.formats.most_common()),
+        "targets": {name: _values(of) for name, of in counts.targets.items()},
     }
+
+
+def _values(target: np.ndarray) -> dict[str, float]:
+    """Of the numbers to predict that are there. target: (samples,), NaN for a missing one."""
+    there = target[np.isfinite(target)].astype(np.float64)
+    if not len(there):
+        return {"missing": len(target)}
+    found = {"mean": there.mean(), "deviation": there.std()} | {
+        name: np.quantile(there, share, method="inverted_cdf") for name, share in _QUANTILES.items()
+    }
+    return {"missing": len(target) - len(there)} | {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
 def _quantiles(values: np.ndarray) -> dict[str, float]:
@@ -163,7 +176,7 @@ def _shard_summary(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
     """Every number of stats.json under a dotted name for experiment trackers, such as 'train.classes.median'."""
     numbers = {"num_classes": stats["num_classes"], **flatten(stats["splits"])}
-    return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+    return {re.sub(r"[^\w.-]", "_", name): of for name, of in numbers.items() if isinstance(of, (int, float))}
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
@@ -187,4 +200,6 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
         ):
             facts = (f"{fact} {value:,.6g}" for fact, value in of[part].items() if isinstance(value, int | float))
             print(f"    {part.replace('_', ' ')}: {', '.join(facts)}")
+        for target, values in of["targets"].items():
+            print(f"    {target}: {', '.join(f'{fact} {value:,.6g}' for fact, value in values.items())}")
     print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")

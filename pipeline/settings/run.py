@@ -658,8 +658,8 @@ class InitConfig(Settings):
     """
     fit_head: bool = setting(False, needs="weights")
     """With a new head: before the first step it is fitted to the features of all training images (logistic regression,
-    its weight decay chosen on held-out fifths), and saved and scored as step 0. With train.length='0 steps', that is
-    the whole run.
+    or ridge regression of numbers, its weight decay chosen on held-out fifths), and saved and scored as step 0. With
+    train.length='0 steps', that is the whole run.
     """
     fit_views: PositiveInt = setting(1, needs="fit_head")
     """1: each image as it is evaluated. More: so many views of it as in training (augment), which help a few hundred
@@ -836,6 +836,11 @@ class RunConfig(Settings):
             raise UserError(
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
+            )
+        if self.data.targets and self.labels != "targets":
+            raise UserError(
+                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression; {self.train.loss} learns no"
+                " numbers. Leave it out."
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:

@@ -34,44 +34,49 @@ def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
     """Replace the head of the run's model by one fitted to its features of the training split.
 
     Each image is read once, by all ranks together; rank 0 fits. Returns metrics: the decay that was chosen, and the
-    held-out accuracy and loss. Raises UserError for too few images.
+    held-out accuracy or R2, and loss. Raises UserError for too few images.
     """
     config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
+    targets = split.target_values if config.data.targets else None
     labels = label_table(split)
+    is_known = (labels >= 0).any(1) if targets is None else np.isfinite(targets).any(1)
     model.eval().to(ranks.device)
     seen = _features_on_all_ranks(start)
 
     def fit() -> tuple[LinearHead, dict[str, float]]:
-        usable = seen.readable & np.isfinite(seen.values).all((1, 2)) & (labels >= 0).any(1)
+        usable = seen.readable & np.isfinite(seen.values).all((1, 2)) & is_known
         if usable.sum() < 2 * linear_head.FOLDS:
+            what = "a class" if targets is None else "a number"
             raise UserError(
-                f"init.fit_head needs {2 * linear_head.FOLDS} readable training images with a class, and {split.name!r}"
+                f"init.fit_head needs {2 * linear_head.FOLDS} readable training images with {what}, and {split.name!r}"
                 f" of {config.data.path} has {usable.sum()}. Leave it out."
             )
-        values = seen.values[usable]
-        of_views = labels[usable].repeat(values.shape[1], axis=0)
-        # Each class counts as often as training draws it.
-        weights = np.bincount(of_views[:, 0]).astype(np.float64)[of_views[:, 0]] ** (config.data.balance - 1)
-        parts = divide(labels[usable, 0], linear_head.FOLDS, None if split.groups is None else split.groups[usable])
-        head = linear_head.fit(
-            torch.from_numpy(values.reshape(-1, values.shape[2])).to(ranks.device),
-            torch.from_numpy(of_views).to(ranks.device),
-            torch.from_numpy(weights.astype(np.float32)).to(ranks.device),
-            parts.repeat(values.shape[1]),
-            start.data.dataset.num_classes,
-            config.train.loss,
-        )
-        right = (head.probabilities.argmax(1).cpu().numpy()[:, None] == of_views).any(1)
+        num_views = seen.values.shape[1]
+        values = torch.from_numpy(seen.values[usable].reshape(-1, seen.values.shape[2])).to(ranks.device)
+        known = (labels if targets is None else targets)[usable].repeat(num_views, axis=0)
+        classes = labels[usable, 0] if targets is None else np.zeros(usable.sum(), np.int64)
+        parts = divide(classes, linear_head.FOLDS, None if split.groups is None else split.groups[usable])
+        parts = parts.repeat(num_views)
+        if targets is None:
+            # Each class counts as often as training draws it.
+            weights = np.bincount(known[:, 0]).astype(np.float64)[known[:, 0]] ** (config.data.balance - 1)
+            head = linear_head.fit(
+                values,
+                torch.from_numpy(known).to(ranks.device),
+                torch.from_numpy(weights.astype(np.float32)).to(ranks.device),
+                parts,
+                start.data.dataset.num_classes,
+                config.train.loss,
+            )
+            score = float((head.predicted.argmax(1).cpu().numpy()[:, None] == known).any(1).mean())
+            metric, said = "head_held_out_top1", f"top-1 of the head {score:.2%}"
+        else:
+            head = linear_head.fit_numbers(values, torch.from_numpy(known).to(ranks.device), parts)
+            score = 1 - head.held_out[head.decay]  # The loss is in variances of each target.
+            metric, said = "head_held_out_r2", f"R2 of the head {score:.4f}"
         tried = ", ".join(f"{decay:.1g}: {loss:.3f}" for decay, loss in head.held_out.items())
-        start.console.say(
-            f"held-out top-1 of the head {right.mean():.2%}, with a weight decay of {head.decay:.1g}"
-            f" (held-out loss by decay: {tried})"
-        )
-        return head, {
-            "head_decay": head.decay,
-            "head_held_out_loss": head.held_out[head.decay],
-            "head_held_out_top1": float(right.mean()),
-        }
+        start.console.say(f"held-out {said}, with a weight decay of {head.decay:.1g} (held-out loss by decay: {tried})")
+        return head, {"head_decay": head.decay, "head_held_out_loss": head.held_out[head.decay], metric: score}
 
     head, metrics = ranks.on_main(fit)
     with torch.no_grad():

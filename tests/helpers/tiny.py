@@ -11,7 +11,7 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Shard, targets_field, write_dataset
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.storage.content import content_hash
 from pipeline.settings.run import AugmentConfig
@@ -33,12 +33,14 @@ def make_dataset(
     labelled: bool = True,
     order: Sequence[int] = range(NUM_CLASSES),
     pixels: Pixels = RGB8,
+    targets: Sequence[str] = (),
 ) -> Path:
     """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order:
     of the classes.
 
     pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn,
-    stretched to their range.
+    stretched to their range. targets: names of at most three numbers, the means of red, green and blue; a third of the
+    samples lack the last one.
     """
     ext = "png" if pixels.is_rgb8 else "npy"
     path.mkdir(parents=True, exist_ok=True)
@@ -77,11 +79,18 @@ def make_dataset(
                             "width": size,
                             "height": size,
                             "xxh128": content_hash(data),
+                            **({"targets": means(picture, len(targets), lacks_last=i % 3 == 0)} if targets else {}),
                         }
                     )
             content = (path / name).read_bytes()
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
-            tables.append(pa.Table.from_pylist(rows, ROWS))
+            schema = ROWS.append(targets_field(len(targets))) if targets else ROWS
+            tables.append(pa.Table.from_pylist(rows, schema))
     classes = [f"class{c}" for c in order] if labelled else []
-    write_dataset(path, shards, tables, classes, {"made by": "tests"}, {}, pixels=pixels)
+    write_dataset(path, shards, tables, classes, {"made by": "tests"}, {}, pixels=pixels, targets=targets)
     return path
+
+
+def means(picture: np.ndarray, count: int, lacks_last: bool) -> list[float | None]:
+    found: list[float | None] = picture.mean((0, 1))[:count].tolist()
+    return [*found[:-1], None if lacks_last else found[-1]]

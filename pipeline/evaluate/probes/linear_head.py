@@ -1,6 +1,7 @@
-"""A linear head fitted to features: logistic regression, whose weight decay is chosen on held-out parts.
+"""A linear head fitted to features: logistic regression, or ridge regression of numbers, whose weight decay is chosen
+on held-out parts.
 
-Shapes: n samples, M labels of each, D features, K classes, F folds.
+Shapes: n samples, M labels of each, D features, K classes or numbers, F folds, L decays.
 """
 
 from dataclasses import dataclass
@@ -17,21 +18,22 @@ FOLDS = 5
 _DECAYS = [10.0 ** (exponent / 2) for exponent in range(2, -13, -1)]
 _ITERATIONS = 200  # of L-BFGS, for each decay
 _CHUNK = 2**24  # logits at a time
+_ROWS = 2**14  # of features at a time, in float64
 
 
 @dataclass(frozen=True)
 class LinearHead:
     """weight: float32 (K, D). bias: (K,). decay: chosen, of weights for features with a deviation of 1.
 
-    held_out: mean loss of samples that were held out, by decay. probabilities: float32 (n, K), of each sample by the
-    head that was fitted without it, at the chosen decay.
+    held_out: mean loss of samples that were held out, by decay. predicted: float32 (n, K), the probabilities or numbers
+    of each sample by the head that was fitted without it, at the chosen decay.
     """
 
     weight: Tensor
     bias: Tensor
     decay: float
     held_out: dict[float, float]
-    probabilities: Tensor
+    predicted: Tensor
 
 
 def fit(
@@ -56,7 +58,7 @@ def fit(
 
     learnt = [zeros() for _ in range(FOLDS)]
     held_out: dict[float, float] = {}
-    best, probabilities = _DECAYS[0], torch.empty(0)
+    best, chosen = _DECAYS[0], torch.empty(0)
     for decay in _DECAYS:
         predicted = torch.empty(len(labels), num_classes, device=features.device)
         for part in range(FOLDS):
@@ -66,12 +68,63 @@ def fit(
         losses = classification.losses(predicted, labels, kind)
         held_out[decay] = float((losses * weights).sum() / weights.sum())
         if held_out[decay] == min(held_out.values()):
-            best, probabilities = decay, probabilities_of(predicted, kind)
+            best, chosen = decay, probabilities_of(predicted, kind)
         elif len(held_out) - list(held_out).index(best) > 2:
             break
     whole = _minimise(zeros(), standard, labels, weights, best, kind)
     weight = whole[:, :-1] / deviation
-    return LinearHead(weight, whole[:, -1] - weight @ mean, best, held_out, probabilities)
+    return LinearHead(weight, whole[:, -1] - weight @ mean, best, held_out, chosen)
+
+
+def fit_numbers(features: Tensor, targets: Tensor, parts: np.ndarray) -> LinearHead:
+    """Minimise the mean squared error + decay * |W|^2 of standardised features and targets, for the decay with the
+    least held-out error, which is the mean over the targets: 1 minus the mean R2.
+
+    features: float32 (n, D). targets: float32 (n, K), NaN for a missing one. parts: as in `fit`.
+    """
+    mean, deviation = features.mean(0), features.std(0).clamp(min=1e-6)
+    standard, held = (features - mean) / deviation, torch.from_numpy(parts).to(features.device)
+    decays = torch.tensor(_DECAYS, dtype=torch.float64, device=features.device)
+    heads, errors = [], torch.zeros_like(decays)
+    of_decays = torch.full((*targets.shape, len(decays)), torch.nan, device=features.device)
+    for number, values in enumerate(targets.T):
+        present = values.isfinite()
+        middle, unit = values[present].mean(), values[present].std(correction=0)
+        unit = torch.where(unit > 0, unit, 1)
+        rows = [present & (held == part) for part in range(FOLDS)]
+        sums = [_products(standard[of], (values[of] - middle) / unit) for of in rows]
+        for part, of in enumerate(rows):
+            head = _ridge(sum(sums[:part] + sums[part + 1 :]), decays).float()
+            of_decays[of, number] = (standard[of] @ head[:-1] + head[-1]) * unit + middle
+        misses = (of_decays[present, number] - values[present, None]) / unit
+        errors += misses.double().square().mean(0) / targets.shape[1]
+        head = _ridge(sum(sums), decays).float() * unit
+        head[-1] += middle
+        heads.append(head)
+    best = int(errors.argmin())
+    whole = torch.stack([head[:, best] for head in heads])
+    weight = whole[:, :-1] / deviation
+    held_out = dict(zip(_DECAYS[: best + 3], errors.tolist(), strict=False))  # As many as `fit` tries.
+    return LinearHead(weight, whole[:, -1] - weight @ mean, _DECAYS[best], held_out, of_decays[:, :, best])
+
+
+def _products(features: Tensor, values: Tensor) -> Tensor:
+    """float64 (D + 2, D + 2): the products of all pairs of features, a one and the value, summed over the samples."""
+    total = torch.zeros(features.shape[1] + 2, features.shape[1] + 2, dtype=torch.float64, device=features.device)
+    for x, y in zip(features.split(_ROWS), values.split(_ROWS), strict=True):
+        rows = torch.cat([x, torch.ones_like(y)[:, None], y[:, None]], 1).double()
+        total += rows.T @ rows
+    return total
+
+
+def _ridge(products: Tensor, decays: Tensor) -> Tensor:
+    """float64 (D + 1, L): the weights and, in the last row, the bias at each decay. products: of `_products`."""
+    mean = products[-2, [*range(len(products) - 2), -1]] / products[-2, -2]
+    covariance = products[:-2, :-2] / products[-2, -2] - mean[:-1, None] * mean[:-1]
+    scales, directions = torch.linalg.eigh(covariance)
+    of_value = directions.T @ (products[:-2, -1] / products[-2, -2] - mean[:-1] * mean[-1])
+    weights = directions @ (of_value[:, None] / (scales.clamp(min=0)[:, None] + decays))
+    return torch.cat([weights, (mean[-1] - mean[:-1] @ weights)[None]])
 
 
 def _logits(head: Tensor, features: Tensor) -> Tensor:

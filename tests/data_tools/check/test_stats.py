@@ -15,10 +15,11 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 from ranks import ROOT
 from raw_images import encoded, settings, write_folder
+from tiny import make_dataset
 
 from data_tools.check import contact_sheet, count, stats
 from data_tools.sharding import shard
-from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, write_dataset
+from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.settings.commands.data import StatsConfig
 
 FILES = [stats.STATS, stats.CLASSES, stats.SHARDS, stats.HISTOGRAMS, stats.SHEET]
@@ -159,3 +160,22 @@ def test_the_command_sends_all_of_it_to_mlflow(
     for name in FILES:
         sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
         assert sent.read_bytes() == (out / name).read_bytes()
+
+
+def test_numbers_to_predict_are_described_and_drawn(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", {"train": 30, "val": 9}, labelled=False, targets=["red", "dose (mg/l)"])
+    found = run(data, tmp_path / "out", sheet=0)
+    values = open_dataset(data).split("train").target_values
+    train = found["splits"]["train"]["targets"]
+    assert train["red"]["missing"] == 0
+    assert train["red"]["mean"] == pytest.approx(values[:, 0].mean(), rel=1e-4)
+    assert train["dose (mg/l)"]["missing"] == 10
+    assert train["dose (mg/l)"]["max"] == pytest.approx(np.nanmax(values[:, 1]), rel=1e-4)
+    assert "train.targets.dose__mg_l_.median" in stats.metrics(found)
+    plain = run(make_dataset(tmp_path / "plain", {"train": 9}, labelled=False), tmp_path / "plain-out", sheet=0)
+    assert plain["splits"]["train"]["targets"] == {}
+    with (
+        Image.open(tmp_path / "out/histograms.png") as drawn,
+        Image.open(tmp_path / "plain-out/histograms.png") as other,
+    ):
+        assert drawn.height > other.height

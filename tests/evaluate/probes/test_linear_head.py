@@ -46,19 +46,44 @@ def test_the_decay_has_the_least_held_out_loss(samples: tuple[Tensor, Tensor]) -
     features, labels = samples
     head = fitted(features, labels)
     assert head.decay == min(head.held_out, key=lambda decay: head.held_out[decay])
-    right = head.probabilities.argmax(1) == labels[:, 0]
+    right = head.predicted.argmax(1) == labels[:, 0]
     assert right.float().mean() > 0.6
-    loss = classification.losses(head.probabilities.log(), labels, "softmax").mean()
+    loss = classification.losses(head.predicted.log(), labels, "softmax").mean()
     assert loss == pytest.approx(head.held_out[head.decay], rel=1e-4)
     # Labels that say nothing need the strongest decay, and cannot be predicted.
     noise = fitted(features, labels[torch.randperm(N, generator=torch.Generator().manual_seed(1))])
     assert noise.decay > 3 * head.decay
-    assert (noise.probabilities.argmax(1) == labels[:, 0]).float().mean() < 0.4
+    assert (noise.predicted.argmax(1) == labels[:, 0]).float().mean() < 0.4
 
 
 def test_a_wrong_label_is_doubted_by_the_head_that_was_not_fitted_to_it(samples: tuple[Tensor, Tensor]) -> None:
     features, labels = samples
     wrong = labels.clone()
     wrong[:8, 0] = (wrong[:8, 0] + 1) % K
-    of_label = fitted(features, wrong).probabilities.gather(1, wrong[:, :1])[:, 0]
+    of_label = fitted(features, wrong).predicted.gather(1, wrong[:, :1])[:, 0]
     assert of_label[:8].median() < of_label[8:].median() / 2
+
+
+def test_numbers_are_fitted_as_by_ridge_regression(samples: tuple[Tensor, Tensor]) -> None:
+    """Against the normal equations of standardised features, of the values that are there."""
+    features, labels = samples
+    noise = torch.randn(N, generator=torch.Generator().manual_seed(3))
+    standard = (features - features.mean(0)) / features.std(0)
+    targets = torch.stack([1000 + 50 * (standard[:, 0] - standard[:, 5] + noise), noise], 1)
+    targets[::3, 0] = torch.nan
+    parts = divide(labels[:, 0].numpy(), linear_head.FOLDS, None)
+    head = linear_head.fit_numbers(features, targets, parts)
+    known = ~targets[:, 0].isnan()
+    x, y = standard[known].double(), targets[known, 0].double()
+    x, mean = torch.cat([x, torch.ones(len(x), 1)], 1), y.mean()
+    penalty = head.decay * torch.eye(D + 1, dtype=torch.float64)
+    penalty[-1, -1] = 0
+    solved = torch.linalg.solve(x.T @ x / len(x) + penalty, x.T @ (y - mean) / len(x))
+    expected = x @ solved + mean
+    torch.testing.assert_close(features[known] @ head.weight[0] + head.bias[0], expected.float(), rtol=1e-4, atol=0.05)
+    assert head.decay == min(head.held_out, key=lambda decay: head.held_out[decay])
+    errors = [float((head.predicted[:, k] - targets[:, k])[~targets[:, k].isnan()].square().mean()) for k in (0, 1)]
+    variances = [float(targets[~targets[:, k].isnan(), k].var(correction=0)) for k in (0, 1)]
+    held_out = sum(error / variance for error, variance in zip(errors, variances, strict=True)) / 2
+    assert held_out == pytest.approx(head.held_out[head.decay], rel=1e-3)
+    assert errors[0] / variances[0] < 0.5 < 0.9 < errors[1] / variances[1]

@@ -1,0 +1,116 @@
+"""Numbers to predict: from lists, Parquet and file names into shards, the manifest and a split."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raw_images import jpeg, settings, write_folder
+
+from data_tools.sharding import shard
+from data_tools.sharding.targets import describe_targets, with_targets
+from data_tools.sources import Listing, list_source
+from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import SAMPLES_FILE, open_dataset
+
+# The name of each image, its age and dose, as text of a CSV.
+ROWS = [("a.jpg", "31", "0.5"), ("b.jpg", "", "1e-3"), ("c.jpg", "44.25", "NA"), ("d.jpg", "-2", "7")]
+AGES, DOSES = [31, np.nan, 44.25, -2], [0.5, 1e-3, np.nan, 7]
+
+
+def write_list(folder: Path, rows: list[tuple[str, ...]] = ROWS, header: str = "path,age,dose") -> Path:
+    write_folder({name: jpeg(number) for number, (name, *_) in enumerate(rows)}, folder)
+    (folder / "list.csv").write_text("\n".join([header, *map(",".join, rows)]) + "\n")
+    return folder / "list.csv"
+
+
+def listed(source: Path, **others: object) -> Listing:
+    config = settings(source, source.parent / "unused", **others)
+    config.check()
+    return with_targets(list_source(source, config, source.parent / "staging"), config.target_pattern)
+
+
+def values(listing: Listing) -> dict[str, list[float | None]]:
+    return dict(zip(listing.table["key"].to_pylist(), listing.table["targets"].to_pylist(), strict=True))
+
+
+def test_numbers_of_a_list_reach_the_split(ray_cluster: int, tmp_path: Path) -> None:
+    source = write_list(tmp_path / "raw", [(*row, "x") for row in ROWS], "path,age,dose,label")
+    given = {"target_columns": ["dose", "age"], "samples_per_shard": 3}
+    dataset = shard.run(settings(source, tmp_path / "out", **given))
+    assert (dataset.targets, dataset.classes) == (["dose", "age"], ["x"])
+    split = dataset.split("train")
+    order = [ord(key) - ord("a") for key in split.keys(range(4))]
+    expected = np.array([DOSES, AGES], np.float32).T[order]
+    assert np.array_equal(split.target_values, expected, equal_nan=True)
+    assert np.array_equal(split.targets_of(1), expected[1], equal_nan=True)
+    assert np.array_equal(split.only(np.array([0, 2])).target_values, expected[[0, 2]], equal_nan=True)
+    chosen = split.with_targets([1, -1])
+    assert np.array_equal(chosen.target_values[:, 0], expected[:, 1], equal_nan=True)
+    assert np.isnan(chosen.target_values[:, 1]).all()
+    # In the manifest a missing value is null, in a shard as well.
+    column = pq.read_table(tmp_path / "out" / SAMPLES_FILE)["targets"]
+    assert column.type == pa.list_(pa.float32(), 2)
+    assert sum(None in row for row in column.to_pylist()) == 2
+    with tarfile.open(tmp_path / "out/train-000000.tar") as tar:
+        member = next(name for name in tar.getnames() if name.endswith(".json"))
+        stored = json.loads(tar.extractfile(member).read())  # type: ignore[union-attr]
+    number = ord(member[0]) - ord("a")
+    wanted = [None if np.isnan(of[number]) else of[number] for of in (DOSES, AGES)]
+    assert list(stored["targets"].values()) == wanted
+    # Other values are another data set, and not the resumed one.
+    source.write_text(source.read_text().replace("44.25", "45"))
+    with pytest.raises(UserError, match="numbers"):
+        shard.run(settings(source, tmp_path / "out", **given))
+    again = shard.run(settings(source, tmp_path / "other", **given))
+    assert again.fingerprint != dataset.fingerprint == open_dataset(tmp_path / "out").fingerprint
+
+
+def test_numbers_of_parquet(tmp_path: Path) -> None:
+    images = [jpeg(number) for number in range(3)]
+    table = {"image": images, "age": pa.array([1, None, 3], pa.int16()), "dose": [0.5, float("nan"), None]}
+    (tmp_path / "raw").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "raw/train.parquet")
+    found = listed(tmp_path / "raw", layout="parquet", target_columns=["age", "dose"])
+    assert list(values(found).values()) == [[1, 0.5], [None, None], [3, None]]
+    pq.write_table(pa.table({**table, "age": [[1], [2], [3]]}), tmp_path / "raw/train.parquet")
+    with pytest.raises(UserError, match="age"):
+        listed(tmp_path / "raw", layout="parquet", target_columns=["age"])
+
+
+def test_numbers_in_names_beside_classes(tmp_path: Path) -> None:
+    names = ["cat/x_dose0.25_t3.jpg", "cat/y_dose1_t4.jpg", "dog/z.jpg"]
+    source = write_folder({name: jpeg(i) for i, name in enumerate(names)}, tmp_path / "raw")
+    found = listed(source, target_pattern=r"dose(?P<dose>[0-9.]+)_t(?P<hours>\d+)")
+    assert (found.targets, found.classes) == (["dose", "hours"], ["cat", "dog"])
+    assert sorted(values(found).values(), key=str) == [[0.25, 3], [1, 4], [None, None]]
+    assert [line.split()[1] for line in describe_targets(found)] == ["2", "2"]
+    with pytest.raises(UserError, match="name"):
+        listed(source, target_pattern=r"(?P<name>[a-z]+)_dose")
+    with pytest.raises(UserError, match="hours"):
+        list(describe_targets(listed(source, target_pattern=r"nothing(?P<hours>\d)")))
+    with pytest.raises(UserError, match="target_pattern"):
+        listed(source, target_pattern="dose([0-9.]+)")
+
+
+@pytest.mark.parametrize("text", ["old", "3;4", "1_0", "inf", "1e99", "0x1F", '"3,5"'])
+def test_what_is_not_a_number_is_named_with_its_row_and_column(text: str, tmp_path: Path) -> None:
+    source = write_list(tmp_path / "raw", [*ROWS, ("e.jpg", "1", text)])
+    with pytest.raises(UserError, match=r"list\.csv, row 5.*'dose'"):
+        listed(source, target_columns=["age", "dose"])
+
+
+def test_a_column_of_numbers_named_label_makes_no_classes(tmp_path: Path) -> None:
+    found = listed(write_list(tmp_path / "raw", header="path,label,dose"), target_columns=["label"])
+    assert not found.is_labelled
+    assert found.classes == []
+    assert values(found)["c"] == [44.25]
+
+
+def test_a_column_without_any_number_is_refused(tmp_path: Path) -> None:
+    source = write_list(tmp_path / "raw", [(name, "", dose) for name, _, dose in ROWS])
+    with pytest.raises(UserError, match="age"):
+        list(describe_targets(listed(source, target_columns=["age", "dose"])))
