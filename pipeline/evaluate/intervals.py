@@ -11,7 +11,8 @@ from pipeline.base.random_numbers import Purpose
 
 OVER_SEEDS = "over seeds"
 OVER_SAMPLES = "over test samples"
-_DRAWS = 1_000
+# So many numbers are read by all draws together, but there are at least and at most so many draws.
+_DRAWN_VALUES, _MIN_DRAWS, _MAX_DRAWS = 1_000_000_000, 100, 1_000
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,12 @@ class Bootstrap:
         measure: Callable[[np.ndarray], np.ndarray],
         num: int,
         groups: np.ndarray | None = None,
-        draws: int = _DRAWS,
+        columns: int = 1,
     ) -> "Bootstrap":
         """measure: how often each sample was drawn, float64 (n,), -> scores (S,). groups: int64 (n,), of samples that
-        are alike and drawn together.
+        are alike and drawn together. columns: how many numbers of each sample it reads.
         """
+        draws = min(_MAX_DRAWS, max(_MIN_DRAWS, _DRAWN_VALUES // (num * columns)))
         units = np.arange(num) if groups is None else np.unique(groups, return_inverse=True)[1]
         sizes = np.bincount(units)
         freedom = num - 1.0 if groups is None else freedom_of_groups(sizes)

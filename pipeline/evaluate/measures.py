@@ -1,4 +1,4 @@
-"""Scores of grades, of several labels an image and of numbers: functions of weighted samples, and thresholds.
+"""Scores of grades, of numbers and of several labels an image: functions of weighted samples, and thresholds.
 
 Shapes: n samples, K classes, S scores. weights: (n,), how often each sample counts: once, or as often as a bootstrap
 draws it.
@@ -38,6 +38,50 @@ def quadratic_kappa(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray
     (first, second), (var_first, var_second), cov = Moments.of(true, predicted, weights)
     by_chance = var_first + var_second + (first - second) ** 2
     return 2 * cov / by_chance if by_chance > 0 else float("nan")
+
+
+# ---------------------------------------------------------------------- numbers: NaN without samples
+def r2(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The coefficient of determination, 1 - sum((true - predicted)^2) / sum((true - mean(true))^2): 1 is perfect, 0 as
+    good as always saying the mean of the values scored, below 0 worse. NaN for values that are all the same.
+    """
+    if not (count := weights.sum()):
+        return float("nan")
+    total = weights @ np.square(true - weights @ true / count)
+    return float(1 - weights @ np.square(true - predicted) / total) if total > 0 else float("nan")
+
+
+def rmse(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The root of the mean squared error."""
+    count = weights.sum()
+    return float(np.sqrt(weights @ np.square(true - predicted) / count)) if count else float("nan")
+
+
+def mae(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The mean absolute error."""
+    count = weights.sum()
+    return float(weights @ np.abs(true - predicted) / count) if count else float("nan")
+
+
+def places(values: np.ndarray) -> np.ndarray:
+    """int64 (n,): the place of each value among the different ones, for `spearman`."""
+    return np.unique(values, return_inverse=True)[1]
+
+
+def spearman(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """Spearman's rank correlation of `places`; equal values share the mean of their ranks. NaN where either is
+    constant.
+    """
+    if not weights.sum():
+        return float("nan")
+    of = Moments.of(*(_ranks(values, weights) for values in (true, predicted)), weights)
+    return of.cov / (of.var[0] * of.var[1]) ** 0.5 if min(of.var) > 0 else float("nan")
+
+
+def _ranks(places: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """float64 (n,), the rank of each sample where each is there as often as its weight says."""
+    counts = np.bincount(places, weights=weights)
+    return (np.cumsum(counts) - counts / 2)[places]
 
 
 # ---------------------------------------------------------------------- several labels an image

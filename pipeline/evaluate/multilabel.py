@@ -23,7 +23,6 @@ CSV = "per_label.csv"
 DEFAULT_THRESHOLD = 0.5
 # 0.8 GB of probabilities.
 _MAX_VALUES = 200_000_000
-_DRAWN_VALUES, _MIN_DRAWS, _MAX_DRAWS = 1_000_000_000, 100, 1_000
 
 
 def is_multilabel(split: Split, loss_kind: str) -> bool:
@@ -77,8 +76,7 @@ def score(
     own = precisions(np.ones(len(split)))
     if not np.isfinite(own).any():
         return {}
-    draws = min(_MAX_DRAWS, max(_MIN_DRAWS, _DRAWN_VALUES // scores.size))
-    low, high = Bootstrap.of(measure, len(split), split.groups, draws).interval()[:, 0]
+    low, high = Bootstrap.of(measure, len(split), split.groups, len(names)).interval()[:, 0]
     limits = np.full(len(names), DEFAULT_THRESHOLD) if thresholds is None else thresholds
     chosen = scores >= limits
     report = ClassReport.of((chosen & has).sum(0), chosen.sum(0), has.sum(0))

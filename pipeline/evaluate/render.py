@@ -8,10 +8,11 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.page import Beside, Block, Heading, Paragraph, Table, png
+from pipeline.base.page import COLOURS, Beside, Block, Heading, Paragraph, Table, png, style_axes
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.evaluate import measures
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 
@@ -23,16 +24,25 @@ _MEANS = {
     "macro_recall": "recall, mean over classes",
     "macro_f1": "F1, mean over classes",
 }
+# Scores of numbers -> how they are called, and shown.
+_OF_NUMBERS = {
+    "r2": ("R²", ".4f"),
+    "rmse": ("RMSE", ".4g"),
+    "mae": ("MAE", ".4g"),
+    "spearman": ("Spearman's rank correlation", ".4f"),
+}
 _COUNTS = {
     "num_samples": "images",
     "num_groups": "groups of them",
-    "num_unreadable": "unreadable images (counted as wrong)",
+    "num_unreadable": "unreadable images ({})",
     "num_unlabelled": "images without a label (counted as wrong)",
 }
 _MAX_LISTED, _MAX_NAMED = 30, 20
+SCATTER = "Predicted against true values, with the line on which they are equal"
 CONFUSION = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
+_MAX_SCATTERS, _MANY_POINTS = 12, 2_000
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
@@ -41,6 +51,17 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     for name, (text, form) in _WITH_ENDS.items():
         if name in scores:
             rows += _with_ends(text, form, name, scores)
+    of_targets = scores.get("per_target", [])
+    if len(of_targets) > 1:
+        rows += [
+            (f"{_OF_NUMBERS[name][0]}, mean over targets", _in_brackets(name, scores)) for name in ("r2", "spearman")
+        ]
+    for of in of_targets:
+        rows += [(f"{of['target']}: {text}", _in_brackets(name, of)) for name, (text, _) in _OF_NUMBERS.items()]
+        missing = scores["num_samples"] - scores["num_unreadable"] - of["num_values"]
+        rows += [(f"{of['target']}: missing values (not scored)", f"{missing:,}")] if missing else []
+    if of_targets:
+        rows.append(("in brackets: 95 % intervals over", "groups" if "num_groups" in scores else "images"))
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
@@ -70,7 +91,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
-    rows += [(text, f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
+    treated = "not scored" if "per_target" in scores else "counted as wrong"
+    rows += [(text.format(treated), f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
     rows.append(("images/s", significant(scores["images_per_second"])))
     return rows
 
@@ -82,6 +104,13 @@ def _with_ends(text: str, form: str, name: str, scores: Mapping[str, Any]) -> It
     if not math.isnan(low):
         over = "groups" if "num_groups" in scores else "images"
         yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
+
+
+def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
+    """A score of numbers and its interval."""
+    form = _OF_NUMBERS[name][1]
+    value, low, high = (scores[name + end] for end in ("", "_low", "_high"))
+    return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if low is not None and not math.isnan(low) else "")
 
 
 def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
@@ -150,12 +179,47 @@ def _how(scores: dict[str, Any]) -> str:
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
+    learned = f"numbers: {', '.join(scores['targets'])}" if "targets" in scores else ""
     return (
-        f"{origin}{grades}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f"{origin}{grades}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."
     )
+
+
+# ---------------------------------------------------------------------- numbers
+def draw_scatter(predicted: np.ndarray, true: np.ndarray, names: Sequence[str]) -> bytes:
+    """A PNG of the predicted against the true values, (n, T), NaN where there is none, of the first targets. names: of
+    all targets.
+    """
+    shown = min(len(names), _MAX_SCATTERS)
+    columns = min(3, shown)
+    rows = -(-shown // columns)
+    figure = Figure(figsize=(4.3 * columns, 4.4 * rows), dpi=110, layout="constrained")
+    for place, name in enumerate(names[:shown]):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        known = np.isfinite(predicted[:, place]) & np.isfinite(true[:, place])
+        pair = [values[known, place].astype(np.float64) for values in (true, predicted)]
+        if known.any():
+            low, high = min(map(np.min, pair)), max(map(np.max, pair))
+            margin = 0.04 * (high - low) or 1.0
+            limits = low - margin, high + margin
+            axes.plot(limits, limits, color="0.6", linewidth=1, zorder=1)
+            many = known.sum() > _MANY_POINTS
+            axes.scatter(
+                *pair, s=4 if many else 14, alpha=0.25 if many else 0.6, color=COLOURS[0], linewidth=0, zorder=2
+            )
+            axes.set(xlim=limits, ylim=limits)
+        weights = np.ones(int(known.sum()))
+        said = f"R² {measures.r2(*pair, weights):.3f}, RMSE {measures.rmse(*pair, weights):.4g}"
+        axes.set_title(f"{said}, {counted(len(weights), 'image')}", fontsize=9)
+        axes.set_xlabel(f"true {name}", parse_math=False)
+        axes.set_ylabel(f"predicted {name}", parse_math=False)
+        axes.set_aspect("equal")
+        style_axes(axes)
+    caption = f"The first {shown} of {len(names)} targets" if shown < len(names) else ""
+    return png(figure, caption=caption)
 
 
 # ---------------------------------------------------------------------- the confusion matrix

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.metric import MAIN
 from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
@@ -22,7 +23,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, mistakes, multilabel, render
+from pipeline.evaluate import architecture, largest_errors, mistakes, multilabel, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
@@ -41,12 +42,14 @@ from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_mode
 from pipeline.evaluate.probes.out_of_fold import predict_out_of_fold
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
 from pipeline.evaluate.probes.rankme import spread
+from pipeline.evaluate.regression import TargetPredictions, predict_targets, score_targets, with_targets_of
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
+from pipeline.objectives.regression import metrics_of
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import ScoreConfig
 
@@ -78,29 +81,34 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
     num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; kappa; of several labels map,
-    label_f1, per_label; fewshot (one row per number
-    of shots and strength), knn. Accuracies are in [0, 1]. Raises UserError before anything is written, such as for
-    weights of other classes than the data.
+    label_f1, per_label; of numbers r2, spearman, per_target; fewshot (one row per number of shots and strength), knn.
+    Accuracies are in [0, 1]. Raises UserError before anything is written, such as for weights of other classes than the
+    data.
     """
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
     if config.folds:
         config = replace(config, classify=False, shots=[], neighbours=0)
-    reads_labels = config.reads_labels or config.folds > 0
     dataset = open_dataset(config.data)
-    if config.classify or reads_labels:
+    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
+    origin = find_origin(file, config.weights) if config.mlflow else None
+    loaded = load_model(replace(config, weights=str(file)), config.loss)
+    names = loaded.target_names if config.classify else []
+    if names and not dataset.classes:  # What is probed by default reads labels.
+        config = replace(config, shots=[], neighbours=0)
+    reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
+    if classifies or reads_labels:
         dataset.refuse_without_labels("data", "Scores need some. Without: launch/features.py.")
     split = dataset.split(config.split, config.exclude)
-    split.refuse_without_score(config.data, config.classify or reads_labels)
+    split.refuse_without_score(config.data, classifies or reads_labels)
     train = None
     if config.reads_labels:  # Before the forward pass of the other split.
         train = dataset.split(config.train_split, config.exclude)
         train.refuse_without_score(f"train_split of {config.data}", True)
-    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)), config.loss)
     scored, scored_split, of_thresholds = dataset, split, None
-    if config.classify:
+    if names:
+        scored_split = with_targets_of(config.weights, names, dataset, split)
+    if classifies:
         chosen = [dataset.split(name, config.exclude) for name in [config.thresholds_split] if name]
         scored, (scored_split, *chosen) = _in_classes_of_weights(config, loaded, dataset, [split, *chosen])
         of_thresholds = next(iter(chosen), None)
@@ -108,7 +116,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             of_thresholds.refuse_without_score(f"thresholds_split of {config.data}", True)
         if config.ordinal:
             split.refuse_several_labels("ordinal=true")
-    is_multilabel = config.classify and (
+    is_multilabel = classifies and (
         of_thresholds is not None or multilabel.is_multilabel(scored_split, loaded.loss_kind)
     )
     largest = max((scored_split, of_thresholds or scored_split), key=len)
@@ -156,10 +164,13 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     }
     if split.groups is not None:
         scores["num_groups"] = len(np.unique(split.groups))
-    if predictions is not None or reads_labels:
+    if classifies or reads_labels:
         scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
     judged = None
-    if predictions is not None:
+    if isinstance(predictions, TargetPredictions):
+        of_targets = score_targets(predictions, names, split.groups)
+        scores |= {"targets": names, **of_targets.to_dict(), "per_target": of_targets.records()}
+    elif predictions is not None:
         scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind, config.ordinal).to_dict()
         if config.ordinal:
             scores["grades"] = scored.class_names
@@ -186,9 +197,20 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
 
     # ---------------------------------------------------------------------- the files
-    written = ("per_class.csv", multilabel.CSV, "confusion.png")
-    files: dict[str, bytes | str | None] = {**dict.fromkeys(written), **mistakes.NO_FILES}
+    written = ("per_class.csv", multilabel.CSV, "confusion.png", "per_target.csv", "scatter.png")
+    files: dict[str, bytes | str | None] = {
+        **dict.fromkeys(written),
+        **mistakes.NO_FILES,
+        **largest_errors.NO_FILES,
+    }
     of_mistakes: list[Block] = []
+    if isinstance(predictions, TargetPredictions):
+        values = np.where(predictions.readable[:, None], predictions.values, np.nan)
+        shown = partial(loaded.shown, config, split)
+        errors, images = largest_errors.find(values, predictions.targets, names, split, shown, config.data)
+        files |= {"per_target.csv": table_csv(scores["per_target"]), **largest_errors.files(errors, images)}
+        scatter = render.draw_scatter(values, predictions.targets, names)
+        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter), *largest_errors.blocks(errors, images, folder)]
     if judged is not None:
         classes = per_class(*judged[:2], scored.num_classes)
         scores |= classes.macro()
@@ -233,12 +255,16 @@ def _send(
 ) -> None:
     """Send the scores to MLflow."""
     data, trained = dataset.path.name, scores[TRAINED_BY]
-    metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
+    declared = metrics_of(scores["targets"]) if "targets" in scores else {}
+    ends = [f"{name}_{end}" for name in declared for end in ("low", "high")]
+    told = (*_METRICS, *declared, *ends)
+    metrics = {f"{split.name}_{name}": float(scores[name]) for name in told if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
-    score = next((name for of in ("kappa", "map") if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
+    score = next((name for of in MAIN if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
     if score not in metrics and probed:  # Features alone: the first probe.
         score = next(iter(probed))
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
+    parameters |= {"targets": ", ".join(scores["targets"])} if "targets" in scores else {}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     notes = {TRAINED_BY: trained} if trained else {}
     size, classes = len(split), dataset.num_classes
@@ -254,6 +280,7 @@ def _send(
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
         origin=origin,
+        metrics={f"{split.name}_{name}": replace(metric, group="eval") for name, metric in declared.items()},
     )
     paths = [folder / name for name in files]
     result = f"**Result**: {'; '.join(f'{name.strip()} {value}' for name, value in render.summary(scores))}."
@@ -301,7 +328,7 @@ def _in_classes_of_weights(
 
 def _forward(
     config: ScoreConfig, loaded: LoadedModel, split: Split, keeps_all: bool
-) -> tuple[Predictions | None, Features | None]:
+) -> tuple[Predictions | TargetPredictions | None, Features | None]:
     """Returns predictions if the head is scored, features if they are probed. keeps_all: see `predict`."""
     with loaded.reading(split, config) as reader:
         if not config.classify:
@@ -314,7 +341,11 @@ def _forward(
                 features_seen.append(features.float().cpu().numpy())
             return loaded.model.head(features).float()
 
-        done = predict(logits, reader, loaded.loss_kind, keeps_all=keeps_all)
+        done: Predictions | TargetPredictions
+        if loaded.target_names:
+            done = predict_targets(logits, reader)
+        else:
+            done = predict(logits, reader, loaded.loss_kind, keeps_all=keeps_all)
         # A single rank reads each row once, in order.
         return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
 

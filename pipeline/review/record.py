@@ -73,6 +73,26 @@ def read_predictions(folder: Path) -> LastPredictions:
 
 
 @dataclass(frozen=True)
+class LastNumbers:
+    """Content of predictions.npz of a run that predicts numbers. rows, groups: as of `LastPredictions`.
+
+    targets, values: float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable image.
+    """
+
+    rows: np.ndarray
+    targets: np.ndarray
+    values: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def read_numbers(folder: Path) -> LastNumbers:
+    """predictions.npz of the folder of a run that predicts numbers. Raises UserError for a damaged file."""
+    file = folder / PREDICTIONS
+    names = ("rows", "targets", "values")
+    return LastNumbers(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
+
+
+@dataclass(frozen=True)
 class Score:
     """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups,
     their `effective_number`, else num_samples.

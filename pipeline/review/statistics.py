@@ -22,9 +22,10 @@ from pipeline.evaluate.differences import (
     of_seeds,
 )
 from pipeline.evaluate.intervals import Bootstrap
-from pipeline.evaluate.measures import quadratic_kappa
+from pipeline.evaluate.measures import Measure, quadratic_kappa
+from pipeline.evaluate.regression import TargetPredictions, joint_measure
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, RunRecord, read_predictions
+from pipeline.review.record import PREDICTIONS, RunRecord, read_numbers, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -163,12 +164,27 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 
 def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | None:
-    """The difference of two kappas from the last predictions of both runs; None unless these are of the same images,
-    and give the scores. Raises UserError for a damaged file.
+    """The difference of two kappas or R2 from the last predictions of both runs; None unless these are of the same
+    images, and give the scores. Raises UserError for a damaged file.
     """
     folders = [contender.record.folder for contender in (first, second)]
-    if kind_of(first.record.scored) != "kappa" or not all((folder / PREDICTIONS).exists() for folder in folders):
+    if not all((folder / PREDICTIONS).exists() for folder in folders):
         return None
+    found = {"kappa": _kappas, "r2": _r2s}.get(kind_of(first.record.scored), lambda folders: None)(folders)
+    if found is None:
+        return None
+    measure, num, groups = found
+    if not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
+        return None
+    groups = groups if len(groups) else None
+    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, num, groups), groups is not None)
+
+
+# What measures the scores of two runs on the same samples; their number; their groups, if there are some.
+_Joint = tuple[Measure, int, np.ndarray] | None
+
+
+def _kappas(folders: Sequence[Path]) -> _Joint:
     one, other = (read_predictions(folder) for folder in folders)
     if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.true, other.true)):
         return None
@@ -178,10 +194,22 @@ def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | Non
     def measure(weights: np.ndarray) -> np.ndarray:
         return np.array([quadratic_kappa(*pair, weights) for pair in pairs])
 
-    if not np.allclose(measure(np.ones(known.sum())), [first.mean, second.mean], atol=1e-6):
+    return measure, len(pairs[0][0]), one.groups[known] if len(one.groups) else one.groups
+
+
+def _r2s(folders: Sequence[Path]) -> _Joint:
+    one, other = (read_numbers(folder) for folder in folders)
+    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.targets, other.targets, equal_nan=True)):
         return None
-    groups = one.groups[known] if len(one.groups) else None
-    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, len(pairs[0][0]), groups), groups is not None)
+    known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)
+    targets, readable = one.targets[known], np.ones(known.sum(), bool)
+    joint = joint_measure([TargetPredictions(found.values[known], targets, readable, {}) for found in (one, other)])
+    means = 4 * targets.shape[1]  # Where the first model's mean R2 is; the second model's follows its other means.
+    return (
+        lambda weights: joint(weights)[[means, 2 * means + 4]],
+        len(targets),
+        one.groups[known] if len(one.groups) else one.groups,
+    )
 
 
 # ---------------------------------------------------------------------- what can be compared
@@ -202,6 +230,10 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     measure = ""
     if record.scored in record.probes:
         measure = f"{score.name}{_fit(record)}"
+    elif kind_of(record.scored) in MAIN:
+        targets = record.settings.get("data.targets") or record.settings.get("targets") or ()
+        of_targets = targets if isinstance(targets, str) else ", ".join(targets)
+        measure = f"{score.name} of {of_targets}" if of_targets else score.name
     elif not score.is_accuracy:
         measure = f"{score.name} {record.settings.get('train.loss')}"
     data, split = record.scored_split

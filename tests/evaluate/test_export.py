@@ -126,7 +126,7 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
     shutil.move(tmp_path / "out", script.parent)
 
     arguments = [f"weights={weights}", f"source=[{tmp_path}/photos]", "image_size=32", "device=cpu"]
-    graph, classifier = script.with_name("a.onnx"), runpy.run_path(str(script))["Classifier"]
+    graph, classifier = script.with_name("a.onnx"), runpy.run_path(str(script))["Predictor"]
     for loss in ("sigmoid", "softmax"):
         content = onnx.load(graph)
         (metadata,) = (prop for prop in content.metadata_props if prop.key == "vit-weights")

@@ -1,12 +1,13 @@
-"""Scores of grades and of several labels, against scikit-learn, and the coverage of their intervals."""
+"""Scores of grades, numbers and several labels, against scikit-learn and scipy, and the coverage of their intervals."""
 
 import numpy as np
 import pytest
+from scipy import stats
 from sklearn import metrics
 
 from pipeline.evaluate import differences
 from pipeline.evaluate.intervals import Bootstrap
-from pipeline.evaluate.measures import Ranking, quadratic_kappa
+from pipeline.evaluate.measures import Ranking, mae, places, quadratic_kappa, r2, rmse, spearman
 
 
 @pytest.fixture
@@ -23,6 +24,22 @@ def test_quadratic_kappa_of_weighted_samples_equals_scikit_learns(rng: np.random
         assert quadratic_kappa(true, predicted, drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
     same = np.full(5, 3)
     assert np.isnan(quadratic_kappa(same, same, np.ones(5)))
+
+
+def test_scores_of_weighted_numbers_equal_scikit_learns_and_scipys(rng: np.random.Generator) -> None:
+    """With ties; a weight is as many copies."""
+    true = rng.integers(0, 40, 90) / 4
+    predicted, drawn = np.round(true + rng.normal(0, 2, 90)), rng.integers(0, 3, 90)
+    weights, copies = drawn.astype(float), (np.repeat(true, drawn), np.repeat(predicted, drawn))
+    assert r2(true, predicted, weights) == pytest.approx(metrics.r2_score(*copies))
+    assert rmse(true, predicted, weights) == pytest.approx(metrics.root_mean_squared_error(*copies))
+    assert mae(true, predicted, weights) == pytest.approx(metrics.mean_absolute_error(*copies))
+    found = spearman(places(true), places(predicted), weights)
+    assert found == pytest.approx(stats.spearmanr(*copies).statistic)
+    same, none = np.full(90, 2.0), np.zeros(90)
+    assert np.isnan(r2(same, predicted, weights))
+    assert np.isnan(spearman(places(same), places(predicted), weights))
+    assert np.isnan([score(true, predicted, none) for score in (r2, rmse, mae)]).all()
 
 
 def test_average_precision_and_thresholds_equal_scikit_learns(rng: np.random.Generator) -> None:
@@ -44,7 +61,10 @@ def test_average_precision_and_thresholds_equal_scikit_learns(rng: np.random.Gen
 
 def _kappas(pairs: list[tuple[np.ndarray, np.ndarray]], groups: np.ndarray | None) -> Bootstrap:
     return Bootstrap.of(
-        lambda weights: np.array([quadratic_kappa(*pair, weights) for pair in pairs]), len(pairs[0][0]), groups, 200
+        lambda weights: np.array([quadratic_kappa(*pair, weights) for pair in pairs]),
+        len(pairs[0][0]),
+        groups,
+        5_000_000 // len(pairs[0][0]),
     )
 
 
