@@ -201,25 +201,28 @@ def score(
     ]
     scores = ClassificationScores(float(top1.sum()) / n, None, loss, n, n - readable, effective[0])
     if ordinal:
-        scores = replace(scores, **kappa_of(*outcomes(predictions, split), split.groups))
+        kappa, low, high = kappa_of(*outcomes(predictions, split), split.groups)
+        scores = replace(scores, kappa=kappa, kappa_low=low, kappa_high=high)
     if classification.has_top5(num_classes):
         return replace(scores, top5=float(top5.sum()) / n, top5_effective_images=effective[1])
     return scores
 
 
-def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None) -> dict[str, float]:
-    """kappa, kappa_low, kappa_high of `outcomes`, without images that have no label or no prediction."""
+def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None) -> tuple[float, float, float]:
+    """Quadratic kappa of `outcomes`, low and high end of its interval; without images that have no label or no
+    prediction.
+    """
     known = (true >= 0) & (predicted >= 0)
     if not known.any():
-        return {"kappa": float("nan")}
+        return float("nan"), float("nan"), float("nan")
     pair = true[known].astype(np.float64), predicted[known].astype(np.float64)
 
     def measure(weights: np.ndarray) -> np.ndarray:
         return np.array([measures.quadratic_kappa(*pair, weights)])
 
     drawn = Bootstrap.of(measure, len(pair[0]), None if groups is None else groups[known])
-    found = measure(np.ones(len(pair[0]))), *drawn.interval()
-    return {name: float(value[0]) for name, value in zip(("kappa", "kappa_low", "kappa_high"), found, strict=True)}
+    low, high = drawn.interval()[:, 0].tolist()
+    return measures.quadratic_kappa(*pair, np.ones(len(pair[0]))), low, high
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

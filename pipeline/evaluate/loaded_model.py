@@ -3,6 +3,7 @@
 Shapes: B batch, H, W image height and width, D features, K classes.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,7 +116,11 @@ class LoadedModel:
 
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K), the logits of classes, or numbers."""
-        return self.model.head(self.features(pixels)).float()
+        return self.outputs(self.features(pixels))
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """`features` (B, D) -> float32 (B, K), as of `logits`."""
+        return self.model.head(features.float() if self.loss_kind == "regression" else features).float()
 
 
 def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: models.Weights | None = None) -> LoadedModel:
@@ -142,7 +147,11 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
     view = evaluation_view(config, image_size, extra.get("preprocessing", {}))
     loss_kind = extra.get("loss", "softmax") if loss == "auto" else loss
     model = models.load(config.weights, image_size, content=content, say=print)
-    return LoadedModel(model.to(device, dtype), device, dtype, image_size, view, loss_kind, extra)
+    head = copy.deepcopy(model.head) if loss_kind == "regression" else None
+    model = model.to(device, dtype)
+    if head is not None:  # In 16 bits, a year 1990 would be 1984 or 1992.
+        model.head = head.to(device)
+    return LoadedModel(model, device, dtype, image_size, view, loss_kind, extra)
 
 
 def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained: dict[str, Any]) -> AugmentConfig:

@@ -74,7 +74,7 @@ def spearman(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> fl
     """
     if not weights.sum():
         return float("nan")
-    of = Moments.of(*(_ranks(values, weights) for values in (true, predicted)), weights)
+    of = Moments.of(_ranks(true, weights), _ranks(predicted, weights), weights)
     return of.cov / (of.var[0] * of.var[1]) ** 0.5 if min(of.var) > 0 else float("nan")
 
 

@@ -149,22 +149,27 @@ def joint_measure(models: Sequence[TargetPredictions]) -> measures.Measure:
     """How often each sample counts, (n,), -> R2, RMSE, MAE and Spearman of each target of each model, and of each their
     means over its targets, (models x (T + 1) x 4,).
     """
-    columns = []
-    for predictions in models:
-        columns.append([])
-        for place, scored in enumerate(predictions.scored.T):
-            pair = [values[scored, place].astype(np.float64) for values in (predictions.targets, predictions.values)]
-            columns[-1].append((scored, pair, [measures.places(values) for values in pair]))
+    of_models = [[_measure(one, place) for place in range(one.values.shape[1])] for one in models]
 
     def measure(weights: np.ndarray) -> np.ndarray:
         found = []
-        for of_model in columns:
-            rows = []
-            for scored, pair, places in of_model:
-                own = weights[scored]
-                rows.append([score(*pair, own) for score in (measures.r2, measures.rmse, measures.mae)])
-                rows[-1].append(measures.spearman(*places, own))
+        for of_targets in of_models:
+            rows = [of_target(weights) for of_target in of_targets]
             found += [*rows, np.mean(rows, axis=0)]
         return np.concatenate(found)
+
+    return measure
+
+
+def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:
+    """SCORES of the target at a place."""
+    scored = predictions.scored[:, place]
+    true, predicted = (of[scored, place].astype(np.float64) for of in (predictions.targets, predictions.values))
+    places = measures.places(true), measures.places(predicted)
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        own = weights[scored]
+        errors = (score(true, predicted, own) for score in (measures.r2, measures.rmse, measures.mae))
+        return np.array([*errors, measures.spearman(places[0], places[1], own)])
 
     return measure

@@ -200,19 +200,18 @@ def draw_scatter(predicted: np.ndarray, true: np.ndarray, names: Sequence[str]) 
     for place, name in enumerate(names[:shown]):
         axes = figure.add_subplot(rows, columns, place + 1)
         known = np.isfinite(predicted[:, place]) & np.isfinite(true[:, place])
-        pair = [values[known, place].astype(np.float64) for values in (true, predicted)]
+        x, y = (values[known, place].astype(np.float64) for values in (true, predicted))
         if known.any():
-            low, high = min(map(np.min, pair)), max(map(np.max, pair))
+            low, high = min(x.min(), y.min()), max(x.max(), y.max())
             margin = 0.04 * (high - low) or 1.0
             limits = low - margin, high + margin
             axes.plot(limits, limits, color="0.6", linewidth=1, zorder=1)
             many = known.sum() > _MANY_POINTS
-            axes.scatter(
-                *pair, s=4 if many else 14, alpha=0.25 if many else 0.6, color=COLOURS[0], linewidth=0, zorder=2
-            )
+            size, alpha = (4, 0.25) if many else (14, 0.6)
+            axes.scatter(x, y, size, COLOURS[0], alpha=alpha, linewidth=0, zorder=2)
             axes.set(xlim=limits, ylim=limits)
         weights = np.ones(int(known.sum()))
-        said = f"R² {measures.r2(*pair, weights):.3f}, RMSE {measures.rmse(*pair, weights):.4g}"
+        said = f"R² {measures.r2(x, y, weights):.3f}, RMSE {measures.rmse(x, y, weights):.4g}"
         axes.set_title(f"{said}, {counted(len(weights), 'image')}", fontsize=9)
         axes.set_xlabel(f"true {name}", parse_math=False)
         axes.set_ylabel(f"predicted {name}", parse_math=False)

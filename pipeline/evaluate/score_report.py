@@ -339,7 +339,7 @@ def _forward(
             features = loaded.features(images)
             if config.probes:
                 features_seen.append(features.float().cpu().numpy())
-            return loaded.model.head(features).float()
+            return loaded.outputs(features)
 
         done: Predictions | TargetPredictions
         if loaded.target_names:

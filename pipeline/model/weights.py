@@ -241,8 +241,8 @@ def load(
     if keep_head and (scale := weights.extra.get(TARGET_SCALE)):
         mean, deviation = (torch.tensor(scale[name]) for name in ("mean", "deviation"))
         with torch.no_grad():
-            model.head.weight.mul_(deviation[:, None])
-            model.head.bias.mul_(deviation).add_(mean)
+            model.get_parameter("head.weight").mul_(deviation[:, None])
+            model.get_parameter("head.bias").mul_(deviation).add_(mean)
     model.extra = {name: weights.extra[name] for name in _OF_IMAGES + _OF_HEAD * keep_head if name in weights.extra}
     return model.eval()
 

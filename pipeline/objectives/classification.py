@@ -1,6 +1,9 @@
 """Classification, of pre-training and fine-tuning: the backbone predicts the labels of an image.
 
-Shapes: B batch, K classes, M labels per sample.
+With data.targets, a second head beside the classes predicts numbers from the same features, so that the backbone learns
+both; it is in checkpoints, and not in the model that is scored and exported.
+
+Shapes: B batch, K classes, M labels per sample, T targets.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,15 +11,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
-from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
+from pipeline.model.layers import Dense
+from pipeline.objectives import regression
+from pipeline.objectives.objective import (
+    Facts,
+    Images,
+    Inputs,
+    Metrics,
+    Objective,
+    mean_among_valid,
+    mean_of_valid,
+)
 from pipeline.settings.run import RunConfig
 
 # Number of classes that top-5 accuracy looks at.
@@ -50,8 +64,15 @@ class Classification(Objective):
         return {"num_classes": num_classes}
 
     @classmethod
+    def values(cls, config: RunConfig) -> Metrics:
+        return {"targets_loss": Metric("loss", "lower")} if config.data.targets else {}
+
+    @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, config.train.loss, config.train.label_smoothing)
+        made = cls(backbone, config.train.loss, config.train.label_smoothing)
+        if config.data.targets:
+            made.targets = TargetsHead(backbone.config.num_features, config.data.targets, config.train.targets_weight)
+        return made
 
     def __init__(
         self,
@@ -63,17 +84,53 @@ class Classification(Objective):
         super().__init__(backbone)
         self.loss_kind, self.label_smoothing = kind, label_smoothing
         self.normalised = read or self.normalised  # type: ignore[assignment, method-assign]
+        self.targets: TargetsHead | None = None
+
+    def learn_from(self, data: RunData, head_is_trained: bool) -> str:
+        return "" if self.targets is None else self.targets.scale.learn_from(data, self.targets.names)
+
+    def extra(self) -> dict[str, Any]:
+        head = self.targets
+        return {} if head is None else {"targets_head": {"targets": head.names, **head.scale.facts()}}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         views, facts = super().inputs(batch, device, None)
         facts["labels"] = to_device(batch.labels, device)
-        if mixing is None:
-            return Inputs(views, facts)
-        mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
-        return Inputs((mixed,), facts)
+        if mixing is not None:
+            mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
+            views = (mixed,)
+        if self.targets is not None:
+            facts["targets"] = self.targets.scale.of_batch(batch, device, facts.get("own"))
+        return Inputs(views, facts)
+
+    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
+        if self.targets is None:
+            return super().loss(views, facts)
+        logits, features = self.backbone(views[0], with_features=True)
+        of_classes = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
+        of_targets = regression.losses(self.targets(features), facts["targets"], "huber")
+        found = of_classes + self.targets.weight * of_targets
+        return mean_of_valid(found, facts["valid"]), {
+            "targets_loss": mean_among_valid(of_targets.detach(), facts["valid"])
+        }
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
         return losses(self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
+
+
+class TargetsHead(nn.Module):
+    """A linear layer, zero at first, from the features (B, D) to standardised targets (B, T). weight: of their loss."""
+
+    def __init__(self, num_features: int, names: Sequence[str], weight: float) -> None:
+        super().__init__()
+        self.names, self.weight = list(names), weight
+        self.scale = regression.TargetScale(len(names))
+        self.dense = Dense(num_features, len(names))
+        nn.init.zeros_(self.dense.weight)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.dense(features)
 
 
 def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:

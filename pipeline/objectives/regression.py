@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
@@ -40,16 +40,11 @@ class RegressionSettings(Settings):
 
 
 class Regression(Objective):
-    """Huber or squared error of standardised targets. target_mean, target_deviation: float32 (T,), of the training
-    split.
-    """
+    """Huber or squared error of standardised targets."""
 
     Settings = RegressionSettings
     predicts = "targets"
     trains_backbone_alone = True
-
-    target_mean: Tensor
-    target_deviation: Tensor
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
@@ -66,50 +61,32 @@ class Regression(Objective):
     def __init__(self, backbone: Model, given: RegressionSettings, names: Sequence[str] = ()) -> None:
         super().__init__(backbone)
         self.given, self.names = given, list(names)
-        num_targets = backbone.config.num_classes
-        self.register_buffer("target_mean", torch.zeros(num_targets, dtype=torch.float32))
-        self.register_buffer("target_deviation", torch.ones(num_targets, dtype=torch.float32))
+        self.scale = TargetScale(backbone.config.num_classes)
 
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        values = data.split.target_values
-        of_values = standardisation(values)
-        for buffer, found in zip((self.target_mean, self.target_deviation), of_values, strict=True):
-            buffer.copy_(torch.from_numpy(found))
+        line = self.scale.learn_from(data, self.names)
         if head_is_trained:  # It predicts the values themselves.
-            head = self.backbone.head
-            mean, deviation = (of.to(head.weight.device) for of in (self.target_mean, self.target_deviation))
+            weight, bias = (self.backbone.get_parameter(f"head.{name}") for name in ("weight", "bias"))
+            mean, deviation = (of.to(weight.device) for of in (self.scale.mean, self.scale.deviation))
             with torch.no_grad():
-                head.weight.div_(deviation[:, None])
-                head.bias.sub_(mean).div_(deviation)
-        described = (
-            f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
-            for name, mean, deviation, count in zip(
-                self.names, *of_values, np.isfinite(values).sum(0).tolist(), strict=True
-            )
-        )
-        return f"targets, mean and deviation in training: {', '.join(described)}"
+                weight.div_(deviation[:, None])
+                bias.sub_(mean).div_(deviation)
+        return line
 
     def extra(self) -> dict[str, Any]:
-        scale = {"mean": self.target_mean.tolist(), "deviation": self.target_deviation.tolist()}
-        return {TARGETS: self.names, TARGET_SCALE: scale}
+        return {TARGETS: self.names, TARGET_SCALE: self.scale.facts()}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         views, facts = super().inputs(batch, device, None)
-        targets = self.standardised(to_device(batch.targets, device))
+        own = None
         if mixing is not None:
             images, own = mix_images(views[0], facts["valid"], mixing)
-            # A sample that is not mixed keeps its values where its partner lacks them.
-            views, alone = (images,), own[:, None] == 1
-            targets = torch.where(alone, targets, mix_pairs(targets, own))
-        return Inputs(views, {**facts, "targets": targets})
-
-    def standardised(self, targets: Tensor) -> Tensor:
-        """Targets (B, T) in their own units -> in deviations from their mean."""
-        return (targets - self.target_mean) / self.target_deviation
+            views = (images,)
+        return Inputs(views, {**facts, "targets": self.scale.of_batch(batch, device, own)})
 
     def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
         """The loss (n,) of predictions and targets (n, T) in their own units."""
-        predicted, true = (self.standardised(of.to(self.target_mean.device)) for of in (values, targets))
+        predicted, true = (self.scale.standardised(of.to(self.scale.mean.device)) for of in (values, targets))
         return losses(predicted, true, self.given.loss, self.given.delta).cpu()
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
@@ -117,9 +94,51 @@ class Regression(Objective):
 
     def forward(
         self, views: Images, facts: Facts, task: Literal["loss", "measure", "backbone"] = "loss"
-    ) -> Any:  # As documented above it, but "backbone" returns values in the targets' own units.
+    ) -> Any:  # "backbone": values in the targets' own units.
         found = super().forward(views, facts, task)
-        return found.float() * self.target_deviation + self.target_mean if task == "backbone" else found
+        return found.float() * self.scale.deviation + self.scale.mean if task == "backbone" else found
+
+
+class TargetScale(nn.Module):
+    """What standardises targets. mean, deviation: float32 (T,), of the values in the training split."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, num_targets: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_targets, dtype=torch.float32))
+        self.register_buffer("deviation", torch.ones(num_targets, dtype=torch.float32))
+
+    def learn_from(self, data: RunData, names: Sequence[str]) -> str:
+        """Take mean and deviation from what is trained on; returns a line that says them."""
+        values = data.split.target_values
+        of_values = standardisation(values)
+        for buffer, found in zip((self.mean, self.deviation), of_values, strict=True):
+            buffer.copy_(torch.from_numpy(found))
+        counts = np.isfinite(values).sum(0).tolist()
+        described = (
+            f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
+            for name, mean, deviation, count in zip(names, *of_values, counts, strict=True)
+        )
+        return f"targets, mean and deviation in training: {', '.join(described)}"
+
+    def facts(self) -> dict[str, list[float]]:
+        return {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+
+    def standardised(self, targets: Tensor) -> Tensor:
+        """Targets (B, T) in their own units -> in deviations from their mean."""
+        return (targets - self.mean) / self.deviation
+
+    def of_batch(self, batch: Batch, device: torch.device, own: Tensor | None) -> Tensor:
+        """The standardised targets of a batch, float32 (B, T), on the device. own: of images that are mixed in pairs
+        (`mix_images`).
+        """
+        targets = self.standardised(to_device(batch.targets, device))
+        if own is None:
+            return targets
+        # A sample that is not mixed keeps its values where its partner lacks them.
+        return torch.where(own[:, None] == 1, targets, mix_pairs(targets, own))
 
 
 def metric_name(target: str) -> str:

@@ -231,9 +231,10 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     if record.scored in record.probes:
         measure = f"{score.name}{_fit(record)}"
     elif kind_of(record.scored) in MAIN:
-        targets = record.settings.get("data.targets") or record.settings.get("targets") or ()
-        of_targets = targets if isinstance(targets, str) else ", ".join(targets)
-        measure = f"{score.name} of {of_targets}" if of_targets else score.name
+        measure = score.name
+        if kind_of(record.scored) == "r2":
+            targets = record.settings.get("data.targets") or record.settings.get("targets") or ()
+            measure += f" of {targets if isinstance(targets, str) else ', '.join(targets)}"
     elif not score.is_accuracy:
         measure = f"{score.name} {record.settings.get('train.loss')}"
     data, split = record.scored_split

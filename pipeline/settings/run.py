@@ -237,7 +237,9 @@ class DataConfig(Settings):
     epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
     """
     targets: Distinct[str] = setting(list, on_change="run")
-    """train.loss=regression: which numbers of the data set to learn (target_columns of launch/shard.py); empty: all."""
+    """Which numbers of the data set to learn (target_columns of launch/shard.py). train.loss=regression: empty is all.
+    softmax, sigmoid: those that a second head learns beside the classes; empty is none.
+    """
     threads: Threads = setting(2, on_change="nothing")
     """Decoding threads of each rank."""
     processes: NonNegativeInt = setting(0, on_change="nothing")
@@ -415,6 +417,8 @@ class TrainConfig(Settings):
     """LoRA: the changes are multiplied by lora_alpha / lora_rank."""
     lora_layers: list[str] = setting(["qkv", "out"], min_items=1, needs="lora_rank", on_change="run")
     """LoRA: dense layers of each block: qkv, out, up, down."""
+    targets_weight: PositiveFloat = setting(1.0, needs="loss=softmax,sigmoid", on_change="run")
+    """Softmax, sigmoid: weight of the Huber loss of data.targets, in addition to that of the classes."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
     log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
@@ -837,10 +841,10 @@ class RunConfig(Settings):
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
-        if self.data.targets and self.labels != "targets":
+        if self.data.targets and self.labels not in ("targets", "learned"):
             raise UserError(
-                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression; {self.train.loss} learns no"
-                " numbers. Leave it out."
+                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression, softmax or sigmoid;"
+                f" {self.train.loss} learns no numbers. Leave it out."
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:

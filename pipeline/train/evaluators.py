@@ -130,7 +130,7 @@ class SplitEvaluator(Evaluator):
         trained = self.run.data.not_held_out(self.run.trained_on)
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}
         line = "; ".join(f"{of}{' (trained on)' * (of in trained)} {its}" for of, (its, _) in found.items())
-        content = scores.to_dict() | {TRAINED_BY: trained.get(next(iter(found)), "")}
+        content: dict[str, Any] = scores.to_dict() | {TRAINED_BY: trained.get(next(iter(found)), "")}
         if isinstance(scores, RegressionScores):
             content["per_target"] = scores.records()
         return Evaluation(metrics, content, line, predictions)

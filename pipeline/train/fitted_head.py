@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
@@ -37,7 +38,7 @@ def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
     held-out accuracy or R2, and loss. Raises UserError for too few images.
     """
     config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
-    targets = split.target_values if config.data.targets else None
+    targets = split.target_values if objectives.kind(config.train.loss).predicts == "targets" else None
     labels = label_table(split)
     is_known = (labels >= 0).any(1) if targets is None else np.isfinite(targets).any(1)
     model.eval().to(ranks.device)

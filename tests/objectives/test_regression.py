@@ -74,10 +74,10 @@ def batch_of(targets: torch.Tensor, valid: list[bool]) -> Batch:
 def test_predictions_are_in_the_units_of_the_data_while_the_head_is_not() -> None:
     made = objective("age", "dose", trained=True)
     made.learn_from(data_of(TARGETS), head_is_trained=False)
-    assert made.target_mean.tolist() == pytest.approx([121 / 3, 4.5])
+    assert made.scale.mean.tolist() == pytest.approx([121 / 3, 4.5])
     views, facts = made.inputs(batch_of(TARGETS, [True] * 4), CPU, None)
     torch.testing.assert_close(
-        made(views, facts, task="backbone"), made.backbone(views[0]) * made.target_deviation + made.target_mean
+        made(views, facts, task="backbone"), made.backbone(views[0]) * made.scale.deviation + made.scale.mean
     )
     own = made.losses_of(made(views, facts, task="backbone"), TARGETS)
     torch.testing.assert_close(own, made.losses(views, facts), rtol=1e-4, atol=1e-6)

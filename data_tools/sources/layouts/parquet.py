@@ -53,8 +53,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 names, group = columns.of_row(label, group_value, where)
                 targets = columns.targets_of([values[name] for name in config.target_columns], where)
                 key, size = f"{name.removesuffix('.parquet')}/{row:06d}", int(sizes[row])
-                about = {"group": group, "targets": targets}
-                collector.sample(split, key, names, f"{name}, row {row}", container, offset, size, **about)
+                place = f"{name}, row {row}", container, offset, size
+                collector.sample(split, key, names, *place, group=group, targets=targets)
                 offset += size
     columns.finish()
 

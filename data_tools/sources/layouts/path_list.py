@@ -92,8 +92,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     place = name if name.startswith("/") or "://" in name else inside + name
                     size, mtime = _look_at(locate(folder, name), listed)
                     of_file = f"{key}@{channel}" if config.channel_columns else key
-                    about = {"group": of_group, "mtime": mtime, "targets": numbers}
-                    collector.sample(of_value[part], of_file, names, place, -1, 0, size, **about)
+                    of_row = names, place, -1, 0, size, 0, of_group, mtime, numbers
+                    collector.sample(of_value[part], of_file, *of_row)
         if num_by_id:
             collector.notes.append(f"{path} names {counted(num_by_id, 'image')} without a suffix: found by that name")
     columns.finish()

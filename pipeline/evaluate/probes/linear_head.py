@@ -94,11 +94,11 @@ def fit_numbers(features: Tensor, targets: Tensor, parts: np.ndarray) -> LinearH
         rows = [present & (held == part) for part in range(FOLDS)]
         sums = [_products(standard[of], (values[of] - middle) / unit) for of in rows]
         for part, of in enumerate(rows):
-            head = _ridge(sum(sums[:part] + sums[part + 1 :]), decays).float()
+            head = _ridge(torch.stack(sums[:part] + sums[part + 1 :]).sum(0), decays).float()
             of_decays[of, number] = (standard[of] @ head[:-1] + head[-1]) * unit + middle
         misses = (of_decays[present, number] - values[present, None]) / unit
         errors += misses.double().square().mean(0) / targets.shape[1]
-        head = _ridge(sum(sums), decays).float() * unit
+        head = _ridge(torch.stack(sums).sum(0), decays).float() * unit
         head[-1] += middle
         heads.append(head)
     best = int(errors.argmin())
