@@ -45,7 +45,12 @@ class Metric:
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
 
-_TITLES = {"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU"}
+_TITLES = {
+    **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "kappa": "quadratic kappa", "map": "mAP"},
+    **{"r2": "R²", "rmse": "RMSE", "mae": "MAE", "spearman": "Spearman"},
+}
+# Scores of the head that are more telling than its accuracy, where they are measured.
+MAIN = ("kappa", "map", "r2")
 # The accuracy of a probe: data, number and kind, and the strength if there are several.
 _PROBE = re.compile(r"(?:(.+)_)?(?:(\d+)(nn|shot)(?:_l2_(.+))?|linear)")
 # Metrics of a probe that need no labels.
@@ -67,13 +72,15 @@ _KNOWN = {
     **dict.fromkeys(("top1", "vtab_mean"), Metric("proportion", "higher")),
     "best_score": Metric("share", "higher"),  # In studies.
     "*_effective_images": Metric("count", "", "eval"),
+    **dict.fromkeys(("*_low", "*_high"), Metric(group="eval")),  # The ends of a score's interval.
+    **dict.fromkeys(("*_kappa", "*_r2", "*_spearman"), Metric("", "higher", "eval")),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(
         ("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn", "*_linear"), Metric("share", "higher", "probe")
     ),
     **dict.fromkeys(("*_top1", "*_top5"), Metric("proportion", "higher", "eval")),
     **dict.fromkeys(
-        ("*_color_accuracy", "*_macro_*", "*_miou"),
+        ("*_color_accuracy", "*_macro_*", "*_miou", "*_map", "*_label_f1"),
         Metric("share", "higher", "eval"),
     ),
     "*_loss": Metric("loss", "lower", "eval"),
@@ -93,7 +100,8 @@ def metric_of(name: str, declared: Mapping[str, Metric] | None = None) -> Metric
 def title_of(name: str) -> str:
     """A metric's name in words, without the split: "top-1", "patch rank", "kNN of pets (k = 20)"."""
     if (probe := _PROBE.fullmatch(name)) is None:
-        return _TITLES.get(name, name.replace("_", " "))
+        score, _, target = name.partition("_")  # "r2_age", of one target of several.
+        return f"{_TITLES[score]}{target and f' of {target}'}" if score in _TITLES else name.replace("_", " ")
     data, number, kind, strength = probe.groups()
     of_data = f" of {data}" if data else ""
     if kind == "nn":
@@ -109,11 +117,11 @@ def probed_data(name: str) -> str | None:
 
 def kind_of(name: str) -> str:
     """The kind of a score, of which there is one column each in MLflow, because an accuracy of nearest neighbours does
-    not compare with one of a head: "knn", "linear" or "miou"; "" for top-1 and its means.
+    not compare with one of a head: "knn", "linear", "miou" or one of MAIN; "" for top-1 and its means.
     """
     if probe := _PROBE.fullmatch(name):
         return "knn" if probe[3] == "nn" else "linear"
-    return "miou" if name.endswith("miou") else ""
+    return next((kind for kind in ("miou", *MAIN) if f"_{name}".endswith(f"_{kind}")), "")
 
 
 def score_of(metrics: Mapping[str, Metric]) -> str:

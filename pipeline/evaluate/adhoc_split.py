@@ -35,13 +35,15 @@ _OF_SHARDING = {".zip", ".tgz", ".gz", ".csv", ".tsv", ".parquet"}
 class AdhocSplit:
     """split: the images, with the known labels. label_names: the class names of these labels; may be empty.
 
-    readable: class name -> name to show, of a data set that has them. fingerprint: of a data set, else "".
+    readable: class name -> name to show, of a data set that has them. fingerprint, target_names: of a data set; target
+    names are those of the split's numbers.
     """
 
     split: Split
     label_names: list[str]
     readable: dict[str, str] = field(default_factory=dict)
     fingerprint: str = ""
+    target_names: list[str] = field(default_factory=list)
 
     def labels(self, rows: Iterable[int]) -> list[str | None]:
         """The known class names of samples, joined by ";"; None for a sample without."""
@@ -88,7 +90,7 @@ def open_adhoc_split(
         if not len(opened):
             raise UserError(f"{places[0]}: split {split!r} has no images.")
         readable = dict(zip(dataset.classes, dataset.class_names, strict=True))
-        return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint)
+        return AdhocSplit(opened, dataset.classes, readable, dataset.fingerprint, dataset.targets)
     if pixels.type == ANY_TYPE:
         raise UserError(
             f"{setting} = {', '.join(places)}: these weights read images by the range that their data set records, and"

@@ -20,7 +20,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader, eval_requests
-from pipeline.evaluate.intervals import effective_number
+from pipeline.evaluate import measures
+from pipeline.evaluate.intervals import Bootstrap, effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
@@ -32,6 +33,7 @@ class Predictions:
     top: int64 (n, T), the T most likely classes, best first. probabilities: float32 (n, T), of these classes.
     loss: float64 (n,). readable: bool (n,), False where the image could not be decoded. problems: row -> reason.
     of_label: float32 (n,), the probability of the label, of several the largest; 0 without one.
+    of_classes: float32 (n, K), the probabilities of all classes, where they were asked for.
     """
 
     top: np.ndarray
@@ -40,6 +42,7 @@ class Predictions:
     readable: np.ndarray
     problems: dict[int, str]
     of_label: np.ndarray
+    of_classes: np.ndarray | None = None
 
     @property
     def computed(self) -> np.ndarray:
@@ -53,7 +56,8 @@ class ClassificationScores:
     those with a label.
 
     top5: None for too few classes (`classification.has_top5`). top1_effective_images, top5_...: of
-    `effective_number`; None for data without groups.
+    `effective_number`; None for data without groups. kappa: quadratic, of classes that are grades, with the ends of its
+    interval.
     """
 
     top1: float
@@ -63,6 +67,9 @@ class ClassificationScores:
     num_unreadable: int
     top1_effective_images: float | None = None
     top5_effective_images: float | None = None
+    kappa: float | None = None
+    kappa_low: float | None = None
+    kappa_high: float | None = None
 
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -73,15 +80,20 @@ class ClassificationScores:
             readable = self.num_samples - self.num_unreadable
             bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
         top5 = "" if self.top5 is None else f", top-5 {self.top5:.2%}"
-        return f"top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
+        kappa = "" if self.kappa is None else f"quadratic kappa {self.kappa:.4f}, "
+        return f"{kappa}top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(
-    forward: Callable[[Tensor], Tensor], reader: SplitReader, loss_kind: str, num_top: int = classification.TOP
+    forward: Callable[[Tensor], Tensor],
+    reader: SplitReader,
+    loss_kind: str,
+    num_top: int = classification.TOP,
+    keeps_all: bool = False,
 ) -> Predictions:
     """Run `forward` (uint8 (B, H, W, 3) -> float32 logits (B, K)) over the whole split; see `each_sample`.
 
-    num_top: number of most likely classes to keep, at most K.
+    num_top: number of most likely classes to keep, at most K. keeps_all: also the probabilities of all classes.
     """
 
     def columns(loaded: Batch) -> list[Tensor]:
@@ -90,10 +102,10 @@ def predict(
         losses = classification.losses(logits, labels, loss_kind)
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
         of_label = (probabilities * classification.targets(labels, logits.shape[1])).amax(1)
-        return [top, probabilities.gather(1, top), losses.double(), of_label]
+        return [top, probabilities.gather(1, top), losses.double(), of_label, *([probabilities] if keeps_all else [])]
 
-    (top, probabilities, loss, of_label), readable, problems = each_sample(columns, reader)
-    return Predictions(top, probabilities, loss, readable, problems, of_label)
+    (top, probabilities, loss, of_label, *of_classes), readable, problems = each_sample(columns, reader)
+    return Predictions(top, probabilities, loss, readable, problems, of_label, *of_classes)
 
 
 @torch.no_grad()
@@ -173,8 +185,10 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
-def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax") -> ClassificationScores:
-    """Accuracy and loss of the predictions. num_classes: K."""
+def score(
+    predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax", ordinal: bool = False
+) -> ClassificationScores:
+    """Accuracy and loss of the predictions, and with `ordinal` the quadratic kappa. num_classes: K."""
     n, labels = len(split), label_table(split)
     hits = is_any(predictions.top, labels) & predictions.computed[:, None]
     readable = int(predictions.readable.sum())
@@ -186,9 +200,29 @@ def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: s
         None if split.groups is None else effective_number(*in_groups(of, split.groups)) for of in (top1, top5)
     ]
     scores = ClassificationScores(float(top1.sum()) / n, None, loss, n, n - readable, effective[0])
+    if ordinal:
+        kappa, low, high = kappa_of(*outcomes(predictions, split), split.groups)
+        scores = replace(scores, kappa=kappa, kappa_low=low, kappa_high=high)
     if classification.has_top5(num_classes):
         return replace(scores, top5=float(top5.sum()) / n, top5_effective_images=effective[1])
     return scores
+
+
+def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None) -> tuple[float, float, float]:
+    """Quadratic kappa of `outcomes`, low and high end of its interval; without images that have no label or no
+    prediction.
+    """
+    known = (true >= 0) & (predicted >= 0)
+    if not known.any():
+        return float("nan"), float("nan"), float("nan")
+    pair = true[known].astype(np.float64), predicted[known].astype(np.float64)
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        return np.array([measures.quadratic_kappa(*pair, weights)])
+
+    drawn = Bootstrap.of(measure, len(pair[0]), None if groups is None else groups[known])
+    low, high = drawn.interval()[:, 0].tolist()
+    return measures.quadratic_kappa(*pair, np.ones(len(pair[0]))), low, high
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -278,6 +312,12 @@ class ClassReport(NamedTuple):
     f1: np.ndarray
     support: np.ndarray
 
+    @classmethod
+    def of(cls, right: np.ndarray, guessed: np.ndarray, support: np.ndarray) -> "ClassReport":
+        """Counts (K,) of right predictions, of predictions, and of samples of each class."""
+        precision, recall = _share(right, guessed), _share(right, support)
+        return cls(precision, recall, _share(2 * precision * recall, precision + recall), support)
+
     def macro(self) -> dict[str, float]:
         """Unweighted means over the classes with samples: macro_precision, macro_recall, macro_f1."""
         means = zip(("precision", "recall", "f1"), self, strict=False)
@@ -291,8 +331,7 @@ def per_class(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> Clas
         np.bincount(classes, minlength=num_classes)
         for classes in (true[true == predicted], predicted[predicted >= 0], true)
     )
-    precision, recall = _share(right, guessed), _share(right, support)
-    return ClassReport(precision, recall, _share(2 * precision * recall, precision + recall), support)
+    return ClassReport.of(right, guessed, support)
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
+from pipeline.evaluate.intervals import Bootstrap, freedom_of_groups, grouped_error, of_samples, quantile, rounding
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 GROUPED = "paired Student's t, over groups of the same test images"
+BOOTSTRAP = "bootstrap, over the same test images"
+GROUPED_BOOTSTRAP = "bootstrap, over groups of the same test images"
 STUDENT = "Student's t, over seeds"
 PAIRED = "paired Student's t, over the same seeds"
 LEVEL = 0.05
@@ -24,7 +26,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class ScoreDifference:
-    """First score minus second. value, low, high: shares, low to high the 95 % interval. p: of the test named by
+    """First score minus second, in the unit of the scores. low, high: the 95 % interval. p: of the test named by
     `method`.
     """
 
@@ -37,7 +39,7 @@ class ScoreDifference:
     @property
     def noise(self) -> str:
         """The noise that the test knows, in words: it knows no other."""
-        over_groups = "groups of " * (self.method == GROUPED)
+        over_groups = "groups of " * (self.method in (GROUPED, GROUPED_BOOTSTRAP))
         return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else f'{over_groups}test images'}"
 
 
@@ -92,18 +94,31 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
     return _by_t(float(difference.mean()), error, freedom_of_groups(sizes), GROUPED)
 
 
-def of_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
+def of_same_draws(first: float, second: float, drawn: Bootstrap, groups: bool) -> ScoreDifference:
+    """Two scores of the same images that are no means over images, such as kappa or R2: Student's t on the scatter of
+    their difference when images, or groups of them, are drawn anew. drawn: both scores.
+    """
+    method = GROUPED_BOOTSTRAP if groups else BOOTSTRAP
+    if not drawn.freedom:
+        return ScoreDifference(first - second, -math.inf, math.inf, 1.0, method)
+    return _by_t(first - second, drawn.error_of_difference(), drawn.freedom, method, math.inf)
+
+
+def of_seeds(
+    first: Sequence[float], second: Sequence[float], num_test: int = 0, is_share: bool = True
+) -> ScoreDifference:
     """Two settings, each trained with several seeds: Student's t-test of two samples with a common variance, at least
     that of `rounding`.
 
     One of the two may have a single seed; its variance is then taken to be the other's. num_test: images of each score,
-    0 if unknown.
+    0 if unknown. is_share: whether scores are in [0, 1].
     """
     n, m = len(first), len(second)
     squares = sum(float(np.var(values)) * len(values) for values in (first, second))
     freedom = n + m - 2
     error = max(math.sqrt(squares / freedom), rounding(num_test)) * math.sqrt(1 / n + 1 / m)
-    return _by_t(float(np.mean(first) - np.mean(second)), error, freedom, STUDENT)
+    limit = 1.0 if is_share else math.inf
+    return _by_t(float(np.mean(first) - np.mean(second)), error, freedom, STUDENT, limit)
 
 
 def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int = 0) -> ScoreDifference:
@@ -117,16 +132,16 @@ def of_same_seeds(first: Sequence[float], second: Sequence[float], num_test: int
     return _by_t(float(differences.mean()), error, len(differences) - 1, PAIRED)
 
 
-def _by_t(value: float, error: float, freedom: float, method: str) -> ScoreDifference:
+def _by_t(value: float, error: float, freedom: float, method: str, limit: float = 1.0) -> ScoreDifference:
     """error: standard error of the value, known with so many degrees of freedom; of 0, that is without any scatter,
-    nothing follows.
+    nothing follows. limit: the largest difference there can be.
     """
     from scipy.special import stdtr  # Imported here because it takes 0.2 s.
 
     half = quantile(freedom) * error
     # The scatter of equal scores may be 1e-17 by rounding.
     p = 2 * float(stdtr(freedom, -abs(value) / error)) if error > 1e-12 else 1.0
-    return ScoreDifference(value, max(-1.0, value - half), min(1.0, value + half), p, method)
+    return ScoreDifference(value, max(-limit, value - half), min(limit, value + half), p, method)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -26,6 +26,7 @@ from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.mae import to_facebook, to_huggingface
 from pipeline.model.convert.preprocessing import written_crop, written_filter, written_scale
+from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, as_places
@@ -58,11 +59,15 @@ def run(config: ExportConfig) -> LogitDifference:
     config, form = with_local_weights(config), config.written_format
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
-    trained, extra = content.config, content.extra
+    trained = content.config
+    # Of numbers, `models.load` makes a head that predicts them in their own units.
+    extra = {name: value for name, value in content.extra.items() if name != TARGET_SCALE}
     if note := models.checkpoint_note(extra):
         print(note)
     height, width = trained.image_size
-    print(f"read: {name_of(trained)} at {height} x {width} px, {counted(trained.num_classes, 'class')}")
+    targets = extra.get(TARGETS, []) if extra.get("loss") == "regression" else []
+    predicted = f"numbers: {', '.join(targets)}" if targets else counted(trained.num_classes, "class")
+    print(f"read: {name_of(trained)} at {height} x {width} px, {predicted}")
     if source := _source_side(path, content):
         own = models.load(path, content=content)
         _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
@@ -120,7 +125,11 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
     if isinstance(model, Mae):
         return
     config = model.config
-    if config.num_classes and not extra.get("classes"):
+    if extra.get("loss") == "regression":
+        if form not in (*_AS_IT_IS, "huggingface"):
+            targets = ", ".join(extra.get(TARGETS, []))
+            yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
+    elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
     if form == "huggingface":
         yield written_crop(view, config.image_size)
@@ -150,7 +159,7 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
 
 
 def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
-    classes = extra.get("classes") if model.config.num_classes else None
+    classes = extra.get("classes") or extra.get(TARGETS) if model.config.num_classes else None
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
@@ -206,17 +215,17 @@ def _write_onnx(model: Model, path: Path, metadata: dict[str, str]) -> None:
 
 
 def _write_script(file: Path, config: Config) -> None:
-    """Write the script that predicts classes by an .onnx beside it, or print why there is none."""
+    """Write the script that predicts classes or numbers by an .onnx beside it, or print why there is none."""
     reason = "the model has no head" if not config.num_classes else ""
     if not config.pixels.is_rgb8:
         reason = f"it would read 8-bit RGB, and the model reads images of {config.pixels.describe()}"
     if reason:
-        print(f"onnx: no script that predicts classes is written: {reason}")
+        print(f"onnx: no script that predicts is written: {reason}")
         return
     script = file.with_name(f"{file.stem}_predict.py")
     with new_output(script, is_folder=False) as unfinished:
         shutil.copyfile(_SCRIPT, unfinished)
-    print(f"written: {script}, which predicts classes without this project: python {script} photo.jpg")
+    print(f"written: {script}, which predicts without this project: python {script} photo.jpg")
 
 
 def _write_mae(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:

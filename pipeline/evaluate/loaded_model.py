@@ -28,10 +28,12 @@ from pipeline.data.loading.single_image import trained_view
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import read_by, shown_view
 from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
+from pipeline.evaluate.regression import TargetPredictions
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, VisionTransformer
 from pipeline.model.files import FILES
 from pipeline.model.published import SUFFIXES
+from pipeline.model.weights import TARGETS
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
@@ -48,7 +50,7 @@ _NUM_TOLD = 20  # unreadable images
 class LoadedModel:
     """A model on its device, in evaluation mode.
 
-    view: the preprocessing of images. loss_kind: softmax or sigmoid. extra: metadata of the weights file.
+    view: the preprocessing of images. loss_kind: softmax, sigmoid or regression. extra: metadata of the weights file.
     """
 
     model: Model
@@ -73,6 +75,11 @@ class LoadedModel:
         yield reader
         for line in describe_left_out(Counter(what for unread in reader.left_out.values() for what in unread)):
             print(line)
+
+    @property
+    def target_names(self) -> list[str]:
+        """Names of the numbers that the head predicts, each in its own unit; [] for a head of classes."""
+        return self.extra.get(TARGETS, []) if self.loss_kind == "regression" else []
 
     @property
     def pixels(self) -> Pixels:
@@ -118,8 +125,11 @@ class LoadedModel:
         return kept, to_rgb(images.numpy(), self.pixels)
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """images (B, H, W, C) -> float32 (B, K)."""
-        features = self.features(pixels)
+        """images (B, H, W, C) -> float32 (B, K), the logits of classes, or numbers."""
+        return self.outputs(self.features(pixels))
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """`features` (B, D) -> float32 (B, K), as of `logits`."""
         return self.model.head(features.float() if self.loss_kind == "regression" else features).float()
 
 
@@ -162,7 +172,11 @@ def evaluation_view(config: WeightsConfig, image_size: ImageSize | int, trained:
 
 
 def check_outputs(
-    weights: str, where: str, seen: Predictions | Features, split: Split, rows: np.ndarray | None = None
+    weights: str,
+    where: str,
+    seen: Predictions | TargetPredictions | Features,
+    split: Split,
+    rows: np.ndarray | None = None,
 ) -> None:
     """Raise UserError if no image is readable, or the outputs for some image are not finite.
 

@@ -23,9 +23,9 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 
 CSV, JSON = "mistakes.csv", "mistakes.json"
-_MAX_LISTED, _MAX_PAIRS = 40, 5
+MAX_LISTED, _MAX_PAIRS = 40, 5
 # The files of `files`, as those to remove.
-NO_FILES = dict.fromkeys([CSV, JSON, *(f"mistake_{number:02}.png" for number in range(1, _MAX_LISTED + 1))])
+NO_FILES = dict.fromkeys([CSV, JSON, *(f"mistake_{number:02}.png" for number in range(1, MAX_LISTED + 1))])
 _SIDE = 128  # Pixels of a picture's long side.
 # rows, int64 -> (those that can be read, their pixels, uint8 (C, H, W, 3)).
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -109,7 +109,7 @@ def find(
     """
     known = (true >= 0) & (predicted >= 0)
     wrong = np.flatnonzero(known & (true != predicted))
-    listed = wrong[np.argsort(of_label[wrong], kind="stable")][:_MAX_LISTED]
+    listed = wrong[np.argsort(of_label[wrong], kind="stable")][:MAX_LISTED]
     rows, images = read(listed) if len(listed) else (listed, np.empty((0, 1, 1, 3), np.uint8))
     names_of_files = [*NO_FILES][2 : 2 + len(rows)]
     found = [
@@ -135,10 +135,10 @@ def find(
         for one, other, count in [(*pairs[:, place].tolist(), int(counts[place]))]
     ]
     of_all = Mistakes(how, data, int(known.sum()), len(wrong), confused, found)
-    return of_all, dict(zip(names_of_files, map(_png, images), strict=True))
+    return of_all, dict(zip(names_of_files, map(small_png, images), strict=True))
 
 
-def _png(image: np.ndarray) -> bytes:
+def small_png(image: np.ndarray) -> bytes:
     """A small copy. image: uint8 (H, W, 3)."""
     scale = _SIDE / max(image.shape[:2])
     size = [max(1, round(scale * side)) for side in image.shape[1::-1]]

@@ -1,9 +1,9 @@
-"""Predicts the classes of images by an .onnx file; `pipeline/evaluate/export.py` writes this file beside each.
+"""Predicts the classes of images, or numbers, by an .onnx file; `pipeline/evaluate/export.py` writes this beside each.
 
     python <NAME>_predict.py photo.jpg folder            # by <NAME>.onnx, beside this script
 
     from NAME_predict import Classifier
-    Classifier("NAME.onnx").predict("photo.jpg")         # [("cat", 0.93), ("dog", 0.05), ...]
+    Predictor("NAME.onnx").predict("photo.jpg")          # [("cat", 0.93), ("dog", 0.05), ...], or [("age", 54.2)]
 
 Needs onnxruntime, numpy, Pillow and opencv-python-headless. The .onnx file says how its images are resized, cropped and
 scaled, and names the classes. Reads what Pillow opens, of 8 bits a value.
@@ -12,6 +12,7 @@ Shapes: H, W height and width of an image; C its 3 channels.
 """
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ MAX_ASPECT = 16
 Size = tuple[int, int]  # (height, width)
 
 
-class Classifier:
-    """The model of an .onnx file, with its classes and its preprocessing."""
+class Predictor:
+    """The model of an .onnx file, with its preprocessing, and its classes or the names of its numbers."""
 
     def __init__(self, file: str | Path) -> None:
         import onnxruntime
@@ -39,14 +40,24 @@ class Classifier:
         model, extra = known["model"], known["extra"]
         names = extra.get("class_names") or extra.get("classes")
         self.classes: list[str] = names or [f"class {number}" for number in range(model["num_classes"])]
+        self.numbers: list[str] = extra.get("targets", []) if extra.get("loss") == "regression" else []
         self.is_sigmoid = extra.get("loss") == "sigmoid"  # Each class has a probability of its own.
         self.preprocess = EvaluationView(model, extra.get("preprocessing", {}))
 
-    def predict(self, image: str | Path | Image.Image, top: int = 5) -> list[tuple[str, float]]:
-        """The most likely classes with their probabilities. Raises an error of any type for unreadable images."""
+    def predict(
+        self, image: str | Path | Image.Image, top: int = 5, thresholds: dict[str, float] | None = None
+    ) -> list[tuple[str, float]]:
+        """The most likely classes with their probabilities; with the threshold of each class, those that reach it. Of a
+        model of numbers, all of them, each in its own unit.
+
+        Raises an error of any type for unreadable images.
+        """
         (logits,) = self.session.run(None, {"images": self.preprocess(image)[None]})[0].astype(np.float64)
+        if self.numbers:
+            return list(zip(self.numbers, logits.tolist(), strict=True))
         found = np.exp(-np.logaddexp(0, -logits) if self.is_sigmoid else logits - np.logaddexp.reduce(logits))
-        return [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")[:top]]
+        ranked = [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")]
+        return ranked[:top] if thresholds is None else [one for one in ranked if one[1] >= thresholds[one[0]]]
 
 
 class EvaluationView:
@@ -126,18 +137,23 @@ def files_of(places: list[Path]) -> Iterator[Path]:
 def main() -> None:
     script = Path(__file__)
     model = script.with_name(f"{script.stem.removesuffix('_predict')}.onnx")
-    parser = argparse.ArgumentParser(description="Print the most likely classes of images.")
+    parser = argparse.ArgumentParser(description="Print the most likely classes of images, or numbers.")
     parser.add_argument("images", nargs="+", type=Path, help="image files, and folders of these")
     parser.add_argument("--model", type=Path, default=model, metavar="FILE", help=f"default: {model}")
     parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="classes of each image, default 5")
+    parser.add_argument("--thresholds", type=Path, metavar="FILE", help="per_label.csv of launch/evaluate.py")
     given = parser.parse_args()
     if not given.model.is_file():
         parser.error(f"{given.model} is missing. Name the .onnx file: --model FILE")
-    classifier, num_unreadable = Classifier(given.model), 0
+    predictor, num_unreadable, thresholds = Predictor(given.model), 0, None
+    if given.thresholds:
+        with given.thresholds.open(newline="", encoding="utf-8") as lines:
+            thresholds = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
     for file in files_of(given.images):
         try:
-            found = classifier.predict(file, given.top)
-            said = ", ".join(f"{name} {probability:.1%}" for name, probability in found)
+            found = predictor.predict(file, given.top, thresholds)
+            form = ".5g" if predictor.numbers else ".1%"
+            said = ", ".join(f"{name} {value:{form}}" for name, value in found) or "no class"
         except Exception as error:  # Pillow raises any type.
             num_unreadable += 1
             said = f"cannot be read: {error}"

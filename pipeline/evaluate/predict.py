@@ -1,4 +1,4 @@
-"""Predicts the most likely classes of images and writes them as a table; entry point: `run`."""
+"""Predicts the most likely classes of images, or numbers, and writes them as a table; entry point: `run`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,12 +17,15 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
+from pipeline.evaluate.multilabel import read_thresholds
+from pipeline.evaluate.regression import TargetPredictions, predict_targets
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
-# One row per image and predicted class. An unreadable image has one row without a class, with the reason in `problem`.
+# One row per image and predicted class. An image without one has one row without a class: an unreadable one, with the
+# reason in `problem`, and one of which no class reaches its threshold.
 TABLE = pa.schema(
     [
         ("image", pa.string()),
@@ -40,7 +43,7 @@ _IMAGENET = (1_000, 21_843)  # Classes of ImageNet-1k and -21k, as published hea
 
 def run(config: PredictConfig) -> pa.Table:
     """Write the predictions of all images to `config.out`, print those of the first ones, and return them (schema:
-    TABLE).
+    TABLE, or of numbers that of `_predict_numbers`).
 
     Raises UserError before anything is written.
     """
@@ -52,22 +55,67 @@ def run(config: PredictConfig) -> pa.Table:
             f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled"
             " images; launch/features.py writes the features, and finds similar images."
         )
+    if loaded.target_names:
+        return _predict_numbers(config, loaded, out)
     images, names = open_images(config, loaded)
     print_numbered(config, names)
-    predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
+    thresholds = read_thresholds(config.thresholds, names) if config.thresholds else None
+    num_top = config.top if thresholds is None else len(names)
+    predictions = predict_all(config, loaded, images.true_classes(names).split, num_top)
+    told = _told(predictions, thresholds)
     keys = images.split.keys(range(len(images.split)))
-    table = _table(predictions, images, keys, names)
+    table = _table(predictions, told, images, keys, names)
+    _write(table, out, _lines(predictions, told, keys[:_SHOWN], names), len(keys), len(predictions.problems))
+    return table
+
+
+def _write(table: pa.Table, out: Path | None, lines: Iterator[str], num_images: int, num_unreadable: int) -> None:
+    """Write the table, and print the lines of the first images."""
     if out is not None:
         with replacing(out) as file:
             (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
-    for line in _lines(predictions, keys[:_SHOWN], names):
+    for line in lines:
         print(line)
-    unread = f", {len(predictions.problems):,} of them unreadable" if predictions.problems else ""
-    more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
+    unread = f", {num_unreadable:,} of them unreadable" if num_unreadable else ""
+    more = f", the first {_SHOWN} shown" if num_images > _SHOWN else ""
     print(
-        f"{counted(len(keys), 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
+        f"{counted(num_images, 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
     )
+
+
+def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | None) -> pa.Table:
+    """`run` of weights that predict numbers: a row for each image, with a column for each number, and the true ones, if
+    the data set has them, as NAME_true.
+    """
+    names = loaded.target_names
+    if config.thresholds:
+        raise UserError(f"thresholds are for classes, and {config.weights} predicts numbers: {', '.join(names)}.")
+    (images,) = open_places(config, [], loaded.pixels, split="images")
+    split, known = images.split, images.target_names
+    with loaded.reading(split, config) as reader:
+        found = predict_targets(loaded.logits, reader)
+    check_outputs(config.weights, ", ".join(config.images), found, split)
+    keys = split.keys(range(len(split)))
+    unknown = np.broadcast_to(~found.readable[:, None], found.values.shape)
+    columns = {"image": pa.array(keys, pa.string())}
+    columns |= {name: pa.array(found.values[:, i], mask=unknown[:, i]) for i, name in enumerate(names)}
+    for name in names:
+        if name in known:
+            true = split.target_values[:, known.index(name)]
+            columns[f"{name}_true"] = pa.array(true, mask=np.isnan(true))
+    columns["problem"] = pa.array([found.problems.get(row) for row in range(len(keys))], pa.string())
+    table = pa.table(columns)
+    _write(table, out, _lines_of_numbers(found, keys[:_SHOWN], names), len(keys), len(found.problems))
     return table
+
+
+def _lines_of_numbers(found: TargetPredictions, keys: list[str], names: list[str]) -> Iterator[str]:
+    keys = [printable(key) for key in keys]
+    width = max(map(len, keys))
+    for row, key in enumerate(keys):
+        said = ", ".join(f"{name} {value:.5g}" for name, value in zip(names, found.values[row].tolist(), strict=True))
+        said = said if found.readable[row] else f"cannot be read: {found.problems[row]}"
+        yield f"{key:<{width}}  {printable(said)}"
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
@@ -143,16 +191,24 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     return done
 
 
-def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
+def _told(predictions: Predictions, thresholds: np.ndarray | None) -> np.ndarray:
+    """bool (n, T): which of the most likely classes are predicted. thresholds: (K,), None for all."""
+    told = np.broadcast_to(predictions.readable[:, None], predictions.top.shape)
+    return told if thresholds is None else told & (predictions.probabilities >= thresholds[predictions.top])
+
+
+def _table(
+    predictions: Predictions, told: np.ndarray, images: AdhocSplit, keys: list[str], names: list[str]
+) -> pa.Table:
     num, most = predictions.top.shape
-    # The first place of an unreadable image has the problem; its others are left out.
-    kept = np.flatnonzero(predictions.readable[:, None] | (np.arange(most) == 0))
-    rows, ranks = np.divmod(kept, most)
-    numbers, unknown = predictions.top.ravel()[kept], ~predictions.readable[rows]
+    # The first row of an image has the problem if it is unreadable, and stays if no class reaches its threshold.
+    kept = np.flatnonzero(told | ((np.arange(most) == 0) & ~told.any(1, keepdims=True)))
+    rows = kept // most
+    ranks, numbers, unknown = np.cumsum(told, axis=1).ravel()[kept], predictions.top.ravel()[kept], ~told.ravel()[kept]
     columns = [
         pa.array(keys, pa.string()).take(rows),
         pa.array(images.labels(range(num)), pa.string()).take(rows),
-        pa.array(ranks + 1, pa.int32(), mask=unknown),
+        pa.array(ranks, pa.int32(), mask=unknown),
         pa.array(names, pa.string()).take(pa.array(numbers, mask=unknown)),
         pa.array(numbers, pa.int32(), mask=unknown),
         pa.array(predictions.probabilities.ravel()[kept], mask=unknown),
@@ -161,12 +217,12 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
     return pa.table(columns, TABLE)
 
 
-def _lines(predictions: Predictions, keys: list[str], names: list[str]) -> Iterator[str]:
+def _lines(predictions: Predictions, told: np.ndarray, keys: list[str], names: list[str]) -> Iterator[str]:
     """Yield one readable line per image, whatever the names of files and classes hold."""
     keys = [printable(key) for key in keys]
     width = max(map(len, keys))
     for row, key in enumerate(keys):
-        likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
-        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
+        likely = zip(*(of[row, told[row]].tolist() for of in (predictions.top, predictions.probabilities)), strict=True)
+        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely) or "no class"
         said = said if predictions.readable[row] else f"cannot be read: {predictions.problems[row]}"
         yield f"{key:<{width}}  {printable(said)}"

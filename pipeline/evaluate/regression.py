@@ -13,11 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.words import counted
+from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading.loader import Batch
+from pipeline.evaluate import measures
 from pipeline.evaluate.classify import each_sample
+from pipeline.evaluate.intervals import Bootstrap
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.regression import metric_name
+
+SCORES = ("r2", "rmse", "mae", "spearman")
+ENDS = ("", "_low", "_high")
+_WITH_ENDS = [f"{score}{end}" for score in SCORES for end in ENDS]
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,35 @@ def predict_targets(forward: Callable[[Tensor], Tensor], reader: SplitReader) ->
     return TargetPredictions(values, reader.split.target_values, readable, problems)
 
 
+def with_targets_of(weights: str, names: Sequence[str], dataset: Dataset, split: Split) -> Split:
+    """The split with the numbers that weights predict; those that the data set lacks are missing, which is said.
+
+    Raises UserError if the split has no value of any.
+    """
+    places = {name: place for place, name in enumerate(dataset.targets)}
+    split = split.with_targets([places.get(name, -1) for name in names])
+    lacking = [name for name, column in zip(names, split.target_values.T, strict=True) if not np.isfinite(column).any()]
+    where = f"split {split.name!r} of {dataset.path}"
+    if len(lacking) == len(names):
+        known = f" It has: {', '.join(dataset.targets)}." if dataset.targets else ""
+        raise UserError(
+            f"{weights} predicts {', '.join(names)}, and {where} has no values of that, so nothing can be scored on"
+            f" it.{known} Without a score: launch/predict.py."
+        )
+    if lacking:
+        print(f"not scored, since {where} has no values: {', '.join(lacking)}")
+    return split
+
+
 @dataclass(frozen=True)
 class RegressionScores:
-    """Scores of each target, by its name: {"num_values": m, "r2": ..., "rmse": ..., "mae": ..., "spearman": ...}. loss:
-    mean over the readable images, None where it is not known.
+    """Scores of each target, by its name: num_values, and r2, rmse, mae, spearman, each with the ends of its interval,
+    r2_low and r2_high. means: r2 and spearman over the targets, which have no unit, likewise. loss: mean over the
+    readable images, None where it is not known.
     """
 
     per_target: dict[str, dict[str, float]]
+    means: dict[str, float]
     num_samples: int
     num_unreadable: int
     loss: float | None = None
@@ -66,9 +96,10 @@ class RegressionScores:
         if len(each) == 1:
             found = {name: value for name, value in each[0].items() if name != "num_values"}
         else:
-            found = {name: float(np.mean([of[name] for of in each])) for name in ("r2", "spearman")}
+            found = dict(self.means)
             for target, of in self.per_target.items():
-                found |= {f"{name}_{metric_name(target)}": of[name] for name in of if name != "num_values"}
+                own = metric_name(target)
+                found |= {f"{name}_{own}{end}": of[name + end] for name in SCORES for end in ENDS}
         loss = {} if self.loss is None else {"loss": self.loss}
         return {**found, **loss, "num_samples": self.num_samples, "num_unreadable": self.num_unreadable}
 
@@ -88,51 +119,57 @@ class RegressionScores:
 
 
 def score_targets(
-    predictions: TargetPredictions, names: Sequence[str], losses: Callable[[Tensor, Tensor], Tensor] | None = None
+    predictions: TargetPredictions,
+    names: Sequence[str],
+    groups: np.ndarray | None = None,
+    losses: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> RegressionScores:
-    """Scores of predictions of the named targets. losses: values and targets, float32 (n, T) -> (n,)."""
-    scored, readable = predictions.scored, predictions.readable
-    per_target = {}
-    for place, name in enumerate(names):
-        of = scored[:, place]
-        predicted, true = (values[of, place].astype(np.float64) for values in (predictions.values, predictions.targets))
-        found = {score.__name__: score(predicted, true) for score in (r2, rmse, mae, spearman)}
-        per_target[name] = {"num_values": len(true), **found}
-    loss = None
+    """Scores of predictions of the named targets. groups: int64 (n,), of `Split.groups`. losses: values and targets,
+    float32 (n, T) -> (n,).
+    """
+    measure = joint_measure([predictions])
+    num_samples, num_targets = predictions.values.shape
+    found = np.stack(
+        [measure(np.ones(num_samples)), *Bootstrap.of(measure, num_samples, groups, num_targets).interval()]
+    )
+    rows = [
+        dict(zip(_WITH_ENDS, of.T.ravel().tolist(), strict=True)) for of in np.split(found, num_targets + 1, axis=1)
+    ]
+    counts = predictions.scored.sum(0).tolist()
+    per_target = {name: {"num_values": count, **row} for name, count, row in zip(names, counts, rows, strict=False)}
+    means = {name: value for name, value in rows[-1].items() if name.startswith(("r2", "spearman"))}
+    loss, readable = None, predictions.readable
     if losses is not None:
         values, targets = (torch.from_numpy(of[readable]) for of in (predictions.values, predictions.targets))
         loss = float(losses(values, targets).double().mean())
-    return RegressionScores(per_target, len(readable), int((~readable).sum()), loss)
+    return RegressionScores(per_target, means, len(readable), int((~readable).sum()), loss)
 
 
-# Of predicted and true values, float64 (m,); NaN without any.
-def r2(predicted: np.ndarray, true: np.ndarray) -> float:
-    """The coefficient of determination, 1 - sum((true - predicted)^2) / sum((true - mean(true))^2): 1 is perfect, 0 as
-    good as always saying the mean of the values scored, below 0 worse. NaN for values that are all the same.
+def joint_measure(models: Sequence[TargetPredictions]) -> measures.Measure:
+    """How often each sample counts, (n,), -> R2, RMSE, MAE and Spearman of each target of each model, and of each their
+    means over its targets, (models x (T + 1) x 4,).
     """
-    total = float(np.square(true - true.mean()).sum()) if len(true) else 0.0
-    return 1 - float(np.square(true - predicted).sum()) / total if total else float("nan")
+    of_models = [[_measure(one, place) for place in range(one.values.shape[1])] for one in models]
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        found = []
+        for of_targets in of_models:
+            rows = [of_target(weights) for of_target in of_targets]
+            found += [*rows, np.mean(rows, axis=0)]
+        return np.concatenate(found)
+
+    return measure
 
 
-def rmse(predicted: np.ndarray, true: np.ndarray) -> float:
-    """The root of the mean squared error."""
-    return float(np.sqrt(np.square(true - predicted).mean())) if len(true) else float("nan")
+def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:
+    """SCORES of the target at a place."""
+    scored = predictions.scored[:, place]
+    true, predicted = (of[scored, place].astype(np.float64) for of in (predictions.targets, predictions.values))
+    places = measures.places(true), measures.places(predicted)
 
+    def measure(weights: np.ndarray) -> np.ndarray:
+        own = weights[scored]
+        errors = (score(true, predicted, own) for score in (measures.r2, measures.rmse, measures.mae))
+        return np.array([*errors, measures.spearman(places[0], places[1], own)])
 
-def mae(predicted: np.ndarray, true: np.ndarray) -> float:
-    """The mean absolute error."""
-    return float(np.abs(true - predicted).mean()) if len(true) else float("nan")
-
-
-def spearman(predicted: np.ndarray, true: np.ndarray) -> float:
-    """Spearman's rank correlation; equal values share the mean of their ranks. NaN where either is constant."""
-    ranks = [_ranks(values) for values in (predicted, true)]
-    centred = [of - of.mean() for of in ranks] if len(true) else ranks
-    norm = float(np.sqrt(np.square(centred[0]).sum() * np.square(centred[1]).sum()))
-    return float((centred[0] * centred[1]).sum()) / norm if norm else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """float64 (m,), ranks from 1, of equal values their mean."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return measure

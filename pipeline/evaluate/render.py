@@ -1,40 +1,67 @@
 """Renders scores: report.md, the confusion matrix as a figure, and lines for the terminal."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.page import Beside, Block, Heading, Paragraph, Table, png
+from pipeline.base.page import COLOURS, Beside, Block, Heading, Paragraph, Table, png, style_axes
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
+from pipeline.evaluate import measures
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 
+# Scores with the ends of their intervals -> how they are called, and shown.
+_WITH_ENDS = {"kappa": ("quadratic kappa", ".4f"), "map": ("mAP, mean average precision over labels", ".2%")}
 _ACCURACIES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _MEANS = {
     "macro_precision": "precision, mean over classes",
     "macro_recall": "recall, mean over classes",
     "macro_f1": "F1, mean over classes",
 }
+# Scores of numbers -> how they are called, and shown.
+_OF_NUMBERS = {
+    "r2": ("R²", ".4f"),
+    "rmse": ("RMSE", ".4g"),
+    "mae": ("MAE", ".4g"),
+    "spearman": ("Spearman's rank correlation", ".4f"),
+}
 _COUNTS = {
     "num_samples": "images",
     "num_groups": "groups of them",
-    "num_unreadable": "unreadable images (counted as wrong)",
+    "num_unreadable": "unreadable images ({})",
     "num_unlabelled": "images without a label (counted as wrong)",
 }
 _MAX_LISTED, _MAX_NAMED = 30, 20
+SCATTER = "Predicted against true values, with the line on which they are equal"
 CONFUSION = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
 _MAX_DRAWN, _MOST_CONFUSED = 50, 30
 _MAX_ANNOTATED = 20
+_MAX_SCATTERS, _MANY_POINTS = 12, 2_000
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows: list[tuple[str, str]] = []
+    for name, (text, form) in _WITH_ENDS.items():
+        if name in scores:
+            rows += _with_ends(text, form, name, scores)
+    of_targets = scores.get("per_target", [])
+    if len(of_targets) > 1:
+        rows += [
+            (f"{_OF_NUMBERS[name][0]}, mean over targets", _in_brackets(name, scores)) for name in ("r2", "spearman")
+        ]
+    for of in of_targets:
+        rows += [(f"{of['target']}: {text}", _in_brackets(name, of)) for name, (text, _) in _OF_NUMBERS.items()]
+        missing = scores["num_samples"] - scores["num_unreadable"] - of["num_values"]
+        rows += [(f"{of['target']}: missing values (not scored)", f"{missing:,}")] if missing else []
+    if of_targets:
+        rows.append(("in brackets: 95 % intervals over", "groups" if "num_groups" in scores else "images"))
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
@@ -42,7 +69,11 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         rows += _accuracy(
             f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
         )
-    rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
+    if "per_label" in scores:
+        at = f"at thresholds chosen on {scores['thresholds_split']}" if "thresholds_split" in scores else "above 0.5"
+        rows.append((f"F1 of labels {at}, mean", f"{scores['label_f1']:.2%}"))
+    else:
+        rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
     if "loss" in scores:
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
     for row in scores.get("fewshot", []):
@@ -60,9 +91,26 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
         rows.append((f"RankMe of {images}, at most {most:,}", f"{found['rankme']:.4g}"))
         rows.append(("standard deviation of their features", f"{found['feature_std']:.4g}"))
-    rows += [(text, f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
+    treated = "not scored" if "per_target" in scores else "counted as wrong"
+    rows += [(text.format(treated), f"{scores[name]:,}") for name, text in _COUNTS.items() if scores.get(name)]
     rows.append(("images/s", significant(scores["images_per_second"])))
     return rows
+
+
+def _with_ends(text: str, form: str, name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. form: of the numbers."""
+    yield text, format(scores[name], form)
+    low, high = (scores.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+    if not math.isnan(low):
+        over = "groups" if "num_groups" in scores else "images"
+        yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
+
+
+def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
+    """A score of numbers and its interval."""
+    form = _OF_NUMBERS[name][1]
+    value, low, high = (scores[name + end] for end in ("", "_low", "_high"))
+    return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if low is not None and not math.isnan(low) else "")
 
 
 def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
@@ -82,7 +130,9 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
     trained = scores.get(TRAINED_BY)
     warning = [Paragraph(f"Note: {not_held_out(scores['split'], trained)}.")] if trained else []
     blocks: list[Block] = [*warning, Table(("score", "value"), summary(scores)), *of_mistakes]
-    if "per_class" in scores:
+    if "per_label" in scores:
+        blocks += _labels(scores)
+    elif "per_class" in scores:
         tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
         rows = [
             (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
@@ -94,6 +144,7 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
         )
         table = Table(("class", "precision", "recall", "F1", "images"), rows)
         blocks += [Heading("Classes"), Paragraph(about), table]
+    if "per_class" in scores:
         blocks += [block.picture for block in of_mistakes if isinstance(block, Beside)]  # In full size.
     if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
         named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
@@ -103,18 +154,71 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
     return f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks
 
 
+def _labels(scores: dict[str, Any]) -> list[Block]:
+    """The table of images with several labels."""
+    tested = sorted((row for row in scores["per_label"] if row["images"]), key=lambda row: row["average_precision"])
+    columns = ("average_precision", "precision", "recall", "f1")
+    rows = [
+        (row["class"], f"{row['threshold']:.3f}", *(f"{row[name]:.1%}" for name in columns), f"{row['images']:,}")
+        for row in tested[:_MAX_LISTED]
+    ]
+    chosen = f"chosen on split {scores['thresholds_split']}" if "thresholds_split" in scores else "0.5 for all"
+    about = (
+        f"The {len(rows)} of {counted(len(tested), 'label')} with images that have the lowest average precision; all"
+        f" are in per_label.csv. An image is predicted to have a label whose probability is at least the threshold,"
+        f" {chosen}."
+    )
+    header = ("label", "threshold", "average precision", "precision", "recall", "F1", "images")
+    return [Heading("Labels"), Paragraph(about), Table(header, rows)]
+
+
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
+    grades = f"Grades, in this order: {', '.join(scores['grades'])}. " if "grades" in scores else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
+    learned = f"numbers: {', '.join(scores['targets'])}" if "targets" in scores else ""
     return (
-        f"{origin}Data {scores['fingerprint']}, {counted(scores['num_classes'], 'class')}."
+        f"{origin}{grades}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."
     )
+
+
+# ---------------------------------------------------------------------- numbers
+def draw_scatter(predicted: np.ndarray, true: np.ndarray, names: Sequence[str]) -> bytes:
+    """A PNG of the predicted against the true values, (n, T), NaN where there is none, of the first targets. names: of
+    all targets.
+    """
+    shown = min(len(names), _MAX_SCATTERS)
+    columns = min(3, shown)
+    rows = -(-shown // columns)
+    figure = Figure(figsize=(4.3 * columns, 4.4 * rows), dpi=110, layout="constrained")
+    for place, name in enumerate(names[:shown]):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        known = np.isfinite(predicted[:, place]) & np.isfinite(true[:, place])
+        x, y = (values[known, place].astype(np.float64) for values in (true, predicted))
+        if known.any():
+            low, high = min(x.min(), y.min()), max(x.max(), y.max())
+            margin = 0.04 * (high - low) or 1.0
+            limits = low - margin, high + margin
+            axes.plot(limits, limits, color="0.6", linewidth=1, zorder=1)
+            many = known.sum() > _MANY_POINTS
+            size, alpha = (4, 0.25) if many else (14, 0.6)
+            axes.scatter(x, y, size, COLOURS[0], alpha=alpha, linewidth=0, zorder=2)
+            axes.set(xlim=limits, ylim=limits)
+        weights = np.ones(int(known.sum()))
+        said = f"R² {measures.r2(x, y, weights):.3f}, RMSE {measures.rmse(x, y, weights):.4g}"
+        axes.set_title(f"{said}, {counted(len(weights), 'image')}", fontsize=9)
+        axes.set_xlabel(f"true {name}", parse_math=False)
+        axes.set_ylabel(f"predicted {name}", parse_math=False)
+        axes.set_aspect("equal")
+        style_axes(axes)
+    caption = f"The first {shown} of {len(names)} targets" if shown < len(names) else ""
+    return png(figure, caption=caption)
 
 
 # ---------------------------------------------------------------------- the confusion matrix

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
+from pipeline.base.metric import MAIN
 from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
@@ -22,7 +23,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, mistakes, render
+from pipeline.evaluate import architecture, largest_errors, mistakes, multilabel, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
@@ -41,12 +42,14 @@ from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_mode
 from pipeline.evaluate.probes.out_of_fold import predict_out_of_fold
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
 from pipeline.evaluate.probes.rankme import spread
+from pipeline.evaluate.regression import TargetPredictions, predict_targets, score_targets, with_targets_of
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
+from pipeline.objectives.regression import metrics_of
 from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import ScoreConfig
 
@@ -66,7 +69,8 @@ _PARAMETERS = (
 )
 _METRICS = (
     *("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable"),
-    *("macro_precision", "macro_recall", "macro_f1"),
+    *("macro_precision", "macro_recall", "macro_f1", "kappa", "kappa_low", "kappa_high"),
+    *("map", "map_low", "map_high", "label_f1"),
 )
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
@@ -76,30 +80,47 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     scores.json.
 
     Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
-    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; fewshot (one row per number
-    of shots and strength), knn. Accuracies are in [0, 1]. Raises UserError before anything is written, such as for
-    weights of other classes than the data.
+    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; kappa; of several labels map,
+    label_f1, per_label; of numbers r2, spearman, per_target; fewshot (one row per number of shots and strength), knn.
+    Accuracies are in [0, 1]. Raises UserError before anything is written, such as for weights of other classes than the
+    data.
     """
     # ---------------------------------------------------------------------- the data and the weights
     config = with_local_weights(config)
     if config.folds:
         config = replace(config, classify=False, shots=[], neighbours=0)
-    reads_labels = config.reads_labels or config.folds > 0
     dataset = open_dataset(config.data)
-    if config.classify or reads_labels:
+    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
+    origin = find_origin(file, config.weights) if config.mlflow else None
+    loaded = load_model(replace(config, weights=str(file)), config.loss)
+    names = loaded.target_names if config.classify else []
+    if names and not dataset.classes:  # What is probed by default reads labels.
+        config = replace(config, shots=[], neighbours=0)
+    reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
+    if classifies or reads_labels:
         dataset.refuse_without_labels("data", "Scores need some. Without: launch/features.py.")
     split = dataset.split(config.split, config.exclude)
-    split.refuse_without_score(config.data, config.classify or reads_labels)
+    split.refuse_without_score(config.data, classifies or reads_labels)
     train = None
     if config.reads_labels:  # Before the forward pass of the other split.
         train = dataset.split(config.train_split, config.exclude)
         train.refuse_without_score(f"train_split of {config.data}", True)
-    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)), config.loss)
-    scored, scored_split = (
-        _in_classes_of_weights(config, loaded, dataset, split) if config.classify else (dataset, split)
+    scored, scored_split, of_thresholds = dataset, split, None
+    if names:
+        scored_split = with_targets_of(config.weights, names, dataset, split)
+    if classifies:
+        chosen = [dataset.split(name, config.exclude) for name in [config.thresholds_split] if name]
+        scored, (scored_split, *chosen) = _in_classes_of_weights(config, loaded, dataset, [split, *chosen])
+        of_thresholds = next(iter(chosen), None)
+        if of_thresholds:
+            of_thresholds.refuse_without_score(f"thresholds_split of {config.data}", True)
+        if config.ordinal:
+            split.refuse_several_labels("ordinal=true")
+    is_multilabel = classifies and (
+        of_thresholds is not None or multilabel.is_multilabel(scored_split, loaded.loss_kind)
     )
+    largest = max((scored_split, of_thresholds or scored_split), key=len)
+    is_multilabel = is_multilabel and multilabel.fits_memory(largest, scored.num_classes)
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
@@ -111,7 +132,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
 
     # ---------------------------------------------------------------------- one forward pass over the split
     begin = time.perf_counter()
-    predictions, features = _forward(config, loaded, scored_split)
+    predictions, features = _forward(config, loaded, scored_split, is_multilabel)
     seconds = time.perf_counter() - begin
     seen = predictions or features
     assert seen is not None, "config.check requires at least one score"
@@ -143,11 +164,24 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     }
     if split.groups is not None:
         scores["num_groups"] = len(np.unique(split.groups))
-    if predictions is not None or reads_labels:
+    if classifies or reads_labels:
         scores["num_unlabelled"] = int((label_table(scored_split)[:, 0] < 0).sum())
     judged = None
-    if predictions is not None:
-        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict()
+    if isinstance(predictions, TargetPredictions):
+        of_targets = score_targets(predictions, names, split.groups)
+        scores |= {"targets": names, **of_targets.to_dict(), "per_target": of_targets.records()}
+    elif predictions is not None:
+        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind, config.ordinal).to_dict()
+        if config.ordinal:
+            scores["grades"] = scored.class_names
+        if is_multilabel:
+            thresholds = None
+            if of_thresholds is not None:
+                with loaded.reading(of_thresholds, config) as reader:
+                    seen_before = predict(loaded.logits, reader, loaded.loss_kind, keeps_all=True)
+                thresholds = multilabel.choose_thresholds(seen_before, of_thresholds, scored.class_names)
+                scores["thresholds_split"] = of_thresholds.name
+            scores |= multilabel.score(predictions, scored_split, scored.class_names, thresholds)
         judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label
     elif config.folds and features is not None:
         true = label_table(split)[:, 0]
@@ -163,8 +197,20 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scores["spread"] = spread(Features(features.values[rows], features.readable[rows], {}))
 
     # ---------------------------------------------------------------------- the files
-    files: dict[str, bytes | str | None] = {"per_class.csv": None, "confusion.png": None, **mistakes.NO_FILES}
+    written = ("per_class.csv", multilabel.CSV, "confusion.png", "per_target.csv", "scatter.png")
+    files: dict[str, bytes | str | None] = {
+        **dict.fromkeys(written),
+        **mistakes.NO_FILES,
+        **largest_errors.NO_FILES,
+    }
     of_mistakes: list[Block] = []
+    if isinstance(predictions, TargetPredictions):
+        values = np.where(predictions.readable[:, None], predictions.values, np.nan)
+        shown = partial(loaded.shown, config, split)
+        errors, images = largest_errors.find(values, predictions.targets, names, split, shown, config.data)
+        files |= {"per_target.csv": table_csv(scores["per_target"]), **largest_errors.files(errors, images)}
+        scatter = render.draw_scatter(values, predictions.targets, names)
+        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter), *largest_errors.blocks(errors, images, folder)]
     if judged is not None:
         classes = per_class(*judged[:2], scored.num_classes)
         scores |= classes.macro()
@@ -180,16 +226,20 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         confusion = render.draw_confusion(*judged[:2], scored.class_names)
         files |= {"per_class.csv": table_csv(scores["per_class"]), **mistakes.files(found, pictures)}
         of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
+    if "per_label" in scores:
+        files[multilabel.CSV] = table_csv(scores["per_label"])
     content = json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False)
     # First: with report.html alone, the folder would be one of launch/report.py.
     files = {"scores.json": content, **files, **report(*render.page(scores, of_mistakes))}
     write_files(folder, files, mark="report.html")
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>18}")
+    if "thresholds_split" in scores:
+        print(f"thresholds, for launch/predict.py: thresholds={folder / multilabel.CSV}")
     print(f"report: {folder / 'report.html'}")
     if origin is not None:
-        written = [name for name, content in files.items() if content]
-        _send(config, scored, split, loaded, origin, scores, folder, written)
+        sent = [name for name, content in files.items() if content]
+        _send(config, scored, split, loaded, origin, scores, folder, sent)
     return scores
 
 
@@ -205,12 +255,16 @@ def _send(
 ) -> None:
     """Send the scores to MLflow."""
     data, trained = dataset.path.name, scores[TRAINED_BY]
-    metrics = {f"{split.name}_{name}": float(scores[name]) for name in _METRICS if scores.get(name) is not None}
+    declared = metrics_of(scores["targets"]) if "targets" in scores else {}
+    ends = [f"{name}_{end}" for name in declared for end in ("low", "high")]
+    told = (*_METRICS, *declared, *ends)
+    metrics = {f"{split.name}_{name}": float(scores[name]) for name in told if scores.get(name) is not None}
     probed = probe_metrics(scores, data)
-    score = f"{split.name}_top1"
+    score = next((name for of in MAIN if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
     if score not in metrics and probed:  # Features alone: the first probe.
         score = next(iter(probed))
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
+    parameters |= {"targets": ", ".join(scores["targets"])} if "targets" in scores else {}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     notes = {TRAINED_BY: trained} if trained else {}
     size, classes = len(split), dataset.num_classes
@@ -226,6 +280,7 @@ def _send(
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
         origin=origin,
+        metrics={f"{split.name}_{name}": replace(metric, group="eval") for name, metric in declared.items()},
     )
     paths = [folder / name for name in files]
     result = f"**Result**: {'; '.join(f'{name.strip()} {value}' for name, value in render.summary(scores))}."
@@ -233,9 +288,9 @@ def _send(
 
 
 def _in_classes_of_weights(
-    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, split: Split
-) -> tuple[Dataset, Split]:
-    """(the data set with the classes of the weights, the split with their numbers).
+    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, splits: list[Split]
+) -> tuple[Dataset, list[Split]]:
+    """(the data set with the classes of the weights, the splits with their numbers).
 
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
     are.
@@ -245,7 +300,7 @@ def _in_classes_of_weights(
         names, own = loaded.extra.get("classes"), names_in_mixture(own, dataset.fingerprint, loaded.extra)
     if num_classes and names and set(own) <= set(names):
         if names != own:
-            split = split.relabelled(label_map(own, names))
+            splits = [split.relabelled(label_map(own, names)) for split in splits]
             others = ", and a prediction of one of the others is wrong" * (len(own) < len(names))
             known = f"{len(own):,} of {config.data} are among the {len(names):,} of the weights"
             print(f"classes by name: the {known}{others}")
@@ -253,7 +308,7 @@ def _in_classes_of_weights(
         shown = {name: readable if name == unnamed else unnamed for unnamed, name, readable in triples}
         class_names = [shown.get(name, name) for name in names]
         info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
-        return replace(dataset, info=info), split
+        return replace(dataset, info=info), splits
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != len(own):
         raise UserError(
@@ -268,11 +323,13 @@ def _in_classes_of_weights(
             )
     if config.match_classes:
         print(unnamed_note(config.weights, config.data, own))
-    return dataset, split
+    return dataset, splits
 
 
-def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Predictions | None, Features | None]:
-    """Returns predictions if the head is scored, features if they are probed."""
+def _forward(
+    config: ScoreConfig, loaded: LoadedModel, split: Split, keeps_all: bool
+) -> tuple[Predictions | TargetPredictions | None, Features | None]:
+    """Returns predictions if the head is scored, features if they are probed. keeps_all: see `predict`."""
     with loaded.reading(split, config) as reader:
         if not config.classify:
             return None, extract(loaded.features, reader, np.arange(len(split)))
@@ -282,9 +339,13 @@ def _forward(config: ScoreConfig, loaded: LoadedModel, split: Split) -> tuple[Pr
             features = loaded.features(images)
             if config.probes:
                 features_seen.append(features.float().cpu().numpy())
-            return loaded.model.head(features).float()
+            return loaded.outputs(features)
 
-        done = predict(logits, reader, loaded.loss_kind)
+        done: Predictions | TargetPredictions
+        if loaded.target_names:
+            done = predict_targets(logits, reader)
+        else:
+            done = predict(logits, reader, loaded.loss_kind, keeps_all=keeps_all)
         # A single rank reads each row once, in order.
         return done, Features(np.concatenate(features_seen), done.readable, done.problems) if config.probes else None
 

@@ -133,6 +133,8 @@ def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None
         why_not |= dict.fromkeys(_IMAGE_DRAWINGS, "neither source=... nor data=... is set")
     if not model.config.num_classes:
         why_not["predictions"] = "these weights have no head"
+    elif loaded.target_names:
+        why_not["predictions"] = "these weights predict numbers, which launch/evaluate.py draws"
     if not isinstance(model, VisionTransformer):
         why_not |= dict.fromkeys(_TOKEN_DRAWINGS, "a ResNet has no tokens")
     else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pipeline.base.metric import Metric, kind_of, metric_of, title_of
+from pipeline.base.metric import MAIN, Metric, kind_of, metric_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 from pipeline.process.launcher_process import command_as_typed
@@ -208,11 +208,11 @@ class RunFacts:
         return {name: hide_passwords(text) for name, text in tags.items() if text}
 
     def score_among(self, names: Collection[str]) -> str:
-        """Which metric is the score: accuracy, if it is measured, also where the best checkpoint is chosen by the
-        loss.
+        """Which metric is the score: one of MAIN or accuracy, if it is measured, also where the best checkpoint is
+        chosen by the loss.
         """
-        top1 = f"{self.score.rpartition('_')[0]}_top1"
-        return top1 if top1 in names else self.score
+        split = self.score.rpartition("_")[0]
+        return next((name for of in (*MAIN, "top1") if (name := f"{split}_{of}") in names), self.score)
 
     def score_in_words(self, name: str, value: float) -> str:
         """A score as the list of runs shows it: "53.67 % top-1 flowers:val", "53.67 % kNN of flowers (k = 20)"."""
@@ -242,16 +242,17 @@ class RunFacts:
         return f"{name}_{self.objective}" if has_objective else name
 
     def as_sent(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted, or score_knn,
-        score_linear, score_miou: only shares of one kind sort together.
+        """Metrics of a step as they are sent: also SCORE, by which the list of runs is sorted, or score_knn, score_r2,
+        ...: only scores of one kind sort together.
         """
         sent = {self.sent_name(name): value for name, value in metrics.items()}
         value = metrics.get(name := self.score_among(metrics.keys()), math.nan)
-        can_sort = self.metric(name).is_share and math.isfinite(value)
+        metric = self.metric(name)
+        can_sort = (metric.is_share or kind_of(name) in MAIN) and math.isfinite(value)
         name = str(self.parameters.get("score", name))  # Of a study, that of its runs.
         column = f"{SCORE}_{kind_of(name)}".rstrip("_")
         # A page lists what came first on top.
-        return {column: round(100 * value, 2), **sent} if can_sort else sent
+        return {column: round(100 * value, 2) if metric.is_share else round(value, 4), **sent} if can_sort else sent
 
     def axes(self, step: int) -> dict[str, float]:
         """Metrics of a step that serve as x axes."""

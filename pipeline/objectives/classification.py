@@ -45,8 +45,9 @@ class Classification(Objective):
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
-        accuracy = Metric("proportion", "higher")
-        return {"top1": accuracy, "top5": accuracy, **super().metrics(config)}
+        accuracy, of_grades = Metric("proportion", "higher"), {"kappa": Metric("", "higher")}
+        accuracies = {"top1": accuracy, "top5": accuracy}
+        return {**(of_grades if config.evaluate.ordinal else {}), **accuracies, **super().metrics(config)}
 
     @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:

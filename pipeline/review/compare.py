@@ -19,7 +19,7 @@ from pipeline.evaluate.intervals import of_seeds
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import read
-from pipeline.review.record import RunRecord, best_first
+from pipeline.review.record import RunRecord, best_first, in_brackets
 from pipeline.review.statistics import (
     Contender,
     Pair,
@@ -101,11 +101,10 @@ class Group:
         if len(self.records) == 1 or [len(of.names) for of in self.contenders] != [len(self.records)]:
             return ""
         (found,) = self.contenders
-        interval = of_seeds(found.values, found.num_samples)
-        low, high = 100 * interval.low, 100 * interval.high
+        interval = in_brackets(found.metric, of_seeds(found.values, found.num_samples, found.metric.is_share))
         return (
             f"{listed(found.names)} differ in their seed only, so there is no difference of settings to test: mean"
-            f" {100 * found.mean:.2f} %, 95 % interval over seeds {low:.2f} to {high:.2f}."
+            f" {found.metric.text(found.mean)}, 95 % interval over seeds{interval}."
         )
 
     @property
@@ -128,7 +127,17 @@ class Group:
     def noise(self) -> Table:
         """The test of each pair, or of many those with the best run."""
         pairs = self.pairs if len(self.pairs) <= _MAX_PAIRS else self.pairs_of_best
-        header = ("better", "than", "by, points", "95 % interval", "p", "p, corrected", "verdict", "test")
+        is_share = all(of.metric.is_share for of in self.contenders)
+        header = (
+            "better",
+            "than",
+            "by, points" if is_share else "by",
+            "95 % interval",
+            "p",
+            "p, corrected",
+            "verdict",
+            "test",
+        )
         return Table(header, [_told(pair) for pair in pairs])
 
     @property
@@ -171,7 +180,8 @@ def claims(groups: Sequence[Group]) -> Iterator[str]:
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs_of_best):
         better, than, by, interval, _, corrected, verdict, _ = _told(pair)
-        yield f"{better} over {than}: {by} points ({interval}), corrected p {corrected}: {verdict}"
+        unit = " points" * pair.first.metric.is_share
+        yield f"{better} over {than}: {by}{unit} ({interval}), corrected p {corrected}: {verdict}"
 
 
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
@@ -234,7 +244,8 @@ def when(seconds: float) -> str:
 def _told(pair: Pair) -> tuple[str, ...]:
     """A pair as tables show it."""
     d = pair.difference
-    points = [f"{100 * value:+.2f}" for value in (d.value, d.low, d.high)]
+    form, scale = ("+.2f", 100) if pair.first.metric.is_share else ("+.4f", 1)
+    points = [format(scale * value, form) for value in (d.value, d.low, d.high)]
     p, corrected = ("<0.0001" if value < 0.0001 else f"{value:.4f}" for value in (d.p, pair.corrected))
     verdict = in_words(d, pair.corrected) + _budget(pair)
     interval = f"{points[1]} to {points[2]}"

@@ -21,19 +21,21 @@ from pipeline.base.page import report
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
+from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.cache import Storage
-from pipeline.evaluate import mistakes
-from pipeline.evaluate.render import draw_confusion
+from pipeline.evaluate import largest_errors, mistakes
+from pipeline.evaluate.render import draw_confusion, draw_scatter
 from pipeline.explain import explain
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst, read_shown
 from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, read_predictions
+from pipeline.review.record import PREDICTIONS, read_numbers, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
+from pipeline.settings.run import RunConfig
 
 Files = dict[str, bytes | str | None]
 _NUM_EXPLAINED = 4
@@ -60,7 +62,10 @@ def draw(folder: Path, final: bool) -> list[str]:
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder))]))
     if (folder / PREDICTIONS).exists():
-        attempt(("confusion", "worst_classes", "predictions", MISTAKES), lambda: _of_evaluation(folder))
+        if read_settings(folder).labels == "targets":
+            attempt(("scatter", MISTAKES), lambda: _of_numbers(folder))
+        else:
+            attempt(("confusion", "worst_classes", "predictions", MISTAKES), lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
         attempt(
@@ -70,14 +75,33 @@ def draw(folder: Path, final: bool) -> list[str]:
     return problems
 
 
-def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
-    found = read_predictions(folder)
-    config = read_settings(folder)
+def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
+    """(data set and split of a run's last evaluation, the split that has its samples in the manifest if that has
+    another name, else "").
+    """
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)
     opened = open_run_data(data, config.seed, config.train.global_batch, config.labels, storage)
-    dataset, split = opened.dataset, opened.evaluation
-    assert split is not None, "there are predictions of it"
+    assert opened.evaluation is not None, "there are predictions of it"
+    return opened.dataset, opened.evaluation, data.train_split if data.dev_share else ""
+
+
+def _of_numbers(folder: Path) -> Iterator[bytes | Files | None]:
+    found, config = read_numbers(folder), read_settings(folder)
+    _, split, manifest_split = _evaluated(config)
+    names, shown = config.data.targets, partial(read_shown, split, config)
+    yield draw_scatter(found.values, found.targets, names)
+    errors, pictures = largest_errors.find(
+        found.values, found.targets, names, split, shown, config.data.path, manifest_split
+    )
+    content = largest_errors.blocks(errors, pictures, folder / PAGE / MISTAKES)
+    yield largest_errors.files(errors, pictures) | report(f"Largest errors of {config.name}", content)
+
+
+def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
+    found = read_predictions(folder)
+    config = read_settings(folder)
+    dataset, split, manifest_split = _evaluated(config)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)
@@ -92,8 +116,8 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
         split,
         partial(read_shown, split, config),
         mistakes.how_found(split.name, evaluated.notes.get(TRAINED_BY, "") if evaluated else ""),
-        data.path,
-        data.train_split if data.dev_share else "",
+        config.data.path,
+        manifest_split,
     )
     content = mistakes.blocks(of_run, pictures, folder / PAGE / MISTAKES)
     yield mistakes.files(of_run, pictures) | report(f"Mistakes of {record.name}", content)

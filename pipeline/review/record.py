@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.base import npz
-from pipeline.base.metric import Metric, probed_data, score_of, title_of
+from pipeline.base.metric import MAIN, Metric, probed_data, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.evaluate.intervals import Interval, of_samples, of_seeds
+from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.monitor.page_folder import PAGE, Start
@@ -73,6 +73,26 @@ def read_predictions(folder: Path) -> LastPredictions:
 
 
 @dataclass(frozen=True)
+class LastNumbers:
+    """Content of predictions.npz of a run that predicts numbers. rows, groups: as of `LastPredictions`.
+
+    targets, values: float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable image.
+    """
+
+    rows: np.ndarray
+    targets: np.ndarray
+    values: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def read_numbers(folder: Path) -> LastNumbers:
+    """predictions.npz of the folder of a run that predicts numbers. Raises UserError for a damaged file."""
+    file = folder / PREDICTIONS
+    names = ("rows", "targets", "values")
+    return LastNumbers(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
+
+
+@dataclass(frozen=True)
 class Score:
     """A score on held-out images. step: None if it has none. num_samples: 0 if unknown. effective: of images in groups,
     their `effective_number`, else num_samples.
@@ -90,14 +110,19 @@ class Score:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether it is a proportion of images: such scores are tested for more than noise, and of others the mIoU
-        alone.
-        """
+        """Whether it is a proportion of images, each of which is right or wrong."""
         return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
-        spread = f" [{100 * self.interval.low:.2f}, {100 * self.interval.high:.2f}]" if self.interval else ""
-        return f"{self.metric.text(self.value)}{spread}"
+        return f"{self.metric.text(self.value)}{in_brackets(self.metric, self.interval)}"
+
+
+def in_brackets(metric: Metric, interval: Interval | None) -> str:
+    """An interval, to follow its value; "" without one."""
+    if interval is None:
+        return ""
+    low, high = (f"{100 * end:.2f}" if metric.is_share else metric.text(end) for end in (interval.low, interval.high))
+    return f" [{low}, {high}]"
 
 
 def best_first(score: Score | None) -> float:
@@ -182,7 +207,7 @@ class RunRecord(RunFacts):
     @cached_property
     def held_out(self) -> list[str]:
         """Names of what was measured on the held-out split and has a direction, the most telling first."""
-        known = (f"{self.split}_{name}" for name in ("top1", "top5", "loss"))  # A report declares nothing.
+        known = (f"{self.split}_{name}" for name in (*MAIN, "top1", "top5", "loss"))  # A report declares nothing.
         measured = {name: self.metric(name) for name in dict.fromkeys([*self.metrics, *known]) if name in self.series}
         return [name for name, metric in measured.items() if metric.group == "eval" and metric.better]
 
@@ -224,6 +249,9 @@ class RunRecord(RunFacts):
         effective = min(num, max(1.0, self._at(f"{name}_effective_images", step, num)))
         is_proportion = (is_probe or metric.unit == "proportion") and 0 <= value <= 1
         interval = of_samples(value, effective) if num and is_proportion else None
+        low, high = (self._at(f"{name}_{end}", step, math.nan) for end in ("low", "high"))
+        if not math.isnan(low):
+            interval = Interval(low, high, OVER_SAMPLES)
         trained = " (trained on)" * bool(evaluated and evaluated.notes.get(TRAINED_BY))
         own = title_of(name.removeprefix(f"{self.split}_"))
         title = title_of(name) if is_probe else f"{self.split}{trained} {own}"

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.errors import UserError
-from pipeline.base.metric import title_of
+from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import command_line, counted, si
-from pipeline.evaluate import mistakes
+from pipeline.evaluate import largest_errors, mistakes
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
@@ -72,6 +72,10 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
     if found := mistakes.read(folder):
         of_run, pictures_of_mistakes = found
         of_mistakes = mistakes.blocks(of_run, pictures_of_mistakes, folder, drawn.get("confusion"))
+    elif numbers := largest_errors.read(folder):
+        errors, pictures_of_mistakes = numbers
+        scatter = [picture for name, picture in drawn.items() if name == "scatter"]
+        of_mistakes = [*scatter, *largest_errors.blocks(errors, pictures_of_mistakes, folder)]
     drawn.pop("curves", None)  # Drawn here.
     pictures = list(drawn.values())
     # An evaluation has one point, at step 0.
@@ -123,7 +127,8 @@ def problems(record: RunRecord) -> Iterator[str]:
             yield f"{title_of(name)} at {counted(len(steps), 'step')}, first at step {steps[0]:,}"
     unreadable = series.get(f"{record.split}_num_unreadable")
     if unreadable and unreadable.values[-1] > 0:
-        yield f"{unreadable.values[-1]:,.0f} held-out images could not be read, and count as wrong"
+        treated = "are not scored" if kind_of(record.scored) == "r2" else "count as wrong"
+        yield f"{unreadable.values[-1]:,.0f} held-out images could not be read, and {treated}"
     if "loss" in series and (broken := int(np.count_nonzero(~np.isfinite(series["loss"].values)))):
         yield f"{counted(broken, 'log line')} with a loss that is not finite"
     if record.num_damaged:

@@ -9,18 +9,23 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.base.metric import MAIN, Metric, kind_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import counted
 from pipeline.evaluate.differences import (
     ScoreDifference,
     holm,
     of_proportions,
+    of_same_draws,
     of_same_groups,
     of_same_images,
     of_seeds,
 )
+from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.measures import Measure, quadratic_kappa
+from pipeline.evaluate.regression import TargetPredictions, joint_measure
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, RunRecord, read_predictions
+from pipeline.review.record import PREDICTIONS, RunRecord, read_numbers, read_predictions
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -35,12 +40,13 @@ V = TypeVar("V", bound=Hashable)
 
 @dataclass(frozen=True)
 class Contender:
-    """One run, or several that differ in their seed only. record: the first one. values: their scores, shares.
+    """One run, or several that differ in their seed only. record: the first one. values: their scores, of `metric`.
     effective: see `Score`.
     """
 
     names: tuple[str, ...]
     record: RunRecord
+    metric: Metric
     values: tuple[float, ...]
     num_samples: int
     effective: float
@@ -67,12 +73,14 @@ class Pair:
 def contenders(records: Records) -> list[Contender]:
     """Runs scored on the same images, those of the same settings and different seeds as one; the best first.
 
-    A grid's mean over seeds is one contender, too. Runs without an accuracy are left out.
+    A grid's mean over seeds is one contender, too. Runs without an accuracy or one of MAIN are left out.
     """
     scores = {
         name: score
         for name, record in records.items()
-        if (score := record.last_score) and score.is_accuracy and math.isfinite(score.value)
+        if (score := record.last_score)
+        and (score.is_accuracy or kind_of(record.scored) in MAIN)
+        and math.isfinite(score.value)
     }
     found = []
     for names in seed_groups({name: records[name] for name in scores}):
@@ -81,8 +89,8 @@ def contenders(records: Records) -> list[Contender]:
         if len(names) == 1 and record.seed_scores:
             values = tuple(record.seed_scores)
         # A mean over tasks is not a proportion of images.
-        num_samples = 0 if record.kind == "vtab" else score.num_samples
-        found.append(Contender(names, record, values, num_samples, num_samples and score.effective))
+        num_samples = 0 if record.kind == "vtab" or not score.is_accuracy else score.num_samples
+        found.append(Contender(names, record, score.metric, values, num_samples, num_samples and score.effective))
     return sorted(found, key=lambda contender: -contender.mean)
 
 
@@ -103,7 +111,13 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
     for first, second in itertools.combinations(found, 2):
         ours, theirs = predictions[first.names], predictions[second.names]
         if len(first.values) + len(second.values) > 2:
-            difference = of_seeds(first.values, second.values, min(first.num_samples, second.num_samples))
+            num_samples = min(first.num_samples, second.num_samples)
+            difference = of_seeds(first.values, second.values, num_samples, first.metric.is_share)
+        elif not first.num_samples:
+            found_difference = _of_same_draws(first, second)
+            if found_difference is None:
+                continue
+            difference = found_difference
         elif ours and theirs and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
@@ -141,12 +155,61 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     damaged file.
     """
     folder = contender.record.folder
-    if len(contender.values) > 1 or not (folder / PREDICTIONS).exists():
+    if len(contender.values) > 1 or not contender.num_samples or not (folder / PREDICTIONS).exists():
         return None
     found = read_predictions(folder)
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
+
+
+def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | None:
+    """The difference of two kappas or R2 from the last predictions of both runs; None unless these are of the same
+    images, and give the scores. Raises UserError for a damaged file.
+    """
+    folders = [contender.record.folder for contender in (first, second)]
+    if not all((folder / PREDICTIONS).exists() for folder in folders):
+        return None
+    found = {"kappa": _kappas, "r2": _r2s}.get(kind_of(first.record.scored), lambda folders: None)(folders)
+    if found is None:
+        return None
+    measure, num, groups = found
+    if not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
+        return None
+    groups = groups if len(groups) else None
+    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, num, groups), groups is not None)
+
+
+# What measures the scores of two runs on the same samples; their number; their groups, if there are some.
+_Joint = tuple[Measure, int, np.ndarray] | None
+
+
+def _kappas(folders: Sequence[Path]) -> _Joint:
+    one, other = (read_predictions(folder) for folder in folders)
+    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.true, other.true)):
+        return None
+    known = (one.true >= 0) & (one.predicted >= 0) & (other.predicted >= 0)
+    pairs = [(one.true[known].astype(float), found.predicted[known].astype(float)) for found in (one, other)]
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        return np.array([quadratic_kappa(*pair, weights) for pair in pairs])
+
+    return measure, len(pairs[0][0]), one.groups[known] if len(one.groups) else one.groups
+
+
+def _r2s(folders: Sequence[Path]) -> _Joint:
+    one, other = (read_numbers(folder) for folder in folders)
+    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.targets, other.targets, equal_nan=True)):
+        return None
+    known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)
+    targets, readable = one.targets[known], np.ones(known.sum(), bool)
+    joint = joint_measure([TargetPredictions(found.values[known], targets, readable, {}) for found in (one, other)])
+    means = 4 * targets.shape[1]  # Where the first model's mean R2 is; the second model's follows its other means.
+    return (
+        lambda weights: joint(weights)[[means, 2 * means + 4]],
+        len(targets),
+        one.groups[known] if len(one.groups) else one.groups,
+    )
 
 
 # ---------------------------------------------------------------------- what can be compared
@@ -167,6 +230,11 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     measure = ""
     if record.scored in record.probes:
         measure = f"{score.name}{_fit(record)}"
+    elif kind_of(record.scored) in MAIN:
+        measure = score.name
+        if kind_of(record.scored) == "r2":
+            targets = record.settings.get("data.targets") or record.settings.get("targets") or ()
+            measure += f" of {targets if isinstance(targets, str) else ', '.join(targets)}"
     elif not score.is_accuracy:
         measure = f"{score.name} {record.settings.get('train.loss')}"
     data, split = record.scored_split

@@ -541,6 +541,8 @@ class EvaluateConfig(Settings):
     """Interval between evaluations; the last step always has one."""
     batch: Batch = 64
     """Images per forward pass of one rank."""
+    ordinal: bool = False
+    """The classes are grades in the order of the data set (0 to 4, say): the score is quadratic weighted kappa."""
 
 
 class ProbeConfig(Settings):

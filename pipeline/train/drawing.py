@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.base.files import replacing
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import Predictions, outcomes
+from pipeline.evaluate.regression import TargetPredictions
 from pipeline.monitor.page_folder import LOG, PAGE
 from pipeline.process.launcher import VARIABLES
 from pipeline.process.start import child_environment
@@ -39,7 +40,7 @@ class DrawingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = -float("inf")
 
-    def begin(self, predictions: Predictions | None, split: Split | None) -> None:
+    def begin(self, predictions: Predictions | TargetPredictions | None, split: Split | None) -> None:
         """Keep the predictions of an evaluation, and draw, unless a drawing is in progress or was just begun."""
         with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
             if predictions is not None and split is not None:
@@ -67,16 +68,16 @@ class DrawingProcess:
                 return shlex.join(["python", *self.command[2:], "--final"])
         return ""
 
-    def _keep(self, predictions: Predictions, split: Split) -> None:
-        true, predicted = outcomes(predictions, split)
-        num = min(len(true), _MAX_IMAGES)
-        arrays = {
-            "rows": np.arange(num),
-            "true": true,
-            "predicted": predicted,
-            "probability": predictions.probabilities[:, 0],
-            "of_label": predictions.of_label,
-        }
+    def _keep(self, predictions: Predictions | TargetPredictions, split: Split) -> None:
+        num = min(len(split), _MAX_IMAGES)
+        arrays = {"rows": np.arange(num)}
+        if isinstance(predictions, TargetPredictions):
+            values = np.where(predictions.readable[:, None], predictions.values, np.nan)
+            arrays |= {"targets": predictions.targets, "values": values}
+        else:
+            true, predicted = outcomes(predictions, split)
+            arrays |= {"true": true, "predicted": predicted, "of_label": predictions.of_label}
+            arrays["probability"] = predictions.probabilities[:, 0]
         if split.groups is not None:
             arrays["groups"] = split.groups
         (self.folder / PAGE).mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from pipeline.evaluate.classify import ClassificationScores, Means, Predictions,
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
-from pipeline.evaluate.regression import RegressionScores, predict_targets, score_targets
+from pipeline.evaluate.regression import RegressionScores, TargetPredictions, predict_targets, score_targets
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.regression import Regression
 from pipeline.train.bookkeeping import TrainingRun
@@ -29,7 +29,7 @@ from pipeline.train.bookkeeping import TrainingRun
 @dataclass(frozen=True)
 class Evaluation:
     """A result. metrics: for metrics.jsonl. content: of the evaluator's file. line: for the log. predictions: of
-    classes.
+    classes or numbers.
 
     collapse: what it shows to have collapsed, "" for nothing. worse: what is worse than in the weights that the run
     began with.
@@ -38,7 +38,7 @@ class Evaluation:
     metrics: dict[str, float]
     content: dict[str, Any]
     line: str
-    predictions: Predictions | None = None
+    predictions: Predictions | TargetPredictions | None = None
     collapse: str = ""
     worse: str = ""
 
@@ -146,7 +146,7 @@ class SplitEvaluator(Evaluator):
 
     def _scores_on_all_ranks(
         self, step: int, split: Split
-    ) -> tuple[ClassificationScores | RegressionScores | Means, Predictions | None]:
+    ) -> tuple[ClassificationScores | RegressionScores | Means, Predictions | TargetPredictions | None]:
         config, engine, objective = self.run.config, self.run.engine, self.run.engine.objective
         views = () if objective.predicts else objective.views(config)
         reader = SplitReader.of_run(config, split, self.run.ranks, objective.pixels, self.run.stop, views)
@@ -154,9 +154,10 @@ class SplitEvaluator(Evaluator):
             return means(self.watched(step, "evaluation", engine.measure), reader), None
         if isinstance(objective, Regression):
             found = predict_targets(self.watched(step, "evaluation", engine.forward), reader)
-            return score_targets(found, config.data.targets, objective.losses_of), None
+            return score_targets(found, config.data.targets, split.groups, objective.losses_of), found
         predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)
-        return score(predictions, split, self.run.data.dataset.num_classes, objective.loss_kind), predictions
+        num_classes, ordinal = self.run.data.dataset.num_classes, config.evaluate.ordinal
+        return score(predictions, split, num_classes, objective.loss_kind, ordinal), predictions
 
 
 class ProbeEvaluator(Evaluator):

@@ -187,7 +187,10 @@ def last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
         probed = facts.parameters.get(f"{PROBED_IMAGES}_{probed_data(name)}", 0)
         count = next((last[key][1] for key in (own, of_split) if key in last), probed)
         interval = ""
-        if metric.is_share and count and 0 <= value <= 1:
+        ends = [last[key][1] for end in ("low", "high") if (key := f"{name}_{end}") in last]
+        if ends:
+            interval = f" [{', '.join(f'{100 * end:.2f}' if metric.is_share else metric.text(end) for end in ends)}]"
+        elif metric.is_share and count and 0 <= value <= 1:
             found = of_samples(value, count)
             interval = f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
         yield f"{name} {metric.text(value)}{interval} at step {step:,}"

@@ -12,7 +12,7 @@ import pytest
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import Metric
+from pipeline.base.metric import Metric, score_of
 from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
@@ -175,3 +175,11 @@ def test_a_probe_below_that_of_the_start_is_named_with_what_to_change() -> None:
     assert not worse_than_first(now | {"val_20nn_effective_images": 50.0}, first, thousand)
     assert not worse_than_first(first, first, thousand)
     assert not worse_than_first(now, {}, thousand), "without a probe before the first step"
+
+
+def test_the_score_of_grades_is_their_kappa() -> None:
+    config = load("evaluate.ordinal=true", "checkpoint.best=val_kappa")
+    measured = objectives.metrics(config)["scores"]
+    assert score_of(measured) == "val_kappa"
+    assert objectives.best_from(config) == "scores"
+    assert "val_kappa" not in objectives.metrics(load())["scores"]

@@ -35,6 +35,8 @@ _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dens
 
 # `problem_type` in config.json of a head whose probabilities transformers computes by sigmoids.
 _OF_SIGMOID = "multi_label_classification"
+# That of a head whose outputs are numbers, and the loss of our weights; `id2label` then has the numbers' names.
+_REGRESSION = "regression"
 
 
 class _Kind(NamedTuple):
@@ -68,8 +70,11 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
     has_head = "classifier.weight" in tensors
     classes = _class_names(get_any("id2label", dict[str, str], {})) if has_head else None
     extra: Plain = {"classes": classes} if classes else {}
-    if get("problem_type", str) == _OF_SIGMOID:
+    problem = get("problem_type", str) if has_head else None
+    if problem == _OF_SIGMOID:
         extra["loss"] = "sigmoid"
+    elif problem == _REGRESSION and classes:
+        extra = {"loss": _REGRESSION, "targets": classes}
     gated = any(".mlp.weights_in." in key or ".mlp.gate_proj." in key for key in tensors)
     is_silu = gated and kind == "dinov3"
     activation = get("hidden_act", str, _KINDS[kind].activation)
@@ -172,8 +177,8 @@ def to_huggingface(
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-        if loss == "sigmoid":
-            found["problem_type"] = _OF_SIGMOID
+        if loss in ("sigmoid", _REGRESSION):
+            found["problem_type"] = _OF_SIGMOID if loss == "sigmoid" else _REGRESSION
     return tensors, found, preprocessing.to_huggingface(view, config.image_size, config.pixels)
 
 

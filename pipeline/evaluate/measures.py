@@ -1,0 +1,118 @@
+"""Scores of grades, of numbers and of several labels an image: functions of weighted samples, and thresholds.
+
+Shapes: n samples, K classes, S scores. weights: (n,), how often each sample counts: once, or as often as a bootstrap
+draws it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+# Scores (S,) of weighted samples.
+Measure = Callable[[np.ndarray], np.ndarray]
+
+
+class Moments(NamedTuple):
+    """Weighted means, variances and the covariance of two columns."""
+
+    mean: tuple[float, float]
+    var: tuple[float, float]
+    cov: float
+
+    @classmethod
+    def of(cls, one: np.ndarray, other: np.ndarray, weights: np.ndarray) -> "Moments":
+        total = weights.sum()
+        means = float(weights @ one / total), float(weights @ other / total)
+        one, other = one - means[0], other - means[1]
+        variances = float(weights @ one**2 / total), float(weights @ other**2 / total)
+        return cls(means, variances, float(weights @ (one * other) / total))
+
+
+def quadratic_kappa(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """Cohen's kappa with quadratic weights (Cohen 1968) of grades, numbers (n,): 1 for equal ones, 0 for chance.
+
+    One minus the mean squared difference over that of independent grades, so the matrix of counts is not needed. NaN
+    where all grades of both are the same.
+    """
+    (first, second), (var_first, var_second), cov = Moments.of(true, predicted, weights)
+    by_chance = var_first + var_second + (first - second) ** 2
+    return 2 * cov / by_chance if by_chance > 0 else float("nan")
+
+
+# ---------------------------------------------------------------------- numbers: NaN without samples
+def r2(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The coefficient of determination, 1 - sum((true - predicted)^2) / sum((true - mean(true))^2): 1 is perfect, 0 as
+    good as always saying the mean of the values scored, below 0 worse. NaN for values that are all the same.
+    """
+    if not (count := weights.sum()):
+        return float("nan")
+    total = weights @ np.square(true - weights @ true / count)
+    return float(1 - weights @ np.square(true - predicted) / total) if total > 0 else float("nan")
+
+
+def rmse(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The root of the mean squared error."""
+    count = weights.sum()
+    return float(np.sqrt(weights @ np.square(true - predicted) / count)) if count else float("nan")
+
+
+def mae(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """The mean absolute error."""
+    count = weights.sum()
+    return float(weights @ np.abs(true - predicted) / count) if count else float("nan")
+
+
+def places(values: np.ndarray) -> np.ndarray:
+    """int64 (n,): the place of each value among the different ones, for `spearman`."""
+    return np.unique(values, return_inverse=True)[1]
+
+
+def spearman(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """Spearman's rank correlation of `places`; equal values share the mean of their ranks. NaN where either is
+    constant.
+    """
+    if not weights.sum():
+        return float("nan")
+    of = Moments.of(_ranks(true, weights), _ranks(predicted, weights), weights)
+    return of.cov / (of.var[0] * of.var[1]) ** 0.5 if min(of.var) > 0 else float("nan")
+
+
+def _ranks(places: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """float64 (n,), the rank of each sample where each is there as often as its weight says."""
+    counts = np.bincount(places, weights=weights)
+    return (np.cumsum(counts) - counts / 2)[places]
+
+
+# ---------------------------------------------------------------------- several labels an image
+class Ranking:
+    """The samples in the order of one class's scores, (n,), ready to be weighted. has: bool (n,), which have the class.
+
+    Samples of equal scores are taken together, as in scikit-learn.
+    """
+
+    def __init__(self, scores: np.ndarray, has: np.ndarray) -> None:
+        self.order = np.argsort(-scores, kind="stable")
+        self.scores, self.has = scores[self.order], has[self.order]
+        # For each sample, the last one of its score.
+        self.last = np.searchsorted(-self.scores, -self.scores, side="right") - 1
+        self.ends = np.unique(self.last)
+
+    def average_precision(self, weights: np.ndarray) -> float:
+        """Mean over the samples with the class of the precision among those of at least their score; NaN without
+        any.
+        """
+        counts = weights[self.order]
+        hits = counts * self.has
+        found, total = np.cumsum(hits)[self.last], np.cumsum(counts)[self.last]
+        at = hits > 0
+        return float((hits[at] * found[at] / total[at]).sum() / hits.sum()) if at.any() else float("nan")
+
+    def best_threshold(self) -> float:
+        """The threshold with the largest F1, half-way between two scores; NaN without samples of the class."""
+        if not self.has.any():
+            return float("nan")
+        found = np.cumsum(self.has)[self.ends]
+        best = int(np.argmax(2 * found / (self.ends + 1 + self.has.sum())))
+        below = self.scores[self.ends[best] + 1] if best + 1 < len(self.ends) else 0.0
+        return float(self.scores[self.ends[best]] + below) / 2

@@ -1,0 +1,125 @@
+"""Scores of images with several labels: average precision, and a threshold for the probability of each class.
+
+Shapes: n samples, K classes.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.dataset.split import Split
+from pipeline.evaluate.classify import ClassReport, Predictions, label_table
+from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.measures import Ranking
+
+CSV = "per_label.csv"
+# Of a class without images in the split that thresholds are chosen on, and where none are chosen.
+DEFAULT_THRESHOLD = 0.5
+# 0.8 GB of probabilities.
+_MAX_VALUES = 200_000_000
+
+
+def is_multilabel(split: Split, loss_kind: str) -> bool:
+    """Whether images may have any number of labels: some have several, or, with sigmoid, some have none."""
+    num_labels = np.diff(split.label_offsets)
+    return split.max_labels > 1 or (loss_kind == "sigmoid" and bool((num_labels == 0).any()))
+
+
+def fits_memory(split: Split, num_classes: int) -> bool:
+    """Whether the probabilities of all classes can be kept; says so if not."""
+    if len(split) * num_classes <= _MAX_VALUES:
+        return True
+    images = counted(len(split), "image")
+    print(f"no mAP and no thresholds: the probabilities of {num_classes:,} classes for {images} take too much memory")
+    return False
+
+
+def has_labels(split: Split, num_classes: int) -> np.ndarray:
+    """bool (n, K): whether each sample has each label."""
+    found, labels = np.zeros((len(split), num_classes), bool), label_table(split)
+    for column in labels.T:
+        rows = np.flatnonzero(column >= 0)
+        found[rows, column[rows]] = True
+    return found
+
+
+def _scores(predictions: Predictions) -> np.ndarray:
+    """(n, K): the probabilities; of images without a prediction below all others, as they count as wrong."""
+    assert predictions.of_classes is not None
+    return np.where(predictions.computed[:, None], predictions.of_classes, -1)
+
+
+def score(
+    predictions: Predictions, split: Split, names: Sequence[str], thresholds: np.ndarray | None
+) -> dict[str, Any]:
+    """map with map_low and map_high, and label_f1, means over the classes with images; per_label, a row for each class.
+
+    predictions: with `of_classes`. thresholds: (K,); None is DEFAULT_THRESHOLD for all.
+    """
+    scores, has = _scores(predictions), has_labels(split, len(names))
+    rankings = [Ranking(*columns) for columns in zip(scores.T, has.T, strict=True)]
+
+    def precisions(weights: np.ndarray) -> np.ndarray:
+        return np.array([ranking.average_precision(weights) for ranking in rankings])
+
+    def measure(weights: np.ndarray) -> np.ndarray:
+        found = precisions(weights)
+        known = found[np.isfinite(found)]  # A draw may leave out all images of a rare class.
+        return np.array([known.mean() if len(known) else np.nan])
+
+    own = precisions(np.ones(len(split)))
+    if not np.isfinite(own).any():
+        return {}
+    low, high = Bootstrap.of(measure, len(split), split.groups, len(names)).interval()[:, 0]
+    limits = np.full(len(names), DEFAULT_THRESHOLD) if thresholds is None else thresholds
+    chosen = scores >= limits
+    report = ClassReport.of((chosen & has).sum(0), chosen.sum(0), has.sum(0))
+    rows = [
+        {
+            "class": name,
+            "images": int(report.support[number]),
+            "average_precision": float(own[number]),
+            "threshold": float(limits[number]),
+            **{column: float(values[number]) for column, values in report._asdict().items() if column != "support"},
+        }
+        for number, name in enumerate(names)
+    ]
+    means = {"map": float(np.nanmean(own)), "map_low": float(low), "map_high": float(high)}
+    return {**means, "label_f1": report.macro()["macro_f1"], "per_label": rows}
+
+
+def choose_thresholds(predictions: Predictions, split: Split, names: Sequence[str]) -> np.ndarray:
+    """(K,): the threshold of each class with the largest F1 on these samples, DEFAULT_THRESHOLD without images."""
+    scores, has = _scores(predictions), has_labels(split, len(names))
+    found = np.array([Ranking(*columns).best_threshold() for columns in zip(scores.T, has.T, strict=True)])
+    if missing := int(np.isnan(found).sum()):
+        print(
+            f"thresholds: {counted(missing, 'class')} of {len(names):,} without an image in split {split.name!r} keep"
+            f" {DEFAULT_THRESHOLD}"
+        )
+    return np.where(np.isnan(found), DEFAULT_THRESHOLD, found)
+
+
+def read_thresholds(file: str, names: Sequence[str]) -> np.ndarray:
+    """(K,): the thresholds of these classes from the columns class and threshold of a CSV. Raises UserError."""
+    try:
+        with Path(file).open(newline="", encoding="utf-8") as lines:
+            found = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
+    except OSError as error:
+        raise UserError(f"thresholds = {file} cannot be read: {error.strerror}.") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"thresholds = {file} must be a CSV with the columns class and threshold, as {CSV} of launch/evaluate.py."
+        ) from error
+    if absent := [name for name in names if not math.isfinite(found.get(name, math.nan))]:
+        raise UserError(
+            f"thresholds = {file} has no threshold of {absent[0]!r}, and of {len(absent):,} of"
+            f" {counted(len(names), 'class')} in all. Use the file that was made with these weights."
+        )
+    return np.array([found[name] for name in names])

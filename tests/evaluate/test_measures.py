@@ -1,0 +1,117 @@
+"""Scores of grades, numbers and several labels, against scikit-learn and scipy, and the coverage of their intervals."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn import metrics
+
+from pipeline.evaluate import differences
+from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.measures import Ranking, mae, places, quadratic_kappa, r2, rmse, spearman
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_quadratic_kappa_of_weighted_samples_equals_scikit_learns(rng: np.random.Generator) -> None:
+    for num_classes in (2, 5, 30):
+        true = rng.integers(0, num_classes, 200)
+        predicted = np.clip(true + rng.integers(-2, 3, 200), 0, num_classes - 1)
+        drawn = rng.integers(0, 3, 200)
+        expected = metrics.cohen_kappa_score(true, predicted, weights="quadratic", sample_weight=drawn)
+        assert quadratic_kappa(true, predicted, drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
+    same = np.full(5, 3)
+    assert np.isnan(quadratic_kappa(same, same, np.ones(5)))
+
+
+def test_scores_of_weighted_numbers_equal_scikit_learns_and_scipys(rng: np.random.Generator) -> None:
+    """With ties; a weight is as many copies."""
+    true = rng.integers(0, 40, 90) / 4
+    predicted, drawn = np.round(true + rng.normal(0, 2, 90)), rng.integers(0, 3, 90)
+    weights, copies = drawn.astype(float), (np.repeat(true, drawn), np.repeat(predicted, drawn))
+    assert r2(true, predicted, weights) == pytest.approx(metrics.r2_score(*copies))
+    assert rmse(true, predicted, weights) == pytest.approx(metrics.root_mean_squared_error(*copies))
+    assert mae(true, predicted, weights) == pytest.approx(metrics.mean_absolute_error(*copies))
+    found = spearman(places(true), places(predicted), weights)
+    assert found == pytest.approx(stats.spearmanr(*copies).statistic)
+    same, none = np.full(90, 2.0), np.zeros(90)
+    assert np.isnan(r2(same, predicted, weights))
+    assert np.isnan(spearman(places(same), places(predicted), weights))
+    assert np.isnan([score(true, predicted, none) for score in (r2, rmse, mae)]).all()
+
+
+def test_average_precision_and_thresholds_equal_scikit_learns(rng: np.random.Generator) -> None:
+    """With ties: probabilities of two digits."""
+    for _ in range(5):
+        has = rng.random(80) < 0.2
+        scores = np.round(np.clip(rng.random(80) * 0.7 + 0.3 * has, 0, 1), 2)
+        drawn, ranking = rng.integers(0, 3, 80), Ranking(scores, has)
+        expected = metrics.average_precision_score(has, scores, sample_weight=drawn)
+        assert ranking.average_precision(drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
+        best = max(metrics.f1_score(has, scores >= limit) for limit in np.unique(scores))
+        threshold = ranking.best_threshold()
+        assert metrics.f1_score(has, scores >= threshold) == pytest.approx(best, abs=1e-12)
+        assert np.abs(scores - threshold).min() > 1e-3, "between two scores: rounding changes nothing"
+    none = Ranking(scores, np.zeros(80, bool))
+    assert np.isnan(none.average_precision(np.ones(80)))
+    assert np.isnan(none.best_threshold())
+
+
+def _kappas(pairs: list[tuple[np.ndarray, np.ndarray]], groups: np.ndarray | None) -> Bootstrap:
+    return Bootstrap.of(
+        lambda weights: np.array([quadratic_kappa(*pair, weights) for pair in pairs]),
+        len(pairs[0][0]),
+        groups,
+        5_000_000 // len(pairs[0][0]),
+    )
+
+
+@pytest.mark.parametrize(("num_groups", "size", "least"), [(0, 150, 0.88), (5, 30, 0.88)])
+def test_intervals_cover_the_truth(rng: np.random.Generator, num_groups: int, size: int, least: float) -> None:
+    """Of 60 draws, whose groups differ in how they are graded; over images, intervals of few groups are far too
+    narrow.
+    """
+
+    def draw(num: int, each: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        groups = np.repeat(np.arange(num), each)
+        latent = rng.normal(size=len(groups))
+        bias = rng.normal(size=num)[groups] * bool(num_groups)
+        noise = rng.normal(size=len(groups)) * 0.7
+        return *(np.digitize(values, [-1, 0, 1]) for values in (latent, latent + bias + noise)), groups
+
+    def kappa(true: np.ndarray, predicted: np.ndarray) -> float:
+        return quadratic_kappa(true, predicted, np.ones(len(true)))
+
+    truth = kappa(*draw(20_000, 1 if not num_groups else size)[:2])
+    covered, of_images = 0, 0
+    for _ in range(60):
+        true, predicted, groups = draw(num_groups, size) if num_groups else draw(size, 1)
+        low, high = _kappas([(true, predicted)], groups).interval()[:, 0]
+        covered += low <= truth <= high
+        low, high = _kappas([(true, predicted)], None).interval()[:, 0]
+        of_images += low <= truth <= high
+    assert covered / 60 >= least
+    if num_groups:
+        assert of_images / 60 < 0.75
+
+
+def test_difference_of_two_models_on_the_same_images(rng: np.random.Generator) -> None:
+    true = rng.integers(0, 5, 300)
+    good, bad = (np.clip(true + rng.integers(-spread, spread + 1, 300), 0, 4) for spread in (1, 3))
+    groups = np.arange(300) // 60
+    values = [quadratic_kappa(true, predicted, np.ones(300)) for predicted in (good, bad)]
+    over_images, over_groups = (
+        differences.of_same_draws(*values, _kappas([(true, good), (true, bad)], of), of is not None)
+        for of in (None, groups)
+    )
+    assert over_images.value == pytest.approx(values[0] - values[1])
+    assert over_images.low < over_images.value < over_images.high
+    assert over_images.p < 0.001
+    assert over_groups.p > over_images.p
+    # Of one group, nothing follows; nor is a model better than itself.
+    one = differences.of_same_draws(*values, _kappas([(true, good), (true, bad)], np.zeros(300, int)), True)
+    assert (one.p, one.low, one.high) == (1.0, -np.inf, np.inf)
+    assert differences.of_same_draws(values[0], values[0], _kappas([(true, good)] * 2, None), False).p == 1.0
+    assert np.isnan(_kappas([(true, good)], np.zeros(300, int)).interval()).all()
