@@ -51,9 +51,10 @@ def run(weights: Path | str, loss: str, *more: str) -> RunConfig:
     return schema.load(RunConfig, None, [*given, *crop, *small, f"init.weights={weights}", *more])
 
 
-def create(config: RunConfig, pixels: Pixels = RGB8) -> Objective:
+def create(config: RunConfig, pixels: Pixels = RGB8, checked: bool = True) -> Objective:
     dataset = SimpleNamespace(num_classes=0, classes=[], pixels=pixels)
-    objectives.check(config)
+    if checked:
+        objectives.check(config)
     objective = objectives.create(config, initial_model(config, dataset, None, SimpleNamespace(say=print))[0])
     objective.num_steps = 10
     objective.before_step(0)
@@ -191,6 +192,18 @@ def test_the_anchor_is_what_the_run_began_with(weights: Path, loss: str) -> None
     assert own.initial_file(config) == weights
     assert own.initial_file(run(weights, loss)) is None
     assert objectives.teacher_digest(config)
+
+
+@pytest.mark.parametrize("loss", OF_LOSS)
+def test_the_anchor_has_no_factors_of_lora(weights: Path, loss: str) -> None:
+    config = run(weights, loss, *TWICE, "train.freeze=backbone", "train.lora_rank=2")
+    plain, adapted, batch = create(run(weights, loss, *TWICE)), create(config, checked=False), batch_of(config)
+    (_, expected, _), (_, found, gradients) = step(plain, batch), step(adapted, batch)
+    assert torch.equal(found["gram_loss"], expected["gram_loss"]), "factors begin at 0"
+    assert any(name.startswith("lora.") for name in gradients)
+    assert not any(name.startswith("backbone.blocks") for name in gradients)
+    anchors = (one.frozen_teacher.state_dict() for one in (plain, adapted))
+    assert all(torch.equal(*pair) for pair in zip(*(anchor.values() for anchor in anchors), strict=True))
 
 
 @pytest.mark.parametrize("rule", ["auto", "random"])
