@@ -21,6 +21,7 @@ from pipeline.objectives.parts.gram import ANCHORED, gram_losses, on_grid
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
+from pipeline.train import setup
 from pipeline.train.setup import initial_model
 
 OF_LOSS = {
@@ -192,6 +193,22 @@ def test_the_anchor_is_what_the_run_began_with(weights: Path, loss: str) -> None
     assert own.initial_file(config) == weights
     assert own.initial_file(run(weights, loss)) is None
     assert objectives.teacher_digest(config)
+
+
+def test_a_run_begins_with_the_file_of_its_anchor(tmp_path: Path) -> None:
+    """The weights of a run that trains on: its newest checkpoint is another one a moment later."""
+    for step in (1, 2):
+        folder = tmp_path / "old" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        save(build(configure("ViT-mu/8", 16, 5), seed=step), folder / "model.safetensors")
+        (folder.parent / "latest").write_text(folder.name)
+        if step == 1:
+            config = run(tmp_path / "old", "dino", *ON)
+            digest = objectives.teacher_digest(config)
+    say = SimpleNamespace(say=print)
+    assert "step-00000001" in setup._find_weights(config, say).path
+    assert "step-00000002" in setup._find_weights(run(tmp_path / "old", "dino"), say).path
+    assert objectives.teacher_digest(config) == digest
 
 
 @pytest.mark.parametrize("loss", OF_LOSS)
