@@ -18,7 +18,7 @@ from pipeline.cluster.status_files import write_settings
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
-from pipeline.experiment.engine import jobs_of, run_one
+from pipeline.experiment.engine import jobs_of, run_one, sources_of
 from pipeline.experiment.plan import CostEstimate, estimate, write_script
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
@@ -333,6 +333,28 @@ def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) 
     assert compute_of_runs(last) == compute_of_runs(last / "model.safetensors") == [whole]
     assert compute_of_runs(last.with_name("step-00000010")) == pytest.approx([whole / 3])
     assert compute_of_runs(base.parent) == compute_of_runs(last.with_name("elsewhere") / "step-00000010") == [0]
+
+
+def test_an_anchor_that_the_experiment_trains_need_not_be_there(dataset: Path, tmp_path: Path) -> None:
+    """Other anchors are among what a study compares when it goes on."""
+    file = tmp_path / "continue.yaml"
+    file.write_text(f"""
+        data: {{path: {dataset}, streams: 4}}
+        model: {{image_size: 16}}
+        augment: {{crop: random_resized}}
+        train: {{loss: lejepa, length: 9 steps, global_batch: 8, micro_batch: 8}}
+        schedule: {{warmup: 0 steps}}
+        objective: {{gram_weight: 2}}
+        """)
+    save(create("ViT-mu/4", 16, 4), tmp_path / "old.pt")
+
+    def shared(weights: Path, *needs: str) -> list[str]:
+        given = ["name=more", f"out={tmp_path}", f"init.weights={weights}"]
+        run = make_spec("more", "pretrain", str(file), given, needs=needs)
+        return [name for name in sources_of([run]) if "SHA-256" in name]
+
+    assert len(shared(tmp_path / "old.pt")) == 2
+    assert shared(tmp_path / "first", "first") == []
 
 
 def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path) -> None:

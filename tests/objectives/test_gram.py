@@ -21,6 +21,7 @@ from pipeline.objectives.parts.gram import ANCHORED, gram_losses, on_grid
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
+from pipeline.train import setup
 from pipeline.train.setup import initial_model
 
 OF_LOSS = {
@@ -51,9 +52,10 @@ def run(weights: Path | str, loss: str, *more: str) -> RunConfig:
     return schema.load(RunConfig, None, [*given, *crop, *small, f"init.weights={weights}", *more])
 
 
-def create(config: RunConfig, pixels: Pixels = RGB8) -> Objective:
+def create(config: RunConfig, pixels: Pixels = RGB8, checked: bool = True) -> Objective:
     dataset = SimpleNamespace(num_classes=0, classes=[], pixels=pixels)
-    objectives.check(config)
+    if checked:
+        objectives.check(config)
     objective = objectives.create(config, initial_model(config, dataset, None, SimpleNamespace(say=print))[0])
     objective.num_steps = 10
     objective.before_step(0)
@@ -191,6 +193,34 @@ def test_the_anchor_is_what_the_run_began_with(weights: Path, loss: str) -> None
     assert own.initial_file(config) == weights
     assert own.initial_file(run(weights, loss)) is None
     assert objectives.teacher_digest(config)
+
+
+def test_a_run_begins_with_the_file_of_its_anchor(tmp_path: Path) -> None:
+    """The weights of a run that trains on: its newest checkpoint is another one a moment later."""
+    for step in (1, 2):
+        folder = tmp_path / "old" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        save(build(configure("ViT-mu/8", 16, 5), seed=step), folder / "model.safetensors")
+        (folder.parent / "latest").write_text(folder.name)
+        if step == 1:
+            config = run(tmp_path / "old", "dino", *ON)
+            digest = objectives.teacher_digest(config)
+    say = SimpleNamespace(say=print)
+    assert "step-00000001" in setup._find_weights(config, say).path
+    assert "step-00000002" in setup._find_weights(run(tmp_path / "old", "dino"), say).path
+    assert objectives.teacher_digest(config) == digest
+
+
+@pytest.mark.parametrize("loss", OF_LOSS)
+def test_the_anchor_has_no_factors_of_lora(weights: Path, loss: str) -> None:
+    config = run(weights, loss, *TWICE, "train.freeze=backbone", "train.lora_rank=2")
+    plain, adapted, batch = create(run(weights, loss, *TWICE)), create(config, checked=False), batch_of(config)
+    (_, expected, _), (_, found, gradients) = step(plain, batch), step(adapted, batch)
+    assert torch.equal(found["gram_loss"], expected["gram_loss"]), "factors begin at 0"
+    assert any(name.startswith("lora.") for name in gradients)
+    assert not any(name.startswith("backbone.blocks") for name in gradients)
+    anchors = (one.frozen_teacher.state_dict() for one in (plain, adapted))
+    assert all(torch.equal(*pair) for pair in zip(*(anchor.values() for anchor in anchors), strict=True))
 
 
 @pytest.mark.parametrize("rule", ["auto", "random"])
