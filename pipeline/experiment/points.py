@@ -8,7 +8,7 @@ too.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle
 from operator import attrgetter
@@ -157,9 +157,16 @@ class Tested:
 
 def tested(pairs: Sequence[tuple[Point, Point]]) -> list[Tested]:
     """The difference of each pair, with Holm's correction for all of them."""
-    found = [difference(*pair) for pair in pairs]
-    corrected = iter(holm([one.p for one in found if one]))
-    return [Tested(*pair, one, next(corrected) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
+    return corrected(pairs, difference)
+
+
+def corrected(
+    pairs: Sequence[tuple[Point, Point]], compare: Callable[[Point, Point], ScoreDifference | None]
+) -> list[Tested]:
+    """As `tested`, with differences by `compare`."""
+    found = [compare(*pair) for pair in pairs]
+    ps = iter(holm([one.p for one in found if one]))
+    return [Tested(*pair, one, next(ps) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
 
 
 def difference(first: Point, second: Point) -> ScoreDifference | None:

@@ -31,7 +31,7 @@ from pipeline.cluster.status_files import (
     read_status,
 )
 from pipeline.evaluate.probes.probe import probe_metrics
-from pipeline.experiment.table import Row, State
+from pipeline.experiment.table import START, Row, State
 from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.process import waits
@@ -313,12 +313,16 @@ def _scores(spec: RunSpec, scores: ScoresFile | None) -> dict[str, tuple[Any, An
         found["top5"] = scores.top5, scores.num_samples, scores.top5_effective_images
     with contextlib.suppress(FileNotFoundError):  # Not every run has probes.
         content = json_record.read(spec.folder / PROBE_FILE, dict[str, Any])
-        for data, of_data in {"": content, **content.get("also", {})}.items():
+        main, *_ = spec.config.probe.tested
+        first = content["first"] if spec.config.init.weights else {}
+        for data, of_data in {main: content, **content.get("also", {})}.items():
             probe = probe_metrics(of_data, data)
             for metric, value in probe.items():
                 if metric_of(metric).is_share:
-                    effective = probe.get(f"{metric}_effective_images")
-                    found[metric.removeprefix("_")] = value, of_data.get("num_samples"), effective
+                    name = metric.removeprefix(f"{data}_") if data == main else metric
+                    rest = of_data.get("num_samples"), probe.get(f"{metric}_effective_images")
+                    found[name] = value, *rest
+                    found[f"{START}{name}"] = first.get(metric), *rest
     if spec.config.checkpoint.best:
         kept = _checkpoints(spec).kept()
         if kept.metric and kept.metric.endswith("top1"):

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.metric import title_of
+from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
 from pipeline.base.progress import duration
 from pipeline.base.words import counted
@@ -79,7 +79,8 @@ class Study(Experiment):
             self.rates = {c.group: c.flops / c.facts["images_seen"] * speeds[c.group] for c in self.cells}
         self.dataset = open_dataset(self.cells[0].config.data.path)
         _refuse_twins(self.cells)
-        _check_comparable(self.cells)
+        if not kind_of(self.score):  # A probe's accuracy is of the features, whatever they learnt from.
+            _check_comparable(self.cells)
         measured = self._measured()
         if self.score not in measured:
             raise UserError(
@@ -137,7 +138,7 @@ class Study(Experiment):
 
 
 def _evaluated(config: RunConfig) -> str:
-    return f"{Path(config.data.path).name}:{config.data.evaluated[0]}"
+    return ":".join([Path(config.data.path).name, *config.data.evaluated[:1]])
 
 
 def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
@@ -213,8 +214,8 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
     base = run_for_all(config)
     if base.init.weights and not _has_weights(config):
         raise UserError(
-            f"{config.run} has init.weights: a study pre-trains new models. Use a file of launch/pretrain.py, or"
-            " question=labels."
+            f"{config.run} has init.weights: give weights to the models of question=continue or labels,"
+            " or use a file without."
         )
     notes: list[str] = []
     extra = pretraining_compute(config, base.track.uri, notes)
@@ -241,7 +242,7 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 def refuse(config: StudyConfig, *names: str) -> None:
     """Raise UserError for what other questions compare: weights of models, several lengths, several data sizes."""
     given = {
-        "weights": (_has_weights(config), "labels"),
+        "weights": (_has_weights(config), "labels or continue"),
         "lengths": (config.num_lengths > 1, "scaling"),
         "data_sizes": (len(config.data_sizes) > 1, "data_size or labels"),
     }
@@ -424,15 +425,15 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
     uri: MLflow's, for weights that it names. notes: gets a sentence for each of the weights, for the report.
     """
     found = {}
-    for model in config.models:
-        if model.weights:
-            runs = compute_of_runs(Path(weights_path(model.weights, uri, out=config.out)))
-            found[model.name] = compute = sum(runs)
-            before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
-            notes.append(
-                f"{model.name} starts from {model.weights}, "
-                + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
-            )
+    for weights in dict.fromkeys(model.weights for model in config.models if model.weights):
+        runs = compute_of_runs(Path(weights_path(weights, uri, out=config.out)))
+        names = [model.name for model in config.models if model.weights == weights]
+        found[names[0]] = compute = sum(runs)
+        before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
+        notes.append(
+            f"Weights of {', '.join(names)}: {weights}, "
+            + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
+        )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)

@@ -18,6 +18,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 _UNITS = ((1.0, "exaFLOPs"), (1e-3, "petaFLOPs"), (1e-6, "teraFLOPs"), (1e-9, "gigaFLOPs"))
 # damaged: its run has ended, and what its files say cannot be used.
 State = Literal["done", "diverged", "failed", "damaged", "not run"]
+# Begins the name of a probe's score before the first step, of the weights that a run began with.
+START = "start:"
 # States of runs that a start does (again). A diverged run would diverge again.
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
 
@@ -34,7 +36,8 @@ class Row:
     group: of runs that are compared as one, whose seeds differ: a model of a study, a task of VTAB, trials or final
     runs of a grid. reason: why the run is not done; beside "done", these scores are of an earlier table, and its files
     cannot be used any more.
-    scores: by name, in [0, 1]: top1, top5, 5shot, 20nn; empty unless done. num_test: number of test images by the same
+    scores: by name, in [0, 1]: top1, top5, 5shot, 20nn; of a further data set of the probe old_20nn; with weights
+    start:20nn, too. Empty unless done. num_test: number of test images by the same
     names;
     effective_images: of images in groups, `effective_number`. hours: by the clock, of all its processes; None unless
     done.

@@ -151,6 +151,7 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         "train.global_batch=64",
         "train.micro_batch=64",
         "schedule.warmup=1 steps",
+        *["objective.local_views=0"] * (file.stem == "continue"),  # Their size is of patches of 14 pixels.
     ]
     sizes = (
         [f"data_sizes=[{','.join(str(20 * (i + 1)) for i in range(len(own.data_sizes)))}]"] if own.data_sizes else []
@@ -164,14 +165,18 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
     models = [
         {
             **vars(model),
-            "settings": [text for text in model.settings if not text.startswith("schedule.warmup=")],
+            "settings": [
+                re.sub(r"\{path: datasets/\w+", f"{{path: {dataset}, split: val", text)
+                for text in model.settings
+                if not text.startswith("schedule.warmup=")
+            ],
             "weights": str(tmp_path / f"{model.name}.pt") if model.weights else "",
         }
         for model in own.models
     ]
     for model in models:
         if model["weights"]:
-            save(create("ViT-mu/4", 32, 0), model["weights"])
+            save(create("ViT-mu/4", 32, 0, depth=5), model["weights"])
     more = [
         settings,
         *sizes,
@@ -198,6 +203,11 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
             "models=[{name: a},{name: b,settings: [data.path=elsewhere]}]",
             "model b sets data.path=elsewhere, which must be the same",
         ),
+        (["question=continue", "data_sizes=[]"], "question = continue needs a model with weights"),
+        (
+            ["question=continue", "data_sizes=[]", "models=[{name: a,weights: runs/b}]"],
+            "score = top1: question = continue compares probes",
+        ),
         ("models=[{name: a},{name: a}]", "models has two called 'a'"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
         ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets or minutes"),
@@ -208,9 +218,9 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ("models=[{name: a},{name: b,settings: [train.loss=masked_mean_color]}]", "train.loss"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str, message: str) -> None:
+def test_mistakes_are_one_line_before_anything_starts(base: Path, change: str | list[str], message: str) -> None:
     with pytest.raises(UserError) as refused:
-        Study(make(base, SIZES, change))
+        Study(make(base, SIZES, *([change] if isinstance(change, str) else change)))
     assert re.search(message, str(refused.value)), str(refused.value)
     assert not (base.parent / "runs").exists()
 

@@ -1,6 +1,7 @@
 """What follows from the results of made-up studies, whose law and differences are known, and its report."""
 
 import csv
+import importlib
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import synthetic_study as made_up
 
-from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions
+from pipeline.evaluate.differences import PAIRED, PROPORTIONS, STUDENT, of_proportions, of_same_seeds
 from pipeline.evaluate.intervals import of_samples
 from pipeline.experiment import points
 from pipeline.experiment.engine import write_answer
@@ -226,6 +227,7 @@ _STUDIES = {
     "scaling": made_up.scaling,
     "ablation": made_up.ablation,
     "labels": made_up.labels,
+    "continue": made_up.continued,
 }
 
 
@@ -238,9 +240,11 @@ def test_each_question_has_its_table_and_figure(question: str, tmp_path: Path) -
         "scaling": "| 8 | ViT-1 |",
         "ablation": "| none | 3 |",
         "labels": "| 500 | dino | 3 |",
+        "continue": "| layer-decay | 3 |",
     }[question]
     assert text.index(row) < text.index(".png)")
-    assert (tmp_path / ("differences.png" if question == "ablation" else "score.png")).exists()
+    pictures = {"ablation": "differences.png", "continue": "domains.png"}
+    assert (tmp_path / pictures.get(question, "score.png")).exists()
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == [cell.name for cell in results.cells]
     assert [float(row["scores.top1"]) for row in rows] == [cell.scores["top1"] for cell in results.cells]
@@ -250,6 +254,25 @@ def test_each_question_has_its_table_and_figure(question: str, tmp_path: Path) -
         assert f"{len(results.cells)} {state}" in text
         assert not list(tmp_path.glob("*.png"))
     written(question, replace(results, cells=[]), tmp_path)
+
+
+def test_what_is_gained_and_forgotten_is_by_seed_against_the_untouched_weights() -> None:
+    results = made_up.continued()
+    ((new, old),) = importlib.import_module("pipeline.experiment.questions.continue").changes(results)
+    assert (new.score, old.score) == ("top1", "old_top1")
+    assert [(point.model, point.mean) for point in new.untouched + old.untouched] == [
+        ("untouched weights", pytest.approx(0.4)),
+        ("untouched weights", pytest.approx(0.8)),
+    ]
+    for change, start, moved in ((new, 0.4, (0.1, 0.05, -0.1)), (old, 0.8, (-0.2, -0.02, -0.55))):
+        assert [one.first.model for one in change.found] == ["everything", "layer-decay", "scratch"]
+        for one, expected in zip(change.found, moved, strict=True):
+            scores = [cell.scores[change.score] for cell in results.cells if cell.group == one.first.model]
+            assert one.difference == of_same_seeds(scores, [start] * 3, 10_000)
+            assert one.difference.value == pytest.approx(expected, abs=0.01)
+    # Of one seed, the interval is over the images of both.
+    ((new, _),) = importlib.import_module("pipeline.experiment.questions.continue").changes(made_up.continued(seeds=1))
+    assert new.found[0].difference == of_proportions(new.found[0].first.mean, 10_000, 0.4, 10_000)
 
 
 @pytest.mark.usefixtures("not_drawn")

@@ -16,8 +16,9 @@ import pytest
 import torch
 import yaml
 from forked import Forge
-from ranks import ROOT
+from ranks import ROOT, metrics
 from safetensors.torch import load_file
+from tiny import make_dataset
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
@@ -161,8 +162,37 @@ def test_labels_compare_weights_with_a_new_model_at_equal_compute(base: Path, st
         "early-n50-seed0": "done",
     }
     text = (base.parent / "runs" / "few" / "report.md").read_text()
-    assert f"early starts from {base.parent / 'earlier'}, pre-trained for" in text
+    assert f"early: {base.parent / 'earlier'}, pre-trained for" in text
     assert "Models without weights train for" in text
+
+
+def test_ways_to_continue_weights_are_compared_with_the_probe_before_the_first_step(
+    base: Path, dataset: Path, started: Started, forge: Forge
+) -> None:
+    settings = overrides_of(schema.to_dict(schema.load(RunConfig, base, ["name=earlier"])))
+    assert forge.start(1, [*settings, f"out={base.parent}"]).wait() == [0]
+    old = make_dataset(base.parent / "old", {"train": 60, "val": 30})
+    architecture = [s for s in settings if s.startswith("model.") and s.partition("=")[0] != "model.image_size"]
+    weights = f"weights: {base.parent / 'earlier'}"
+    models = (
+        f"models=[{{name: all, {weights}}}, {{name: decay, {weights}, settings: [optimizer.layer_decay=0.5]}},"
+        f" {{name: scratch, settings: {json.dumps(architecture)}}}]"
+    )
+    probe = ["probe.every=100%", f"probe.data={dataset},{old}", "probe.shots=[2]", "probe.neighbours=5"]
+    given = [f"run={base.with_name('tune.yaml')}", f"out={base.parent / 'runs'}", "name=ways", "question=continue"]
+    config = schema.load(StudyConfig, None, [*given, models, "score=5nn", f"settings={json.dumps(probe)}"])
+    results = study.run(config, no_pause)
+    assert [name for _, name in started] == ["all-seed0", "decay-seed0", "scratch-seed0"]
+    folder = base.parent / "runs" / "ways"
+    for cell in results.cells:
+        for data, name in (("tiny", "5nn"), ("old", "old_5nn")):
+            at = metrics(folder / cell.name, f"{data}_5nn")
+            first = at[0] if cell.group != "scratch" else None
+            assert (cell.scores.get(f"start:{name}"), cell.scores[name]) == (first, at[max(at)])
+    assert len({cell.steps for cell in results.cells}) == 1, "also the new model"
+    text = (folder / "report.md").read_text()
+    assert text.index("| untouched weights |") < text.index("| scratch | 1 |")
+    assert (folder / "domains.png").exists()
 
 
 def test_what_diverges_or_fails_is_reported_and_the_others_go_on(

@@ -1,5 +1,7 @@
 """Results of made-up studies with a known law, for tests of what follows from results."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipeline.experiment.table import Row, StudyResults
@@ -110,3 +112,18 @@ def labels(seeds: int = 3, noise: float = 0.003) -> StudyResults:
         for seed in range(seeds)
     ]
     return study("labels", cells)
+
+
+def continued(seeds: int = 3, noise: float = 0.003) -> StudyResults:
+    """Of 40 % on the new and 80 % on the old domain, two ways gain 10 and 5 points, and forget 20 and 2."""
+    generator = np.random.default_rng(7)
+    ends = {"everything": (0.5, 0.6), "layer-decay": (0.45, 0.78), "scratch": (0.3, 0.25)}
+    cells = []
+    for name, means in ends.items():
+        for seed in range(seeds):
+            new, old = (float(mean + noise * generator.standard_normal()) for mean in means)
+            before = {} if name == "scratch" else {"start:top1": 0.4, "start:old_top1": 0.8}
+            scores = {"top1": new, "old_top1": old, **before}
+            row = cell(name, name, 1.0, seed, new, "continue")
+            cells.append(replace(row, scores=scores, num_test=dict.fromkeys(scores, 10_000)))
+    return study("continue", cells)

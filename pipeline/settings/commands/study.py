@@ -118,7 +118,7 @@ class StudyModel(Settings):
     speed: NonNegativeFloat = 0.0
     """For `minutes`: its images/s in training, as a short run of it prints at its end."""
     weights: PathText = ""
-    """question = labels: the run folder or file of weights that is fine-tuned; empty starts with a new model."""
+    """question = labels or continue: the run folder or file of weights that are trained on; empty is a new model."""
 
 
 class StudyConfig(ExperimentConfig):
@@ -127,7 +127,8 @@ class StudyConfig(ExperimentConfig):
     question: Annotated[str, one_of(QUESTIONS)] = setting(choices=QUESTIONS)
     """data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute
     budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure
-    8); labels: what pre-trained weights gain over the first model, by the number of labelled images
+    8); labels: what pre-trained weights gain over the first model, by the number of labelled images; continue: what
+    they gain on a new domain, and forget of the old one, by the way in which they go on learning
     """
     run: PathText
     """YAML file of a pre-training run, or of a fine-tuning for question = labels, with the settings that all cells
