@@ -38,6 +38,8 @@ def with_targets(listing: Listing, pattern: str) -> Listing:
 
 def describe_targets(listing: Listing) -> Iterator[str]:
     """Lines to print: the values of each number in each split. Raises UserError for one that no image has."""
+    if not listing.targets:
+        return
     values = _values(listing, np.arange(len(listing)))
     split = listing.table["split"].to_numpy()
     for place, name in enumerate(listing.targets):

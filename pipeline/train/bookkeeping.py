@@ -424,7 +424,9 @@ class TrainingRun(StartingPoint):
         return "\n\n".join(lines)
 
     def caveats(self) -> str:
-        """Warnings about a finished run: most steps were skipped, or its score may be chance; "" without any."""
+        """Warnings about a finished run: most steps were skipped, or its score is no better than guessing; "" without
+        any.
+        """
         skipped, step, num_classes = self.engine.skipped_steps, self.progress.step, self.data.dataset.num_classes
         told = []
         if 2 * skipped > step:
@@ -444,4 +446,7 @@ class TrainingRun(StartingPoint):
                     f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
                     f" {chance:.2%}"
                 )
+        r2 = scores.get("r2")
+        if r2 is not None and scores["step"] == step and r2 <= 0:
+            told.append(f"R2 {r2:.4f} is no better than always predicting the mean of the held-out values")
         return "; ".join(told)

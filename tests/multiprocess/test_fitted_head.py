@@ -9,6 +9,7 @@ import pytest
 from forked import Forge
 from ranks import metrics, settings
 from test_objective import tensors
+from tiny import make_dataset
 
 from pipeline import model as models
 from pipeline.process.committed import checkpoints_of
@@ -22,13 +23,17 @@ def given(dataset: Path, out: Path, name: str, weights: Path, *more: str) -> lis
 
 @pytest.fixture(scope="module")
 def runs(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On two ranks: a head alone, and one with steps after it, whole and again from step 0. On one: a head alone."""
+    """On two ranks: a head alone, one with steps after it, and one of numbers. On one: a head alone."""
     out = tmp_path_factory.mktemp("heads")
     weights = out / "start.pt"
     models.save(models.create("ViT-Ti/8", 16, 7, depth=2, mlp_width=192, seed=5), weights)
     alone, longer = "train.length=0 steps", ["checkpoint.every=1 steps", "checkpoint.keep=99", "init.fit_views=2"]
+    colours = make_dataset(out / "colours", {"train": 150, "val": 37}, labelled=False, targets=["red", "blue"])
     forge.start(
-        2, given(dataset, out, "alone", weights, alone), given(dataset, out, "longer", weights, *longer)
+        2,
+        given(dataset, out, "alone", weights, alone),
+        given(dataset, out, "longer", weights, *longer),
+        given(colours, out, "numbers", weights, *longer, "train.loss=regression"),
     ).finish()
     forge.start(1, given(dataset, out, "one-rank", weights, alone)).finish()
     return out
@@ -64,6 +69,15 @@ def test_training_goes_on_from_the_fitted_head(runs: Path) -> None:
     assert expected.keys() - same == {"head.weight", "head.bias"}, "it is fitted to other views"
     losses = metrics(runs / "longer")
     assert losses[1] < 1.0 < np.log(4), "the first step has the loss of the fitted head"
+
+
+def test_a_head_of_numbers_is_fitted_in_their_units_and_trained_on(runs: Path) -> None:
+    run = runs / "numbers"
+    fitted = metrics(run, "head_held_out_r2")[0]
+    assert 0.9 < fitted < 1
+    assert metrics(run, "val_r2")[0] == pytest.approx(fitted, abs=0.1)
+    assert metrics(run)[1] < 0.1 < 0.5, "the first step has the loss of the fitted head, and not that of the mean"
+    assert models.load(run).extra["targets"] == ["red", "blue"]
 
 
 def test_a_killed_run_goes_on_with_the_features_that_it_has(

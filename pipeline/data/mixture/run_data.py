@@ -102,7 +102,11 @@ def open_run_data(
         part.refuse_without_score(dataset.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
     run = _with_targets(run, labels == "targets")
     _refuse_remote(data, run.split)
-    # A data set without any classes is refused by what reads them.
+    if labels in ("learned", "partly", "scored") and own.targets and not own.classes:
+        raise UserError(
+            f"{own.path} has no labels, but numbers: {', '.join(own.targets)}. train.loss=regression learns these."
+        )
+    # Another data set without any classes is refused by what reads them.
     if labels in ("learned", "partly") and own.classes and len(run.split) and not run.split.max_labels:
         raise UserError(
             f"no training image has a label (split {run.split.name!r} of {own.path}): nothing is learned. Name a split"

@@ -40,8 +40,10 @@ def dataset(
 
 def load(dataset: Dataset, processes: int, **more: Any) -> tuple[list[Batch], dict[int, str]]:
     """The batches of two epochs, and what could not be read."""
-    found = []
-    with Loader(dataset.split("train"), train_views(GROUPS, 3), 2, 2, 1.0, processes=processes, **more) as loader:
+    found, split = [], dataset.split("train")
+    numbers = np.arange(2 * len(split), dtype=np.float32).reshape(-1, 2)
+    split = replace(split, index=replace(split.index, targets=numbers))
+    with Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=processes, **more) as loader:
         for epoch in (0, 1):
             found += list(loader.batches(requests(epoch)))
         working = processes_of(loader) if processes else []
@@ -74,6 +76,9 @@ def test_processes_give_the_batches_of_threads(dataset: Dataset, shared: int, mo
         for one, other in zip(found, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
             assert torch.equal(one.labels, other.labels)
+            for batch in (one, other):
+                numbers = [[2 * row, 2 * row + 1] if row != 7 else [np.nan] * 2 for row in batch.rows]
+                assert np.array_equal(batch.targets, np.array(numbers), equal_nan=True)
             assert torch.equal(one.valid, other.valid)
             assert (one.rows.tolist(), one.epochs.tolist()) == (other.rows.tolist(), other.epochs.tolist())
 

@@ -348,3 +348,31 @@ def test_metrics_are_named_after_the_folder_of_a_url() -> None:
         entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
         assert entry.evaluated == {"web_val": "val"}
         assert RunProbeConfig(data=entry.path).prefix == "web"
+
+
+def test_targets_are_chosen_by_name_in_every_set(tmp_path: Path) -> None:
+    """One that a set lacks is missing there."""
+    own = make_dataset(tmp_path / "own", {"train": 60, "val": 9}, labelled=False, targets=["red", "blue"])
+    other = make_dataset(tmp_path / "other", {"train": 60}, seed=1, labelled=False, targets=["blue", "age"])
+
+    def opened(targets: list[str], *mix: MixedSet, labels: Labels = "targets", path: Path = own) -> RunData:
+        return open_run_data(DataConfig(path=str(path), targets=targets, mix=list(mix)), 0, 24, labels)
+
+    assert opened([]).targets == ["red", "blue"]
+    both = opened(["blue", "red"], MixedSet(path=str(other), weight=1))
+    first, second = (open_dataset(path).split("train").target_values for path in (own, other))
+    values = both.split.target_values
+    assert np.array_equal(values[:60], first[:, ::-1], equal_nan=True)
+    assert np.array_equal(values[60:, 0], second[:, 0], equal_nan=True)
+    assert np.isnan(values[60:, 1]).all()
+    assert np.array_equal(both.split.targets_of(61), values[61], equal_nan=True)
+    assert both.evaluation is not None
+    assert both.evaluation.num_targets == 2
+    # Without what learns them, batches have none.
+    assert opened([], labels="unread").split.num_targets == 0
+    with pytest.raises(UserError, match=r"data\.targets.*age"):
+        opened(["age"])
+    with pytest.raises(UserError, match=r"train\.loss=regression"):
+        opened([], labels="learned")
+    with pytest.raises(UserError, match="target_columns"):
+        opened([], path=make_dataset(tmp_path / "none", {"train": 30, "val": 9}))
