@@ -74,6 +74,7 @@ _KNOWN = {
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_low", "*_high"), Metric(group="eval")),  # The ends of a score's interval.
     **dict.fromkeys(("*_kappa", "*_r2", "*_spearman"), Metric("", "higher", "eval")),
+    **dict.fromkeys(("*_rmse", "*_mae"), Metric("", "lower", "eval")),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(
         ("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn", "*_linear"), Metric("share", "higher", "probe")
