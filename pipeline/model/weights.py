@@ -47,7 +47,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class _TargetScale:
+class _SavedScale:
     mean: list[float]
     deviation: list[float]
 
@@ -64,7 +64,7 @@ class _Extra:
     trained_on: list[TrainedSet] | None = None
     decoder: DecoderFacts | None = None
     targets: list[str] | None = None
-    target_scale: _TargetScale | None = None
+    target_scale: _SavedScale | None = None
 
 
 @dataclass(frozen=True)
