@@ -44,6 +44,10 @@ class Metric:
             return f"{value:.4f}"
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
+    def interval_text(self, low: float, high: float) -> str:
+        """An interval, to follow a value in reports."""
+        return f" [{', '.join(f'{100 * end:.2f}' if self.is_share else self.text(end) for end in (low, high))}]"
+
 
 _TITLES = {
     **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "kappa": "quadratic kappa", "map": "mAP"},
