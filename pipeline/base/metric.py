@@ -44,6 +44,10 @@ class Metric:
             return f"{value:.4f}"
         return f"{value:,.0f}" if self.unit == "count" and math.isfinite(value) else f"{value:,.4g}"
 
+    def interval_text(self, low: float, high: float) -> str:
+        """An interval, to follow a value in reports."""
+        return f" [{', '.join(f'{100 * end:.2f}' if self.is_share else self.text(end) for end in (low, high))}]"
+
 
 _TITLES = {
     **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "kappa": "quadratic kappa", "map": "mAP"},
@@ -74,6 +78,7 @@ _KNOWN = {
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_low", "*_high"), Metric(group="eval")),  # The ends of a score's interval.
     **dict.fromkeys(("*_kappa", "*_r2", "*_spearman"), Metric("", "higher", "eval")),
+    **dict.fromkeys(("*_rmse", "*_mae"), Metric("", "lower", "eval")),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(
         ("*_[0-9]*shot", "*_[0-9]*shot_l2_*", "*_[0-9]*nn", "*_linear"), Metric("share", "higher", "probe")

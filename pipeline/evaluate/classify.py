@@ -56,8 +56,8 @@ class ClassificationScores:
     those with a label.
 
     top5: None for too few classes (`classification.has_top5`). top1_effective_images, top5_...: of
-    `effective_number`; None for data without groups. kappa: quadratic, of classes that are grades, with the ends of its
-    interval.
+    `effective_number`; None for data without groups. kappa: quadratic, of classes that are grades, and map: the
+    mean average precision of several labels, each with the ends of its interval.
     """
 
     top1: float
@@ -70,6 +70,9 @@ class ClassificationScores:
     kappa: float | None = None
     kappa_low: float | None = None
     kappa_high: float | None = None
+    map: float | None = None
+    map_low: float | None = None
+    map_high: float | None = None
 
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -80,8 +83,9 @@ class ClassificationScores:
             readable = self.num_samples - self.num_unreadable
             bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
         top5 = "" if self.top5 is None else f", top-5 {self.top5:.2%}"
-        kappa = "" if self.kappa is None else f"quadratic kappa {self.kappa:.4f}, "
-        return f"{kappa}top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
+        asked = "" if self.kappa is None else f"quadratic kappa {self.kappa:.4f}, "
+        asked += "" if self.map is None else f"mAP {self.map:.2%}, "
+        return f"{asked}top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
 def predict(

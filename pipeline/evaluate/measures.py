@@ -115,4 +115,4 @@ class Ranking:
         found = np.cumsum(self.has)[self.ends]
         best = int(np.argmax(2 * found / (self.ends + 1 + self.has.sum())))
         below = self.scores[self.ends[best] + 1] if best + 1 < len(self.ends) else 0.0
-        return float(self.scores[self.ends[best]] + below) / 2
+        return max(0.0, float(self.scores[self.ends[best]] + max(0.0, below)) / 2)

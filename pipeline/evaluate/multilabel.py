@@ -7,7 +7,7 @@ import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,15 +55,19 @@ def _scores(predictions: Predictions) -> np.ndarray:
     return np.where(predictions.computed[:, None], predictions.of_classes, -1)
 
 
-def score(
-    predictions: Predictions, split: Split, names: Sequence[str], thresholds: np.ndarray | None
-) -> dict[str, Any]:
-    """map with map_low and map_high, and label_f1, means over the classes with images; per_label, a row for each class.
+class MeanPrecision(NamedTuple):
+    """mAP with the ends of its interval, NaN if no image has a label. of_classes: (K,), average precisions."""
 
-    predictions: with `of_classes`. thresholds: (K,); None is DEFAULT_THRESHOLD for all.
-    """
-    scores, has = _scores(predictions), has_labels(split, len(names))
-    rankings = [Ranking(*columns) for columns in zip(scores.T, has.T, strict=True)]
+    value: float
+    low: float
+    high: float
+    of_classes: np.ndarray
+
+
+def mean_average_precision(predictions: Predictions, split: Split, num_classes: int) -> MeanPrecision:
+    """The mean over the classes with images. predictions: with `of_classes`."""
+    columns = zip(_scores(predictions).T, has_labels(split, num_classes).T, strict=True)
+    rankings = [Ranking(*column) for column in columns]
 
     def precisions(weights: np.ndarray) -> np.ndarray:
         return np.array([ranking.average_precision(weights) for ranking in rankings])
@@ -73,10 +77,22 @@ def score(
         known = found[np.isfinite(found)]  # A draw may leave out all images of a rare class.
         return np.array([known.mean() if len(known) else np.nan])
 
-    own = precisions(np.ones(len(split)))
-    if not np.isfinite(own).any():
+    low, high = Bootstrap.of(measure, len(split), split.groups, num_classes).interval()[:, 0].tolist()
+    ones = np.ones(len(split))
+    return MeanPrecision(float(measure(ones)[0]), low, high, precisions(ones))
+
+
+def score(
+    predictions: Predictions, split: Split, names: Sequence[str], thresholds: np.ndarray | None
+) -> dict[str, Any]:
+    """map with map_low and map_high, and label_f1, means over the classes with images; per_label, a row for each class.
+
+    predictions: with `of_classes`. thresholds: (K,); None is DEFAULT_THRESHOLD for all.
+    """
+    scores, has = _scores(predictions), has_labels(split, len(names))
+    if not has.any():
         return {}
-    low, high = Bootstrap.of(measure, len(split), split.groups, len(names)).interval()[:, 0]
+    found = mean_average_precision(predictions, split, len(names))
     limits = np.full(len(names), DEFAULT_THRESHOLD) if thresholds is None else thresholds
     chosen = scores >= limits
     report = ClassReport.of((chosen & has).sum(0), chosen.sum(0), has.sum(0))
@@ -84,13 +100,13 @@ def score(
         {
             "class": name,
             "images": int(report.support[number]),
-            "average_precision": float(own[number]),
+            "average_precision": float(found.of_classes[number]),
             "threshold": float(limits[number]),
             **{column: float(values[number]) for column, values in report._asdict().items() if column != "support"},
         }
         for number, name in enumerate(names)
     ]
-    means = {"map": float(np.nanmean(own)), "map_low": float(low), "map_high": float(high)}
+    means = {"map": found.value, "map_low": found.low, "map_high": found.high}
     return {**means, "label_f1": report.macro()["macro_f1"], "per_label": rows}
 
 

@@ -146,8 +146,8 @@ def score_targets(
 
 
 def joint_measure(models: Sequence[TargetPredictions]) -> measures.Measure:
-    """How often each sample counts, (n,), -> R2, RMSE, MAE and Spearman of each target of each model, and of each their
-    means over its targets, (models x (T + 1) x 4,).
+    """How often each sample counts, (n,), -> SCORES of each target of each model, and after those of a model their
+    means over its targets that have values, (models x (T + 1) x 4,).
     """
     of_models = [[_measure(one, place) for place in range(one.values.shape[1])] for one in models]
 
@@ -155,10 +155,17 @@ def joint_measure(models: Sequence[TargetPredictions]) -> measures.Measure:
         found = []
         for of_targets in of_models:
             rows = [of_target(weights) for of_target in of_targets]
-            found += [*rows, np.mean(rows, axis=0)]
+            found += [*rows, _mean_of_known(np.stack(rows))]
         return np.concatenate(found)
 
     return measure
+
+
+def _mean_of_known(rows: np.ndarray) -> np.ndarray:
+    """The mean of the rows without NaN, which has a column without any."""
+    known = np.isfinite(rows)
+    total, count = np.where(known, rows, 0).sum(0), known.sum(0)
+    return np.divide(total, count, out=np.full(rows.shape[1], np.nan), where=count > 0)
 
 
 def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:

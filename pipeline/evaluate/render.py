@@ -29,7 +29,7 @@ _OF_NUMBERS = {
     "r2": ("R²", ".4f"),
     "rmse": ("RMSE", ".4g"),
     "mae": ("MAE", ".4g"),
-    "spearman": ("Spearman's rank correlation", ".4f"),
+    "spearman": ("Spearman correlation", ".4f"),
 }
 _COUNTS = {
     "num_samples": "images",

@@ -211,8 +211,11 @@ class RunFacts:
         """Which metric is the score: one of MAIN or accuracy, if it is measured, also where the best checkpoint is
         chosen by the loss.
         """
-        split = self.score.rpartition("_")[0]
-        return next((name for of in (*MAIN, "top1") if (name := f"{split}_{of}") in names), self.score)
+        for score in (*MAIN, "top1"):
+            ends = [name for name in names if name.endswith(f"_{score}")]
+            if of_split := [name for name in ends if self.score.startswith(name.removesuffix(score))]:
+                return max(of_split, key=len)
+        return self.score
 
     def score_in_words(self, name: str, value: float) -> str:
         """A score as the list of runs shows it: "53.67 % top-1 flowers:val", "53.67 % kNN of flowers (k = 20)"."""

@@ -45,9 +45,10 @@ class Classification(Objective):
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
-        accuracy, of_grades = Metric("proportion", "higher"), {"kappa": Metric("", "higher")}
-        accuracies = {"top1": accuracy, "top5": accuracy}
-        return {**(of_grades if config.evaluate.ordinal else {}), **accuracies, **super().metrics(config)}
+        accuracy = Metric("proportion", "higher")
+        asked = {"kappa": Metric("", "higher")} if config.evaluate.ordinal else {}
+        asked |= {"map": Metric("share", "higher")} if config.evaluate.mean_ap else {}
+        return {**asked, "top1": accuracy, "top5": accuracy, **super().metrics(config)}
 
     @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:

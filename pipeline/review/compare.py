@@ -19,7 +19,7 @@ from pipeline.evaluate.intervals import of_seeds
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import read
-from pipeline.review.record import RunRecord, best_first, in_brackets
+from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
     Contender,
     Pair,
@@ -101,10 +101,11 @@ class Group:
         if len(self.records) == 1 or [len(of.names) for of in self.contenders] != [len(self.records)]:
             return ""
         (found,) = self.contenders
-        interval = in_brackets(found.metric, of_seeds(found.values, found.num_samples, found.metric.is_share))
+        interval = of_seeds(found.values, found.num_samples, found.metric.is_share)
+        in_brackets = found.metric.interval_text(interval.low, interval.high)
         return (
             f"{listed(found.names)} differ in their seed only, so there is no difference of settings to test: mean"
-            f" {found.metric.text(found.mean)}, 95 % interval over seeds{interval}."
+            f" {found.metric.text(found.mean)}, 95 % interval over seeds{in_brackets}."
         )
 
     @property

@@ -114,15 +114,8 @@ class Score:
         return self.metric.unit == "proportion"
 
     def __str__(self) -> str:
-        return f"{self.metric.text(self.value)}{in_brackets(self.metric, self.interval)}"
-
-
-def in_brackets(metric: Metric, interval: Interval | None) -> str:
-    """An interval, to follow its value; "" without one."""
-    if interval is None:
-        return ""
-    low, high = (f"{100 * end:.2f}" if metric.is_share else metric.text(end) for end in (interval.low, interval.high))
-    return f" [{low}, {high}]"
+        interval = self.metric.interval_text(self.interval.low, self.interval.high) if self.interval else ""
+        return f"{self.metric.text(self.value)}{interval}"
 
 
 def best_first(score: Score | None) -> float:

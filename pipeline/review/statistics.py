@@ -174,7 +174,7 @@ def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | Non
     if found is None:
         return None
     measure, num, groups = found
-    if not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
+    if not num or not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
         return None
     groups = groups if len(groups) else None
     return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, num, groups), groups is not None)

@@ -7,7 +7,7 @@ to make up an evaluation that was due but did not finish.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pipeline import objectives
@@ -18,6 +18,7 @@ from pipeline.base.trained_on import TRAINED_BY
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassificationScores, Means, Predictions, means, predict, score
 from pipeline.evaluate.intervals import of_samples
+from pipeline.evaluate.multilabel import mean_average_precision
 from pipeline.evaluate.probes.probe import metrics_in_words, probe_metrics
 from pipeline.evaluate.probes.rankme import collapse
 from pipeline.evaluate.regression import RegressionScores, TargetPredictions, predict_targets, score_targets
@@ -155,9 +156,14 @@ class SplitEvaluator(Evaluator):
         if isinstance(objective, Regression):
             found = predict_targets(self.watched(step, "evaluation", engine.forward), reader)
             return score_targets(found, config.data.targets, split.groups, objective.losses_of), found
-        predictions = predict(self.watched(step, "evaluation", engine.forward), reader, objective.loss_kind)
-        num_classes, ordinal = self.run.data.dataset.num_classes, config.evaluate.ordinal
-        return score(predictions, split, num_classes, objective.loss_kind, ordinal), predictions
+        asked, num_classes = config.evaluate, self.run.data.dataset.num_classes
+        forward = self.watched(step, "evaluation", engine.forward)
+        predictions = predict(forward, reader, objective.loss_kind, keeps_all=asked.mean_ap)
+        scores = score(predictions, split, num_classes, objective.loss_kind, asked.ordinal)
+        if asked.mean_ap:
+            of_labels = mean_average_precision(predictions, split, num_classes)
+            scores = replace(scores, map=of_labels.value, map_low=of_labels.low, map_high=of_labels.high)
+        return scores, predictions
 
 
 class ProbeEvaluator(Evaluator):

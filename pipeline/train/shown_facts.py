@@ -1,5 +1,6 @@
 """What MLflow and the page of a run show of it: facts, data sets, environment, plan, last scores."""
 
+import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -188,11 +189,11 @@ def last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
         count = next((last[key][1] for key in (own, of_split) if key in last), probed)
         interval = ""
         ends = [last[key][1] for end in ("low", "high") if (key := f"{name}_{end}") in last]
-        if ends:
-            interval = f" [{', '.join(f'{100 * end:.2f}' if metric.is_share else metric.text(end) for end in ends)}]"
+        if ends and math.isfinite(ends[0]):
+            interval = metric.interval_text(*ends)
         elif metric.is_share and count and 0 <= value <= 1:
             found = of_samples(value, count)
-            interval = f" [{100 * found.low:.2f}, {100 * found.high:.2f}]"
+            interval = metric.interval_text(found.low, found.high)
         yield f"{name} {metric.text(value)}{interval} at step {step:,}"
 
 

@@ -35,6 +35,7 @@ def test_what_a_run_measures_is_declared_as_its_name_was_read_before(objective: 
     ("objective", "score"),
     [
         ("softmax", "val_top1"),
+        ("regression", "val_r2"),
         ("masked_mean_color", "val_color_accuracy"),
         ("mae", "val_20nn"),
         ("lejepa", "val_20nn"),

@@ -177,9 +177,9 @@ def test_a_probe_below_that_of_the_start_is_named_with_what_to_change() -> None:
     assert not worse_than_first(now, {}, thousand), "without a probe before the first step"
 
 
-def test_the_score_of_grades_is_their_kappa() -> None:
-    config = load("evaluate.ordinal=true", "checkpoint.best=val_kappa")
-    measured = objectives.metrics(config)["scores"]
-    assert score_of(measured) == "val_kappa"
+@pytest.mark.parametrize(("asked", "score"), [("ordinal", "val_kappa"), ("mean_ap", "val_map")])
+def test_the_score_is_that_of_grades_or_labels_if_asked(asked: str, score: str) -> None:
+    config = load(f"evaluate.{asked}=true", f"checkpoint.best={score}")
+    assert score_of(objectives.metrics(config)["scores"]) == score
     assert objectives.best_from(config) == "scores"
-    assert "val_kappa" not in objectives.metrics(load())["scores"]
+    assert score not in objectives.metrics(load())["scores"]
