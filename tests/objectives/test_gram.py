@@ -52,10 +52,9 @@ def run(weights: Path | str, loss: str, *more: str) -> RunConfig:
     return schema.load(RunConfig, None, [*given, *crop, *small, f"init.weights={weights}", *more])
 
 
-def create(config: RunConfig, pixels: Pixels = RGB8, checked: bool = True) -> Objective:
+def create(config: RunConfig, pixels: Pixels = RGB8) -> Objective:
     dataset = SimpleNamespace(num_classes=0, classes=[], pixels=pixels)
-    if checked:
-        objectives.check(config)
+    objectives.check(config)
     objective = objectives.create(config, initial_model(config, dataset, None, SimpleNamespace(say=print))[0])
     objective.num_steps = 10
     objective.before_step(0)
@@ -214,7 +213,7 @@ def test_a_run_begins_with_the_file_of_its_anchor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", OF_LOSS)
 def test_the_anchor_has_no_factors_of_lora(weights: Path, loss: str) -> None:
     config = run(weights, loss, *TWICE, "train.freeze=backbone", "train.lora_rank=2")
-    plain, adapted, batch = create(run(weights, loss, *TWICE)), create(config, checked=False), batch_of(config)
+    plain, adapted, batch = create(run(weights, loss, *TWICE)), create(config), batch_of(config)
     (_, expected, _), (_, found, gradients) = step(plain, batch), step(adapted, batch)
     assert torch.equal(found["gram_loss"], expected["gram_loss"]), "factors begin at 0"
     assert any(name.startswith("lora.") for name in gradients)
