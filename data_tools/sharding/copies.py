@@ -47,18 +47,21 @@ class HashJob:
 class Copies:
     """What was merged. rows: (key, split, key and split of the kept sample) of each removed sample.
 
-    of_test: how many were removed from 'train' because a sample of another split has the same bytes.
+    of_test: how many were removed from 'train' because a sample of another split has the same bytes. other_numbers: how
+    many had other numbers to predict than the kept one.
     """
 
     rows: list[tuple[str, str, str, str]]
     of_test: int
+    other_numbers: int
 
 
 def merge_copies(listing: Listing, folder: AnyPath, num_tasks: int, out: AnyPath) -> tuple[Listing, Copies]:
     """Returns the listing without copies, and what was merged.
 
-    Within a split, the first key of equal bytes is kept and gets the labels of all. Samples of 'train' with a copy in
-    another split are removed, so that no test image is trained on. Copies between other splits are kept.
+    Within a split, the first key of equal bytes is kept, with its numbers to predict, and gets the labels of all.
+    Samples of 'train' with a copy in another split are removed, so that no test image is trained on. Copies between
+    other splits are kept.
 
     folder: where hashes are saved. num_tasks: concurrent tasks, 0 is one per CPU. out: folder of progress.json.
     """
@@ -203,7 +206,9 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
     keys = [listing.table["key"].take(pa.array(numbers)).to_pylist() for numbers in (gone, keeper[gone])]
     copies = list(zip(keys[0], names[split[gone]], keys[1], names[split[keeper[gone]]], strict=True))
     kept = replace(listing, table=table.filter(pa.array(stays)).combine_chunks())
-    return kept, Copies(copies, int(leaked.sum()))
+    numbers = [listing.table["targets"].take(pa.array(numbers)).to_pylist() for numbers in (gone, keeper[gone])]
+    differ = sum(one != other for one, other in zip(*numbers, strict=True))
+    return kept, Copies(copies, int(leaked.sum()), differ)
 
 
 def _first_equal(rows: np.ndarray, hashes: np.ndarray, num_rows: int) -> np.ndarray:

@@ -158,6 +158,8 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits ({COPIES})",
                 flush=True,
             )
+            if copies.other_numbers:
+                print(f"warning: {counted(copies.other_numbers, 'copy')} of these had other numbers, which are lost")
             for note in odd_classes(listing, config.val_share):
                 if note not in odd:
                     print(f"without the copies: {note}")

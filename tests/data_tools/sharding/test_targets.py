@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder
 
-from data_tools.sharding import shard
+from data_tools.sharding import copies, shard
+from data_tools.sharding.kinds import join_channels
 from data_tools.sharding.targets import describe_targets, with_targets
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
@@ -114,3 +115,23 @@ def test_a_column_without_any_number_is_refused(tmp_path: Path) -> None:
     source = write_list(tmp_path / "raw", [(name, "", dose) for name, _, dose in ROWS])
     with pytest.raises(UserError, match="age"):
         list(describe_targets(listed(source, target_columns=["age", "dose"])))
+
+
+def test_numbers_stay_with_a_sample_of_several_files(tmp_path: Path) -> None:
+    rows = [("a_1.jpg", "a_2.jpg", "0.5"), ("b_1.jpg", "b_2.jpg", "")]
+    write_folder({name: jpeg(0) for *names, _ in rows for name in names}, tmp_path / "raw")
+    source = tmp_path / "raw/list.csv"
+    source.write_text("\n".join(["red,green,dose", *map(",".join, rows)]))
+    config = settings(source, tmp_path / "out", channel_columns=["red", "green"], target_columns=["dose"])
+    found = join_channels(list_source(source, config, tmp_path / "staging"), config)
+    assert values(found) == {"a_1": [0.5], "b_1": [None]}
+    assert [image.targets for image in found.images(np.arange(2))] == [[0.5], [None]]
+
+
+def test_copies_with_other_numbers_are_counted(tmp_path: Path) -> None:
+    found = listed(write_list(tmp_path / "raw", [*ROWS, ("e.jpg", "31", "0.5")]), target_columns=["age", "dose"])
+    hashes = np.array([[1, 1], [1, 1], [2, 2], [3, 3], [1, 1]], np.uint64)  # b and e are copies of a.
+    kept, merged = copies._merge(found, np.arange(5), hashes)
+    assert (list(values(kept)), values(kept)["a"]) == (["a", "c", "d"], [31, 0.5])
+    assert [row[0] for row in merged.rows] == ["b", "e"]
+    assert merged.other_numbers == 1
