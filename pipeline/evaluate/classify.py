@@ -21,7 +21,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader, eval_requests
 from pipeline.evaluate import measures
-from pipeline.evaluate.intervals import Bootstrap, effective_number
+from pipeline.evaluate.intervals import CORRELATION, Bootstrap, effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
@@ -225,8 +225,9 @@ def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None)
         return np.array([measures.quadratic_kappa(*pair, weights)])
 
     drawn = Bootstrap.of(measure, len(pair[0]), None if groups is None else groups[known])
-    low, high = drawn.interval()[:, 0].tolist()
-    return measures.quadratic_kappa(*pair, np.ones(len(pair[0]))), low, high
+    kappa = measures.quadratic_kappa(*pair, np.ones(len(pair[0])))
+    low, high = drawn.interval([kappa], [CORRELATION])[:, 0].tolist()
+    return kappa, low, high
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassReport, Predictions, label_table
-from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.intervals import SHARE, Bootstrap
 from pipeline.evaluate.measures import Ranking
 
 CSV = "per_label.csv"
@@ -77,9 +77,11 @@ def mean_average_precision(predictions: Predictions, split: Split, num_classes: 
         known = found[np.isfinite(found)]  # A draw may leave out all images of a rare class.
         return np.array([known.mean() if len(known) else np.nan])
 
-    low, high = Bootstrap.of(measure, len(split), split.groups, num_classes).interval()[:, 0].tolist()
     ones = np.ones(len(split))
-    return MeanPrecision(float(measure(ones)[0]), low, high, precisions(ones))
+    value = float(measure(ones)[0])
+    drawn = Bootstrap.of(measure, len(split), split.groups, num_classes)
+    low, high = drawn.interval([value], [SHARE])[:, 0].tolist()
+    return MeanPrecision(value, low, high, precisions(ones))
 
 
 def score(

@@ -19,11 +19,12 @@ from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.loading.loader import Batch
 from pipeline.evaluate import measures
 from pipeline.evaluate.classify import each_sample
-from pipeline.evaluate.intervals import Bootstrap
+from pipeline.evaluate.intervals import CORRELATION, ERROR, EXPLAINED, Bootstrap
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.regression import metric_name
 
 SCORES = ("r2", "rmse", "mae", "spearman")
+_SCALES = (EXPLAINED, ERROR, ERROR, CORRELATION)
 ENDS = ("", "_low", "_high")
 _WITH_ENDS = [f"{score}{end}" for score in SCORES for end in ENDS]
 
@@ -129,9 +130,9 @@ def score_targets(
     """
     measure = joint_measure([predictions])
     num_samples, num_targets = predictions.values.shape
-    found = np.stack(
-        [measure(np.ones(num_samples)), *Bootstrap.of(measure, num_samples, groups, num_targets).interval()]
-    )
+    values = measure(np.ones(num_samples))
+    drawn = Bootstrap.of(measure, num_samples, groups, num_targets)
+    found = np.stack([values, *drawn.interval(values.tolist(), _SCALES * (num_targets + 1))])
     rows = [
         dict(zip(_WITH_ENDS, of.T.ravel().tolist(), strict=True)) for of in np.split(found, num_targets + 1, axis=1)
     ]
@@ -140,8 +141,8 @@ def score_targets(
     means = {name: value for name, value in rows[-1].items() if name.startswith(("r2", "spearman"))}
     loss, readable = None, predictions.readable
     if losses is not None:
-        values, targets = (torch.from_numpy(of[readable]) for of in (predictions.values, predictions.targets))
-        loss = float(losses(values, targets).double().mean())
+        pair = (torch.from_numpy(of[readable]) for of in (predictions.values, predictions.targets))
+        loss = float(losses(*pair).double().mean())
     return RegressionScores(per_target, means, len(readable), int((~readable).sum()), loss)
 
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.evaluate import differences, intervals
 from pipeline.evaluate.classify import in_groups
+from pipeline.evaluate.measures import r2
 
 # Mean and deviation of the logits of the probabilities: accuracies of 0.50, 0.82 and 0.98 on all images.
 MODELS = ((0.0, 6.0), (4.0, 4.0), (12.0, 5.5))
@@ -109,6 +110,39 @@ def of_groups(
     )
 
 
+def of_numbers(rng: np.random.Generator, num_groups: int, draws: int) -> str:
+    """R2 of images in groups of 3 to 29: coverage of the bootstrap's interval over groups, and over images; how often
+    two models that are equal on all images are called different. Values and errors have a part that is the group's.
+    """
+
+    def images(count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        groups = np.repeat(np.arange(count), rng.integers(3, 30, count))
+        parts = [rng.normal(size=count)[groups] + rng.normal(size=len(groups)) for _ in range(4)]
+        return groups, parts[0], [parts[0] + 0.5 * parts[1] + 0.3 * own for own in parts[2:]]
+
+    def draw(true: np.ndarray, models: list[np.ndarray], groups: np.ndarray | None) -> intervals.Bootstrap:
+        return intervals.Bootstrap.of(
+            lambda weights: np.array([r2(true, model, weights) for model in models]), len(true), groups
+        )
+
+    _, true, models = images(20_000)
+    everywhere = r2(true, models[0], np.ones(len(true)))
+    inside, called = [], []
+    for _ in range(draws):
+        groups, true, models = images(num_groups)
+        first, second = (r2(true, model, np.ones(len(true))) for model in models)
+        both = [draw(true, models, of) for of in (groups, None)]
+        ends = [drawn.interval([first, second], [intervals.EXPLAINED] * 2)[:, 0] for drawn in both]
+        inside.append([low <= everywhere <= high for low, high in ends])
+        tests = [differences.of_same_draws(first, second, drawn, True) for drawn in both]
+        called.append([test.p < differences.LEVEL for test in tests])
+    (grouped, plain), (by_group, by_image) = np.mean(inside, axis=0), np.mean(called, axis=0)
+    return (
+        f"R2 {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f};"
+        f" equal models differ over groups {by_group:.3f}, over images {by_image:.3f}"
+    )
+
+
 def of_many_models(rng: np.random.Generator, num_models: int, seeds: int, draws: int) -> str:
     """Equal models: how often any pair is called different by Holm's method, and how often the interval of the best
     contains the truth.
@@ -142,6 +176,8 @@ def main(draws: int) -> None:
     ):
         about = f"{num_groups:3} groups{f', one of {largest}' if largest else ''}, deviation {kind[1]}"
         print(f"{about}: {of_groups(rng, num_groups, *kind, draws, largest)}", flush=True)
+    for num_groups in (3, 5, 10, 30, 100):
+        print(f"{num_groups:3} groups, numbers: {of_numbers(rng, num_groups, draws // 4)}", flush=True)
 
 
 if __name__ == "__main__":
