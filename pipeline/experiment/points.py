@@ -60,7 +60,7 @@ _METHOD = (
     " wider than the range of all measured errors. A family's law goes through its best models only, so it is a little"
     " too high."
 )
-_MARKERS = "os^DvPX<>p"
+MARKERS = "os^DvPX<>p"
 _MAX_NAME = 34
 
 
@@ -340,7 +340,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     axes = figure.add_subplot()
     laws = {line.name: line for line in lines if not line.law.why_not}
     colours = dict(zip([*results.models, *results.families], cycle(COLOURS), strict=False))
-    for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
+    for model, marker in zip(results.models, cycle(MARKERS), strict=False):
         own = [point for point in points if point.model == model]
         means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
         bars = 100 * np.abs(ends.reshape(-1, 2).T - means)

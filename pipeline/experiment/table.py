@@ -2,6 +2,7 @@
 question read only this.
 """
 
+import contextlib
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -95,10 +96,11 @@ def parquet(rows: Sequence[Row], earlier: Sequence[Row]) -> bytes:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):  # A setting of several types.
-        return pa.array([None if value is None else str(value) for value in values])
+    with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # A setting of several types.
+        column = pa.array(values)
+        if "struct" not in str(column.type):  # Parquet has no empty one, as a class_map of data.mix may be.
+            return column
+    return pa.array([None if value is None else str(value) for value in values])
 
 
 def read_table(folder: Path) -> list[Row]:

@@ -275,6 +275,13 @@ def test_what_is_gained_and_forgotten_is_by_seed_against_the_untouched_weights()
     assert new.found[0].difference == of_proportions(new.found[0].first.mean, 10_000, 0.4, 10_000)
 
 
+def test_a_mixture_that_only_one_model_has_is_a_column(tmp_path: Path) -> None:
+    mixes: list[list[Any]] = [[], [{"class_map": {}}]]
+    rows = [replace(row, settings={"data.mix": mix}) for row, mix in zip(made_up.ablation().cells, mixes, strict=False)]
+    (tmp_path / TABLE).write_bytes(parquet(rows, []))
+    assert [row.settings["data.mix"] for row in read_table(tmp_path)] == ["[]", "[{'class_map': {}}]"]
+
+
 @pytest.mark.usefixtures("not_drawn")
 @pytest.mark.parametrize("question", list(_STUDIES))
 def test_poor_results_are_no_error(question: str, tmp_path: Path) -> None:

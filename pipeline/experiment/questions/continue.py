@@ -7,16 +7,17 @@ scores are those of the probe before the first step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from pipeline.base.errors import UserError
 from pipeline.base.metric import kind_of, title_of
-from pipeline.base.page import COLOURS, Block, PngImage, Table, png, style_axes
+from pipeline.base.page import COLOURS, Block, PngImage, Table, add_legend, png, style_axes
 from pipeline.base.words import shorten
 from pipeline.evaluate.differences import ScoreDifference, of_same_seeds
-from pipeline.experiment.points import Point, Tested, corrected, difference, percent, points_of
+from pipeline.experiment.points import MARKERS, Point, Tested, corrected, difference, percent, points_of
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.table import START, StudyResults
@@ -108,21 +109,20 @@ def draw(new: Change, old: Change) -> bytes:
     figure = Figure(figsize=(9, 6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     olds = {one.first.model: one for one in old.found}
-    for number, one in enumerate(one for one in new.found if one.first.model in olds):
-        end, of_old, colour = one.first, olds[one.first.model], COLOURS[number % len(COLOURS)]
+    found = [one for one in new.found if one.first.model in olds]
+    for one, colour, marker in zip(found, cycle(COLOURS), cycle(MARKERS), strict=False):
+        end, of_old = one.first, olds[one.first.model]
         x, y = 100 * of_old.first.mean, 100 * end.mean
-        bars = [[[100 * abs(edge - point.mean)] for edge in point.ends] for point in (of_old.first, end)]
         if end.model in new.continued:
             arrow = {"arrowstyle": "->", "color": colour, "alpha": 0.45}
             axes.annotate("", (x, y), (100 * of_old.second.mean, 100 * one.second.mean), arrowprops=arrow)
-        axes.errorbar([x], [y], yerr=bars[1], xerr=bars[0], fmt="o", color=colour, capsize=3)
-        name = shorten(end.model, 34)
-        axes.annotate(name, (x, y), (7, 5), textcoords="offset points", color=colour, fontsize=9, parse_math=False)
+        bars = [[[100 * abs(edge - point.mean)] for edge in point.ends] for point in (end, of_old.first)]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "", "label": shorten(end.model, 34)}
+        axes.errorbar([x], [y], yerr=bars[0], xerr=bars[1], capsize=3, **look)
     for start, other in zip(new.untouched, old.untouched, strict=False):
-        place = 100 * other.mean, 100 * start.mean
-        axes.plot(*place, marker="*", color="0.25", markersize=14)
-        axes.annotate(UNTOUCHED, place, (7, -13), textcoords="offset points", color="0.25", fontsize=9)
+        axes.plot(100 * other.mean, 100 * start.mean, "*", color="0.25", markersize=14, label=UNTOUCHED)
     axes.set_xlabel(f"old domain: {title_of(old.score)}, %", parse_math=False)
     axes.set_ylabel(f"new domain: {title_of(new.score)}, %", parse_math=False)
-    style_axes(axes, "both")
+    style_axes(axes)
+    add_legend(figure, loc="outside right upper", fontsize=8)
     return png(figure)
