@@ -189,10 +189,9 @@ class ProbeEvaluator(Evaluator):
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
         line = f"{''.join(f'{name} (trained on) ' for name in trained)}{metrics_in_words(metrics)}"
-        first, worse = metrics, ""
-        if step and run.config.init.weights:
-            last = json_record.read_or_none(run.folder / self.file, _LastResult)
-            first = last.first if last else {}
+        last = json_record.read_or_none(run.folder / self.file, _LastResult) if step else None
+        first, worse = (last.first if last else {}) if step else metrics, ""
+        if run.config.init.weights:
             worse = worse_than_first(metrics, first, {one.name: len(one.test) for one in probe.labelled})
         content = scores | {TRAINED_BY: trained, "first": first, "worse": worse}
         collapsed = {"probe_collapse": 1} if found else {}
@@ -212,8 +211,8 @@ def worse_than_first(metrics: Mapping[str, float], first: Mapping[str, float], n
     if not worse:
         return ""
     return (
-        f"{'; '.join(worse)}: lower optimizer.lr, use a longer train.heads_first, a smaller optimizer.layer_decay or"
-        " train.lora_rank, or train on the old images as well (data.mix)"
+        f"{'; '.join(worse)}: lower optimizer.lr or optimizer.layer_decay, use a longer train.heads_first or"
+        " train.lora_rank=8, or train on the old images as well (data.mix)"
     )
 
 
