@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
-from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.loading.mix import Mixing, mix_pairs
 from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
 from pipeline.model.layers import Dense
@@ -95,11 +95,8 @@ class Classification(Objective):
         return {} if head is None else {"targets_head": {"targets": head.names, **head.scale.facts()}}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        views, facts = super().inputs(batch, device, None)
+        views, facts = super().inputs(batch, device, mixing)
         facts["labels"] = to_device(batch.labels, device)
-        if mixing is not None:
-            mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
-            views = (mixed,)
         if self.targets is not None:
             facts["targets"] = self.targets.scale.of_batch(batch, device, facts.get("own"))
         return Inputs(views, facts)

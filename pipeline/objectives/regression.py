@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
-from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.loading.mix import Mixing, mix_pairs
 from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
 from pipeline.model.weights import TARGET_SCALE, TARGETS
@@ -77,12 +77,8 @@ class Regression(Objective):
         return {TARGETS: self.names, TARGET_SCALE: self.scale.facts()}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        views, facts = super().inputs(batch, device, None)
-        own = None
-        if mixing is not None:
-            images, own = mix_images(views[0], facts["valid"], mixing)
-            views = (images,)
-        return Inputs(views, {**facts, "targets": self.scale.of_batch(batch, device, own)})
+        views, facts = super().inputs(batch, device, mixing)
+        return Inputs(views, facts | {"targets": self.scale.of_batch(batch, device, facts.get("own"))})
 
     def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
         """The loss (n,) of predictions and targets (n, T) in their own units."""
