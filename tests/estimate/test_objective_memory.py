@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from crops_step import tiny_lejepa
 from distillation import SETTINGS
-from lejepa_step import tiny_lejepa
 from live_tensors import LiveTensors, operators_of_a_gpu
 from torch import nn
 
