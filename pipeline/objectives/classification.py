@@ -88,11 +88,10 @@ class Classification(Objective):
         self.targets: TargetsHead | None = None
 
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        return "" if self.targets is None else self.targets.scale.learn_from(data, self.targets.names)
+        return "" if self.targets is None else self.targets.scale.learn_from(data)
 
     def extra(self) -> dict[str, Any]:
-        head = self.targets
-        return {} if head is None else {"targets_head": {"targets": head.names, **head.scale.facts()}}
+        return {} if self.targets is None else {"targets_head": self.targets.scale.facts()}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         views, facts = super().inputs(batch, device, mixing)
@@ -121,8 +120,7 @@ class TargetsHead(nn.Module):
 
     def __init__(self, num_features: int, names: Sequence[str], weight: float) -> None:
         super().__init__()
-        self.names, self.weight = list(names), weight
-        self.scale = regression.TargetScale(len(names))
+        self.weight, self.scale = weight, regression.TargetScale(names)
         self.dense = Dense(num_features, len(names))
         nn.init.zeros_(self.dense.weight)
         nn.init.zeros_(self.dense.bias)

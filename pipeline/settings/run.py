@@ -275,9 +275,9 @@ class DataConfig(Settings):
         return _named(self.eval_also)
 
     @property
-    def num_targets(self) -> int:
-        """Number of data.targets; 1 if it is not known yet which there are."""
-        return len(self.targets) or 1
+    def target_names(self) -> list[str]:
+        """data.targets; one without a name if it is not known yet which there are."""
+        return self.targets or [""]
 
 
 class AugmentConfig(Settings):
