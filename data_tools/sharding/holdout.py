@@ -43,14 +43,13 @@ def _keys(listing: Listing) -> Iterator[list[str]]:
 
 
 def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
-    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of the shard's samples
-    in the listing.
+    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of these in the
+    listing.
     """
     if not listing.has_groups:
         return table
-    chosen = listing.table.select(["key", "group"]).take(pa.array(rows)).combine_chunks()
-    places = pc.index_in(table["key"].cast(pa.large_string()), chosen["key"])
-    return table.append_column(GROUP, chosen["group"].take(places).cast(pa.string()).cast(GROUP.type))
+    groups = listing.table["group"].take(pa.array(rows)).combine_chunks()
+    return table.append_column(GROUP, groups.cast(pa.string()).cast(GROUP.type))
 
 
 def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[str]:

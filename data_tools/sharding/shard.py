@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
@@ -307,9 +309,16 @@ def _finish(
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
-    rows = {planned.name: planned.rows for planned in plan}
-    tables = (add_groups(read_rows(part_path(out, shard.name)), listing, rows[shard.name]) for shard in kept)
-    tables = (add_targets(table, listing, rows[shard.name]) for table, shard in zip(tables, kept, strict=True))
+    planned = {shard.name: shard.rows for shard in plan}
+
+    def known(shard: Shard) -> pa.Table:
+        """The manifest's rows of a shard, which has no bad images, with what the listing knows of them."""
+        table, rows = read_rows(part_path(out, shard.name)), planned[shard.name]
+        keys = listing.table["key"].take(pa.array(rows)).combine_chunks()
+        rows = rows[pc.index_in(table["key"].cast(pa.large_string()), keys).to_numpy()]
+        return add_targets(add_groups(table, listing, rows), listing, rows)
+
+    tables = map(known, kept)
     about = names, pixels, unread, listing.targets
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], *about)
 

@@ -55,15 +55,12 @@ def describe_targets(listing: Listing) -> Iterator[str]:
 
 
 def add_targets(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
-    """The manifest's rows of a shard with the numbers to predict, if the listing has some. rows: of the shard's samples
-    in the listing.
+    """The manifest's rows of a shard with the numbers to predict, if the listing has some. rows: of these in the
+    listing.
     """
     if not listing.targets:
         return table
-    keys = listing.table["key"].take(pa.array(rows)).combine_chunks()
-    places = pc.index_in(table["key"].cast(pa.large_string()), keys)
-    values = _values(listing, rows[places.to_numpy()]).ravel()
-    flat = pa.array(values, pa.float32(), from_pandas=True)  # A NaN becomes null.
+    flat = pa.array(_values(listing, rows).ravel(), pa.float32(), from_pandas=True)  # A NaN becomes null.
     field = targets_field(len(listing.targets))
     return table.append_column(field, pa.FixedSizeListArray.from_arrays(flat, len(listing.targets)))
 

@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
-from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.loading.mix import Mixing, mix_pairs
 from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
 from pipeline.model.layers import Dense
@@ -88,18 +88,14 @@ class Classification(Objective):
         self.targets: TargetsHead | None = None
 
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        return "" if self.targets is None else self.targets.scale.learn_from(data, self.targets.names)
+        return "" if self.targets is None else self.targets.scale.learn_from(data)
 
     def extra(self) -> dict[str, Any]:
-        head = self.targets
-        return {} if head is None else {"targets_head": {"targets": head.names, **head.scale.facts()}}
+        return {} if self.targets is None else {"targets_head": self.targets.scale.facts()}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        views, facts = super().inputs(batch, device, None)
+        views, facts = super().inputs(batch, device, mixing)
         facts["labels"] = to_device(batch.labels, device)
-        if mixing is not None:
-            mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
-            views = (mixed,)
         if self.targets is not None:
             facts["targets"] = self.targets.scale.of_batch(batch, device, facts.get("own"))
         return Inputs(views, facts)
@@ -124,8 +120,7 @@ class TargetsHead(nn.Module):
 
     def __init__(self, num_features: int, names: Sequence[str], weight: float) -> None:
         super().__init__()
-        self.names, self.weight = list(names), weight
-        self.scale = regression.TargetScale(len(names))
+        self.weight, self.scale = weight, regression.TargetScale(names)
         self.dense = Dense(num_features, len(names))
         nn.init.zeros_(self.dense.weight)
         nn.init.zeros_(self.dense.bias)

@@ -28,7 +28,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, normalise, to_device
-from pipeline.data.loading.mix import Mixing
+from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views
 from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
@@ -280,7 +280,8 @@ class Objective(nn.Module):
         self.teacher: nn.ModuleDict | None = None
         # Set by a subclass that learns from published weights (`teacher_file`).
         self.frozen_teacher: Model | None = None
-        # Steps of the run, set before anything of it is counted or trained; read only in a class with `follows_length`.
+        # Steps of the run, set before anything of it is counted or trained; beside `frozen_steps`, read only in a class
+        # with `follows_length`.
         self.num_steps = 0
 
     def add_teacher(self, *names: str) -> None:
@@ -343,12 +344,16 @@ class Objective(nn.Module):
         """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all.
 
         By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which
-        samples are valid.
+        samples are valid; with `mixing`, the one view mixed, and how much of each is its own (`mix_images`).
         """
-        assert mixing is None
         groups = [group.to(device, non_blocking=True) for group in batch.views]
         views = tuple(self.normalised(group.flatten(0, 1), device) for group in groups)
-        return Inputs(views, {"valid": to_device(batch.valid, device)})
+        facts = {"valid": to_device(batch.valid, device)}
+        if mixing is not None:
+            (view,) = views
+            mixed, facts["own"] = mix_images(view, facts["valid"], mixing)
+            views = (mixed,)
+        return Inputs(views, facts)
 
     @property
     def pixels(self) -> Pixels:

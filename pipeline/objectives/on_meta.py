@@ -76,7 +76,7 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
     @wraps(function)
     def found(cls: type["Objective"], config: RunConfig, *more: Any) -> T:
         train = config.train
-        trained = [train.loss, train.freeze, train.lora_rank, train.lora_layers]
+        trained = [train.loss, train.freeze, train.lora_rank, train.lora_layers, config.data.targets]
         sections = [config.objective, config.model, config.init, config.augment]
         key = (cls, repr([*trained, *sections, config.seed]), *more)
         if key not in known:
@@ -109,7 +109,7 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
     ]
     views = tuple(torch.empty(shape, dtype=getattr(torch, pixels.batch_type), device=META) for shape in groups)
     labels, valid = torch.zeros((images, 1), dtype=torch.int64), torch.ones(images, dtype=torch.bool)
-    targets = torch.zeros(images, config.data.num_targets)
+    targets = torch.zeros(images, len(config.data.target_names))
     batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64), targets)
     found = objective.inputs(batch, META, None)
     return found._replace(views=tuple(view.to(dtype) for view in found.views))

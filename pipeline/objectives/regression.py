@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
-from pipeline.data.loading.mix import Mixing, mix_images, mix_pairs
+from pipeline.data.loading.mix import Mixing, mix_pairs
 from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
 from pipeline.model.weights import TARGET_SCALE, TARGETS
@@ -52,19 +52,18 @@ class Regression(Objective):
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": config.data.num_targets}
+        return {"num_classes": len(config.data.target_names)}
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, cls.settings(config), config.data.targets)
+        return cls(backbone, cls.settings(config), config.data.target_names)
 
-    def __init__(self, backbone: Model, given: RegressionSettings, names: Sequence[str] = ()) -> None:
+    def __init__(self, backbone: Model, given: RegressionSettings, names: Sequence[str]) -> None:
         super().__init__(backbone)
-        self.given, self.names = given, list(names)
-        self.scale = TargetScale(backbone.config.num_classes)
+        self.given, self.scale = given, TargetScale(names)
 
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        line = self.scale.learn_from(data, self.names)
+        line = self.scale.learn_from(data)
         if head_is_trained:  # It predicts the values themselves.
             weight, bias = (self.backbone.get_parameter(f"head.{name}") for name in ("weight", "bias"))
             mean, deviation = (of.to(weight.device) for of in (self.scale.mean, self.scale.deviation))
@@ -74,15 +73,11 @@ class Regression(Objective):
         return line
 
     def extra(self) -> dict[str, Any]:
-        return {TARGETS: self.names, TARGET_SCALE: self.scale.facts()}
+        return self.scale.facts()
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        views, facts = super().inputs(batch, device, None)
-        own = None
-        if mixing is not None:
-            images, own = mix_images(views[0], facts["valid"], mixing)
-            views = (images,)
-        return Inputs(views, {**facts, "targets": self.scale.of_batch(batch, device, own)})
+        views, facts = super().inputs(batch, device, mixing)
+        return Inputs(views, facts | {"targets": self.scale.of_batch(batch, device, facts.get("own"))})
 
     def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
         """The loss (n,) of predictions and targets (n, T) in their own units."""
@@ -105,12 +100,13 @@ class TargetScale(nn.Module):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, num_targets: int) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(num_targets, dtype=torch.float32))
-        self.register_buffer("deviation", torch.ones(num_targets, dtype=torch.float32))
+        self.names = list(names)
+        self.register_buffer("mean", torch.zeros(len(names), dtype=torch.float32))
+        self.register_buffer("deviation", torch.ones(len(names), dtype=torch.float32))
 
-    def learn_from(self, data: RunData, names: Sequence[str]) -> str:
+    def learn_from(self, data: RunData) -> str:
         """Take mean and deviation from what is trained on; returns a line that says them."""
         values = data.split.target_values
         of_values = standardisation(values)
@@ -119,12 +115,16 @@ class TargetScale(nn.Module):
         counts = np.isfinite(values).sum(0).tolist()
         described = (
             f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
-            for name, mean, deviation, count in zip(names, *of_values, counts, strict=True)
+            for name, mean, deviation, count in zip(self.names, *of_values, counts, strict=True)
         )
         return f"targets, mean and deviation in training: {', '.join(described)}"
 
-    def facts(self) -> dict[str, list[float]]:
-        return {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()}
+    def facts(self) -> dict[str, Any]:
+        """Fields of `extra` of weights."""
+        return {
+            TARGETS: self.names,
+            TARGET_SCALE: {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()},
+        }
 
     def standardised(self, targets: Tensor) -> Tensor:
         """Targets (B, T) in their own units -> in deviations from their mean."""

@@ -275,9 +275,9 @@ class DataConfig(Settings):
         return _named(self.eval_also)
 
     @property
-    def num_targets(self) -> int:
-        """Number of data.targets; 1 if it is not known yet which there are."""
-        return len(self.targets) or 1
+    def target_names(self) -> list[str]:
+        """data.targets; one without a name if it is not known yet which there are."""
+        return self.targets or [""]
 
 
 class AugmentConfig(Settings):
@@ -826,10 +826,15 @@ class RunConfig(Settings):
         """A line for each setting that a value of another section takes its effect from; what must be set is named by
         its `needs`.
         """
-        decay, freeze = self.optimizer.layer_decay, self.train.freeze
-        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
-            return []
-        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
+        decay, freeze, weight = self.optimizer.layer_decay, self.train.freeze, self.train.targets_weight
+        found = []
+        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
+            found.append(
+                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
+            )
+        if weight != 1 and not self.data.targets:
+            found.append(f"train.targets_weight = {weight:g} has no effect without data.targets")
+        return found
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""

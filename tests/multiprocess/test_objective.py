@@ -289,8 +289,8 @@ def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset
     ("step", "least"),
     [
         ("distillation:step_of_tiny_dinov2", 30),
-        ("lejepa_step:tensors_of_step", 25),
-        ("simclr_step:tensors_of_step", 25),
+        ("crops_step:tensors_of_lejepa", 25),
+        ("crops_step:tensors_of_simclr", 25),
     ],
 )
 def test_two_ranks_compute_what_one_does_of_the_whole_batch(

@@ -1,9 +1,14 @@
-"""LeJEPA against independent formulae in numpy: SIGReg and its gradient, the loss, and what must contribute nothing."""
+"""LeJEPA against independent formulae in numpy: SIGReg and its gradient, the loss, and what must contribute nothing,
+which holds of SimCLR as well.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lejepa_step import GIVEN, step_of_tiny_lejepa, tiny_lejepa
+from crops_step import GIVEN, step_of_tiny_lejepa, step_of_tiny_simclr, tiny_lejepa
 from torch import Tensor
 
 from pipeline import objectives
@@ -87,15 +92,17 @@ def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[
     assert float(found["loss"]) == pytest.approx(0.13 * prediction + 0.87 * normality, rel=1e-4)
 
 
-def test_pixels_of_an_unreadable_image_change_nothing() -> None:
-    one, other = step_of_tiny_lejepa(0, 1, (2,)), step_of_tiny_lejepa(0, 1, (2,), fill=200)
+@pytest.mark.parametrize("step", [step_of_tiny_lejepa, step_of_tiny_simclr])
+def test_pixels_of_an_unreadable_image_change_nothing(step: Callable[..., dict[str, Any]]) -> None:
+    one, other = step(0, 1, (2,)), step(0, 1, (2,), fill=200)
     torch.testing.assert_close(one["loss"], other["loss"])
     for name, gradient in one["gradients"].items():
         torch.testing.assert_close(gradient, other["gradients"][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_batch_without_a_readable_image_has_no_loss_and_no_gradient() -> None:
-    found = step_of_tiny_lejepa(0, 1, tuple(range(8)))
+@pytest.mark.parametrize("step", [step_of_tiny_lejepa, step_of_tiny_simclr])
+def test_a_batch_without_a_readable_image_has_no_loss_and_no_gradient(step: Callable[..., dict[str, Any]]) -> None:
+    found = step(0, 1, tuple(range(8)))
     assert float(found["loss"]) == 0
     assert not any(gradient.any() for gradient in found["gradients"].values())
 

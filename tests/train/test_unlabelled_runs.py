@@ -78,8 +78,10 @@ def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> 
     sweep = SimpleNamespace(datasets={"dtd": open_dataset(photos)}, config=SimpleNamespace(protocol=None))
     with pytest.raises(UserError, match=r"have no labels\. Make it with launch/vtab_prepare\.py"):
         check_of_task(sweep, next(task for task in TASKS if task.name == "dtd"))  # type: ignore[arg-type]
+    weights = photos.parent / "weights.safetensors"  # Read first: weights that predict numbers need no labels.
+    models.save(models.build(models.configure("ViT-Ti/4", 16, num_classes=4)), weights)
     with pytest.raises(UserError, match=r"have no labels. Scores need some"):
-        evaluate(ScoreConfig(weights="w", data=str(photos)))
+        evaluate(ScoreConfig(weights=str(weights), data=str(photos)))
     line = "must be empty: nothing is measured; data.dev_share=0.01 would hold out images"
     with pytest.raises(UserError, match=line):
         prepare(load(photos, *MASKED, "checkpoint.best=val_loss"))

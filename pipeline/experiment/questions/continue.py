@@ -26,7 +26,7 @@ from pipeline.settings.commands.study import StudyConfig
 UNTOUCHED = "untouched weights"
 
 
-class Change(NamedTuple):
+class ScoreChange(NamedTuple):
     """What continuing changed in a score. score: its name. continued: the models that began with weights."""
 
     score: str
@@ -51,7 +51,7 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
     return cells(replace(config, equal_compute=False))
 
 
-def changes(results: StudyResults) -> list[list[Change]]:
+def changes(results: StudyResults) -> list[list[ScoreChange]]:
     """For each kind of probe, that of the study's score first: the changes on the new domain, and on each other data
     set.
     """
@@ -65,13 +65,13 @@ def changes(results: StudyResults) -> list[list[Change]]:
     return [one for one in found if one]
 
 
-def _change(results: StudyResults, name: str) -> Change:
+def _change(results: StudyResults, name: str) -> ScoreChange:
     ends = points_of(replace(results, score=name))
     before = points_of(replace(results, score=f"{START}{name}"))
     starts = {point.model: replace(point, model=UNTOUCHED) for point in before}
     usual = next(iter(starts.values()), None)
     pairs = [(end, start) for end in ends if (start := starts.get(end.model, usual))]
-    return Change(name, corrected(pairs, _by_seed), set(starts))
+    return ScoreChange(name, corrected(pairs, _by_seed), set(starts))
 
 
 def _by_seed(end: Point, start: Point) -> ScoreDifference | None:
@@ -88,7 +88,7 @@ def answer(results: StudyResults) -> Iterator[Block]:
             yield PngImage("domains.png", "New against old domain, with 95 % intervals over seeds", draw(*kind[:2]))
 
 
-def _table(kind: Sequence[Change]) -> Table:
+def _table(kind: Sequence[ScoreChange]) -> Table:
     rows: list[tuple[str, ...]] = []
     for points in zip(*(change.untouched for change in kind), strict=False):
         rows.append((UNTOUCHED, "", *(text for point in points for text in (percent(point.mean), "", ""))))
@@ -102,7 +102,7 @@ def _table(kind: Sequence[Change]) -> Table:
     return Table(("way", "seeds", *header), rows)
 
 
-def draw(new: Change, old: Change) -> bytes:
+def draw(new: ScoreChange, old: ScoreChange) -> bytes:
     """PNG: an arrow from the untouched weights to each way to continue. One farther up learns more, one farther right
     remembers more.
     """

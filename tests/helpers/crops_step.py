@@ -1,4 +1,4 @@
-"""A small LeJEPA, and a step of it on a rank's part of a batch."""
+"""A small LeJEPA and a small SimCLR, and a step of them on a rank's part of a batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure
 from pipeline.objectives.lejepa import Lejepa, LejepaSettings
 from pipeline.objectives.objective import Objective
+from pipeline.objectives.simclr import Simclr, SimclrSettings
 
 GIVEN = LejepaSettings(local_views=2, local_size=8, hidden=16, width=6, directions=12)
 UNREADABLE = (0, 1, 6)  # Two of the first half, one of the second.
@@ -20,6 +21,12 @@ def tiny_lejepa(**settings: Any) -> Lejepa:
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0))
     return in_a_run(Lejepa(backbone, replace(GIVEN, **settings), seed=5))
+
+
+def tiny_simclr() -> Simclr:
+    torch.manual_seed(0)
+    backbone = build(configure("ViT-mu/4", 16, num_classes=0))
+    return in_a_run(Simclr(backbone, SimclrSettings(hidden=16, width=6, temperature=0.3)))
 
 
 def in_a_run(objective: Objective) -> Any:
@@ -35,6 +42,12 @@ def step_of_tiny_lejepa(
     rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0, **settings: Any
 ) -> dict[str, Any]:
     return step_of(tiny_lejepa(**settings), (16, 8), rank, world_size, unreadable, fill)
+
+
+def step_of_tiny_simclr(
+    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0
+) -> dict[str, Any]:
+    return step_of(tiny_simclr(), (16,), rank, world_size, unreadable, fill)
 
 
 def step_of(
@@ -68,6 +81,11 @@ def step_of(
     }
 
 
-def tensors_of_step(rank: int, world_size: int) -> dict[str, Tensor]:
+def tensors_of_lejepa(rank: int, world_size: int) -> dict[str, Tensor]:
     found = step_of_tiny_lejepa(rank, world_size)
     return {"loss": found["loss"], "sigreg": found["values"]["sigreg"], **found["gradients"]}
+
+
+def tensors_of_simclr(rank: int, world_size: int) -> dict[str, Tensor]:
+    found = step_of_tiny_simclr(rank, world_size)
+    return {"loss": found["loss"], **found["gradients"]}
