@@ -2,7 +2,7 @@
 
     python <NAME>_predict.py photo.jpg folder            # by <NAME>.onnx, beside this script
 
-    from NAME_predict import Classifier
+    from NAME_predict import Predictor
     Predictor("NAME.onnx").predict("photo.jpg")          # [("cat", 0.93), ("dog", 0.05), ...], or [("age", 54.2)]
 
 Needs onnxruntime, numpy, Pillow and opencv-python-headless. The .onnx file says how its images are resized, cropped and

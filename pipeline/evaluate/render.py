@@ -66,9 +66,9 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
     if "linear" in scores:
-        rows += _accuracy(
-            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
-        )
+        linear = scores["linear"]
+        text = f"linear layer, out of {linear['folds']} folds"
+        rows += _accuracy(text, linear["top1"], scores, linear.get("effective_images"))
     if "per_label" in scores:
         at = f"at thresholds chosen on {scores['thresholds_split']}" if "thresholds_split" in scores else "above 0.5"
         rows.append((f"F1 of labels {at}, mean", f"{scores['label_f1']:.2%}"))

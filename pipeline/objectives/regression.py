@@ -100,15 +100,17 @@ class Regression(Objective):
 
 
 class TargetScale(nn.Module):
-    """What standardises targets. mean, deviation: float32 (T,), of the values in the training split."""
+    """What standardises targets. mean, deviation: float32 (T,), of the values in the training split; learnt again at
+    each start, so they are not part of a checkpoint's tensors.
+    """
 
     mean: Tensor
     deviation: Tensor
 
     def __init__(self, num_targets: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(num_targets, dtype=torch.float32))
-        self.register_buffer("deviation", torch.ones(num_targets, dtype=torch.float32))
+        self.register_buffer("mean", torch.zeros(num_targets, dtype=torch.float32), persistent=False)
+        self.register_buffer("deviation", torch.ones(num_targets, dtype=torch.float32), persistent=False)
 
     def learn_from(self, data: RunData, names: Sequence[str]) -> str:
         """Take mean and deviation from what is trained on; returns a line that says them."""
