@@ -127,7 +127,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
     UserError if the number of names differs from the number of classes.
     """
-    num_classes = loaded.model.config.num_classes
+    num_classes = 0 if loaded.target_names else loaded.model.config.num_classes
     own = read_class_names(config.class_names) or loaded.extra.get("classes")
     if own is not None and num_classes and len(own) != num_classes:
         raise UserError(
