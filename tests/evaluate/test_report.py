@@ -410,7 +410,7 @@ def test_a_warning_of_trained_images_is_above_the_scores(data: Dataset, tmp_path
 
 def test_without_a_mistake_the_confusion_matrix_stays() -> None:
     matrix = PngImage("confusion.png", "", b"")
-    assert matrix in mistakes.blocks(mistakes.Mistakes("How.", "d", 5, 0, [], []), {}, Path("x"), matrix)
+    assert matrix in mistakes.blocks(mistakes.Mistakes("d", [], "How.", 5, 0, []), {}, Path("x"), matrix)
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path) -> None:
