@@ -149,6 +149,8 @@ def main() -> None:
     if given.thresholds:
         with given.thresholds.open(newline="", encoding="utf-8") as lines:
             thresholds = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
+        if absent := [name for name in predictor.classes if name not in thresholds]:
+            parser.error(f"{given.thresholds} has no threshold of {absent[0]!r}")
     for file in files_of(given.images):
         try:
             found = predictor.predict(file, given.top, thresholds)

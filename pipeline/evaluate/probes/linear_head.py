@@ -119,10 +119,11 @@ def _products(features: Tensor, values: Tensor) -> Tensor:
 
 def _ridge(products: Tensor, decays: Tensor) -> Tensor:
     """float64 (D + 1, L): the weights and, in the last row, the bias at each decay. products: of `_products`."""
-    mean = products[-2, [*range(len(products) - 2), -1]] / products[-2, -2]
-    covariance = products[:-2, :-2] / products[-2, -2] - mean[:-1, None] * mean[:-1]
+    count = products[-2, -2].clamp(min=1)  # Without samples, everything is 0.
+    mean = products[-2, [*range(len(products) - 2), -1]] / count
+    covariance = products[:-2, :-2] / count - mean[:-1, None] * mean[:-1]
     scales, directions = torch.linalg.eigh(covariance)
-    of_value = directions.T @ (products[:-2, -1] / products[-2, -2] - mean[:-1] * mean[-1])
+    of_value = directions.T @ (products[:-2, -1] / count - mean[:-1] * mean[-1])
     weights = directions @ (of_value[:, None] / (scales.clamp(min=0)[:, None] + decays))
     return torch.cat([weights, (mean[-1] - mean[:-1] @ weights)[None]])
 

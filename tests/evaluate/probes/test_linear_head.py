@@ -1,5 +1,7 @@
 """The fitted head minimises its loss and chooses its decay on held-out samples."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,3 +89,8 @@ def test_numbers_are_fitted_as_by_ridge_regression(samples: tuple[Tensor, Tensor
     held_out = sum(error / variance for error, variance in zip(errors, variances, strict=True)) / 2
     assert held_out == pytest.approx(head.held_out[head.decay], rel=1e-3)
     assert errors[0] / variances[0] < 0.5 < 0.9 < errors[1] / variances[1]
+    # Of values in one part alone, the others' head says the mean.
+    targets[torch.from_numpy(parts) > 0, 1] = torch.nan
+    few = linear_head.fit_numbers(features, targets, parts)
+    assert all(map(math.isfinite, few.held_out.values()))
+    assert few.weight.isfinite().all()
