@@ -154,16 +154,9 @@ def measure_of(predictions: TargetPredictions) -> measures.Measure:
 
     def measure(weights: np.ndarray) -> np.ndarray:
         rows = [of_target(weights) for of_target in of_targets]
-        return np.concatenate([*rows, _mean_of_known(np.stack(rows))])
+        return np.concatenate([*rows, measures.mean_of_known(np.stack(rows))])
 
     return measure
-
-
-def _mean_of_known(rows: np.ndarray) -> np.ndarray:
-    """The mean of the rows without NaN, which has a column without any."""
-    known = np.isfinite(rows)
-    total, count = np.where(known, rows, 0).sum(0), known.sum(0)
-    return np.divide(total, count, out=np.full(rows.shape[1], np.nan), where=count > 0)
 
 
 def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:

@@ -52,7 +52,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     over = "groups" if "num_groups" in scores else "images"
     for name, (text, form) in _WITH_ENDS.items():
         if name in scores:
-            rows += _with_interval(text, form, *(scores[name + end] for end in ENDS), over)
+            rows += _with_interval(text, form, [scores[name + end] for end in ENDS], over)
     of_targets = scores.get("per_target", [])
     if len(of_targets) > 1:
         rows += [
@@ -99,8 +99,9 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _with_interval(text: str, form: str, value: float, low: float, high: float, over: str) -> Iterator[tuple[str, str]]:
-    """The rows of a score and its interval, if there is one. form: of the numbers."""
+def _with_interval(text: str, form: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. form: of the numbers. found: score, low, high."""
+    value, low, high = found
     yield text, format(value, form)
     if not math.isnan(low):
         yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
@@ -120,7 +121,7 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
     """
     found = of_samples(value, effective or scores["num_samples"])
     low = math.nan if math.isnan(value) else found.low
-    return _with_interval(text, ".2%", value, low, found.high, "groups" if effective else "images")
+    return _with_interval(text, ".2%", (value, low, found.high), "groups" if effective else "images")
 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:

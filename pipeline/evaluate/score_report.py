@@ -94,6 +94,10 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     names = loaded.target_names if config.classify else []
+    if names and (config.ordinal or config.thresholds_split):
+        raise UserError(
+            f"ordinal and thresholds_split are for classes, and {config.weights} predicts numbers: {', '.join(names)}."
+        )
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
     reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
