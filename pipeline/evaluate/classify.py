@@ -10,6 +10,7 @@ non-finite logits.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader, eval_requests
 from pipeline.evaluate import measures
-from pipeline.evaluate.intervals import CORRELATION, Bootstrap, effective_number
+from pipeline.evaluate.intervals import CORRELATION, bootstrapped, effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
@@ -220,14 +221,8 @@ def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None)
     if not known.any():
         return float("nan"), float("nan"), float("nan")
     pair = true[known].astype(np.float64), predicted[known].astype(np.float64)
-
-    def measure(weights: np.ndarray) -> np.ndarray:
-        return np.array([measures.quadratic_kappa(*pair, weights)])
-
-    drawn = Bootstrap.of(measure, len(pair[0]), None if groups is None else groups[known])
-    kappa = measures.quadratic_kappa(*pair, np.ones(len(pair[0])))
-    low, high = drawn.interval([kappa], [CORRELATION])[:, 0].tolist()
-    return kappa, low, high
+    kappa = partial(measures.quadratic_kappa, *pair)
+    return bootstrapped(kappa, CORRELATION, len(pair[0]), None if groups is None else groups[known])
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -188,3 +188,13 @@ class Bootstrap:
             else:
                 ends[:, place] = np.quantile(drawn, [0.025, 0.975])
         return ends
+
+
+def bootstrapped(
+    measure: Callable[[np.ndarray], float], scale: Scale, num: int, groups: np.ndarray | None, columns: int = 1
+) -> tuple[float, float, float]:
+    """A score of all samples, and the low and high end of its interval; see `Bootstrap`."""
+    value = measure(np.ones(num))
+    drawn = Bootstrap.of(lambda weights: np.array([measure(weights)]), num, groups, columns)
+    low, high = drawn.interval([value], [scale])[:, 0].tolist()
+    return value, low, high

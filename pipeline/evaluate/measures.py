@@ -40,6 +40,13 @@ def quadratic_kappa(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray
     return 2 * cov / by_chance if by_chance > 0 else float("nan")
 
 
+def mean_of_known(rows: np.ndarray) -> np.ndarray:
+    """The mean (...) of the rows (k, ...) without NaN, which places without any have."""
+    known = np.isfinite(rows)
+    total, count = np.where(known, rows, 0).sum(0), known.sum(0)
+    return np.divide(total, count, out=np.full(rows.shape[1:], np.nan), where=count > 0)
+
+
 # ---------------------------------------------------------------------- numbers: NaN without samples
 def r2(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
     """The coefficient of determination, 1 - sum((true - predicted)^2) / sum((true - mean(true))^2): 1 is perfect, 0 as

@@ -1,17 +1,17 @@
-"""The mistakes of a model, those with the least probable label first, among which wrong labels are found: as part of a
-report, and as a CSV that launch/exclude.py makes a list of excluded samples of.
+"""The mistakes of a model, those with the least probable label first, among which wrong labels are found.
 
 In this order, wrong labels are nearer the top than in that of the probability of the predicted class: of 3 % wrong
 labels on four classes of CIFAR-10, average precision 0.85 against 0.78.
 
-Shapes: n images, C of which are listed.
+Shapes: n images.
 """
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar, Self
 
 import cv2
 import numpy as np
@@ -22,26 +22,83 @@ from pipeline.base.page import Beside, Block, Code, Heading, Paragraph, PngImage
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 
-CSV, JSON = "mistakes.csv", "mistakes.json"
 MAX_LISTED, _MAX_PAIRS = 40, 5
-# The files of `files`, as those to remove.
-NO_FILES = dict.fromkeys([CSV, JSON, *(f"mistake_{number:02}.png" for number in range(1, MAX_LISTED + 1))])
 _SIDE = 128  # Pixels of a picture's long side.
-# rows, int64 -> (those that can be read, their pixels, uint8 (C, H, W, 3)).
+# rows, int64 (n,) -> (those that can be read, their pixels, uint8 (n, H, W, 3)).
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Files = dict[str, bytes | str | None]
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """An image that is predicted as another class than its label. picture: its file. row: in the manifest.
-
-    confidence: probability of the predicted class. of_label: that of the label.
-    """
+class ListedImage:
+    """picture: its file. row: in the manifest."""
 
     picture: str
     split: str
     row: int
     key: str
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """Images to look at, as files, of which launch/exclude.py reads the CSV. data: path of the data set. name: of the
+    files. picture: how those of the pictures begin.
+    """
+
+    data: str
+    listed: Sequence[ListedImage]
+    name: ClassVar[str]
+    picture: ClassVar[str]
+
+    @classmethod
+    def pictured(
+        cls, rows: np.ndarray, split: Split, read: Read, manifest_split: str
+    ) -> tuple[np.ndarray, Iterator[tuple[str, str, int, str]], dict[str, bytes]]:
+        """(those of the rows that can be read, the fields of `ListedImage` of each, content of each picture).
+
+        manifest_split: that the samples are of, if the split has another name.
+        """
+        rows, images = read(rows) if len(rows) else (rows, np.empty((0, 1, 1, 3), np.uint8))
+        files, splits = [*cls.no_files()][2 : 2 + len(rows)], [manifest_split or split.name] * len(rows)
+        places = zip(files, splits, split.manifest_rows(rows).tolist(), split.keys(rows), strict=True)
+        return rows, places, dict(zip(files, map(_small_png, images), strict=True))
+
+    @classmethod
+    def no_files(cls) -> Files:
+        """Those of `files`, as those to remove."""
+        pictures = (f"{cls.picture}_{number:02}.png" for number in range(1, MAX_LISTED + 1))
+        return dict.fromkeys([f"{cls.name}.csv", f"{cls.name}.json", *pictures])
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[Self, dict[str, bytes]] | None:
+        """What `files` wrote into a folder; None if it did not. Raises UserError for a damaged file."""
+        try:
+            found = json_record.read(folder / f"{cls.name}.json", cls)
+            return found, {one.picture: (folder / one.picture).read_bytes() for one in found.listed}
+        except FileNotFoundError:
+            return None
+
+    def files(self, pictures: Mapping[str, bytes]) -> Files:
+        """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
+        table = table_csv([asdict(one) for one in self.listed]) if self.listed else None
+        return {**self.no_files(), **pictures, f"{self.name}.csv": table, f"{self.name}.json": json.dumps(asdict(self))}
+
+    def how_to_exclude(self, folder: Path, wrong: str, right: str) -> list[Block]:
+        """folder: of the CSV. wrong: what training shall not read. right: which rows of the CSV are to be deleted."""
+        csv = f"{self.name}.csv"
+        return [
+            Paragraph(f"To train without {wrong}, delete the rows of {csv} {right}, and exclude the rest:"),
+            Code(f"python launch/exclude.py {shlex.join([f'data={self.data}', f'samples={folder / csv}'])}"),
+        ]
+
+
+@dataclass(frozen=True)
+class Mistake(ListedImage):
+    """An image that is predicted as another class than its label.
+
+    confidence: probability of the predicted class. of_label: that of the label.
+    """
+
     label: str
     predicted: str
     confidence: float
@@ -59,17 +116,17 @@ class ConfusedPair:
 
 
 @dataclass(frozen=True)
-class Mistakes:
-    """how: how they were found, a sentence. data: path of the data set. num_wrong of num_images have another class than
-    predicted. listed: those with the least probable label. confused: the most frequent pairs of classes.
+class Mistakes(ImageList):
+    """listed: those with the least probable label. how: they were found, a sentence. num_wrong of num_images have
+    another class than predicted. confused: the most frequent pairs of classes.
     """
 
+    name, picture = "mistakes", "mistake"
+    listed: list[Mistake]
     how: str
-    data: str
     num_images: int
     num_wrong: int
     confused: list[ConfusedPair]
-    listed: list[Mistake]
 
 
 def how_found(split: str, trained_by: str = "", folds: int = 0) -> str:
@@ -104,28 +161,22 @@ def find(
     """(the mistakes, content of each picture).
 
     true, predicted: int64 (n,), of `outcomes`, of the first n images of the split. confidence, of_label: probabilities
-    of the predicted class and of the label, float (n,). names: of all classes. manifest_split: that the samples are of,
-    if the split has another name.
+    of the predicted class and of the label, float (n,). names: of all classes. manifest_split: see
+    `ImageList.pictured`.
     """
     known = (true >= 0) & (predicted >= 0)
     wrong = np.flatnonzero(known & (true != predicted))
     listed = wrong[np.argsort(of_label[wrong], kind="stable")][:MAX_LISTED]
-    rows, images = read(listed) if len(listed) else (listed, np.empty((0, 1, 1, 3), np.uint8))
-    names_of_files = [*NO_FILES][2 : 2 + len(rows)]
+    rows, places, pictures = Mistakes.pictured(listed, split, read, manifest_split)
     found = [
         Mistake(
-            picture,
-            manifest_split or split.name,
-            at,
-            key,
+            *place,
             names[true[row]],
             names[predicted[row]],
             round(float(confidence[row]), 4),
             round(float(of_label[row]), 4),
         )
-        for picture, row, at, key in zip(
-            names_of_files, rows.tolist(), split.manifest_rows(rows).tolist(), split.keys(rows), strict=True
-        )
+        for row, place in zip(rows.tolist(), places, strict=True)
     ]
     pairs, counts = np.unique(np.stack([true, predicted])[:, wrong], axis=1, return_counts=True)
     of_class = np.bincount(true[known], minlength=len(names))
@@ -134,31 +185,15 @@ def find(
         for place in np.argsort(-counts, kind="stable")[:_MAX_PAIRS].tolist()
         for one, other, count in [(*pairs[:, place].tolist(), int(counts[place]))]
     ]
-    of_all = Mistakes(how, data, int(known.sum()), len(wrong), confused, found)
-    return of_all, dict(zip(names_of_files, map(small_png, images), strict=True))
+    return Mistakes(data, found, how, int(known.sum()), len(wrong), confused), pictures
 
 
-def small_png(image: np.ndarray) -> bytes:
+def _small_png(image: np.ndarray) -> bytes:
     """A small copy. image: uint8 (H, W, 3)."""
     scale = _SIDE / max(image.shape[:2])
     size = [max(1, round(scale * side)) for side in image.shape[1::-1]]
     small = cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
     return cv2.imencode(".png", small[:, :, ::-1])[1].tobytes()
-
-
-def read(folder: Path) -> tuple[Mistakes, dict[str, bytes]] | None:
-    """What `files` wrote into a folder; None if it did not. Raises UserError for a damaged file."""
-    try:
-        found = json_record.read(folder / JSON, Mistakes)
-        return found, {one.picture: (folder / one.picture).read_bytes() for one in found.listed}
-    except FileNotFoundError:
-        return None
-
-
-def files(found: Mistakes, pictures: Mapping[str, bytes]) -> dict[str, bytes | str | None]:
-    """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
-    table = table_csv([asdict(one) for one in found.listed]) if found.listed else None
-    return {**NO_FILES, **pictures, CSV: table, JSON: json.dumps(asdict(found))}
 
 
 def blocks(
@@ -191,8 +226,5 @@ def blocks(
             f" {found.how}"
         ),
         Table(("image", "label", "predicted as", "confidence", "label's probability", "key"), rows),
-        Paragraph(
-            f"To train without wrong labels, delete the rows of {CSV} whose label is right, and exclude the rest:"
-        ),
-        Code(f"python launch/exclude.py {shlex.join([f'data={found.data}', f'samples={folder / CSV}'])}"),
+        *found.how_to_exclude(folder, "wrong labels", "whose label is right"),
     ]

@@ -15,8 +15,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassReport, Predictions, label_table
-from pipeline.evaluate.intervals import SHARE, Bootstrap
-from pipeline.evaluate.measures import Ranking
+from pipeline.evaluate.intervals import SHARE, bootstrapped
+from pipeline.evaluate.measures import Ranking, mean_of_known
 
 CSV = "per_label.csv"
 # Of a class without images in the split that thresholds are chosen on, and where none are chosen.
@@ -72,16 +72,11 @@ def mean_average_precision(predictions: Predictions, split: Split, num_classes: 
     def precisions(weights: np.ndarray) -> np.ndarray:
         return np.array([ranking.average_precision(weights) for ranking in rankings])
 
-    def measure(weights: np.ndarray) -> np.ndarray:
-        found = precisions(weights)
-        known = found[np.isfinite(found)]  # A draw may leave out all images of a rare class.
-        return np.array([known.mean() if len(known) else np.nan])
+    def mean(weights: np.ndarray) -> float:
+        return float(mean_of_known(precisions(weights)))  # A draw may leave out all images of a rare class.
 
-    ones = np.ones(len(split))
-    value = float(measure(ones)[0])
-    drawn = Bootstrap.of(measure, len(split), split.groups, num_classes)
-    low, high = drawn.interval([value], [SHARE])[:, 0].tolist()
-    return MeanPrecision(value, low, high, precisions(ones))
+    found = bootstrapped(mean, SHARE, len(split), split.groups, num_classes)
+    return MeanPrecision(*found, precisions(np.ones(len(split))))
 
 
 def score(

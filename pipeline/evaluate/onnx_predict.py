@@ -2,7 +2,7 @@
 
     python <NAME>_predict.py photo.jpg folder            # by <NAME>.onnx, beside this script
 
-    from NAME_predict import Classifier
+    from NAME_predict import Predictor
     Predictor("NAME.onnx").predict("photo.jpg")          # [("cat", 0.93), ("dog", 0.05), ...], or [("age", 54.2)]
 
 Needs onnxruntime, numpy, Pillow and opencv-python-headless. The .onnx file says how its images are resized, cropped and
@@ -149,6 +149,8 @@ def main() -> None:
     if given.thresholds:
         with given.thresholds.open(newline="", encoding="utf-8") as lines:
             thresholds = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
+        if absent := [name for name in predictor.classes if name not in thresholds]:
+            parser.error(f"{given.thresholds} has no threshold of {absent[0]!r}")
     for file in files_of(given.images):
         try:
             found = predictor.predict(file, given.top, thresholds)

@@ -1,7 +1,7 @@
 """Predicts the most likely classes of images, or numbers, and writes them as a table; entry point: `run`."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.multilabel import read_thresholds
-from pipeline.evaluate.regression import TargetPredictions, predict_targets
+from pipeline.evaluate.regression import predict_targets
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.installed import read_lines
@@ -65,21 +65,33 @@ def run(config: PredictConfig) -> pa.Table:
     told = _told(predictions, thresholds)
     keys = images.split.keys(range(len(images.split)))
     table = _table(predictions, told, images, keys, names)
-    _write(table, out, _lines(predictions, told, keys[:_SHOWN], names), len(keys), len(predictions.problems))
+
+    def said(row: int) -> str:
+        likely = zip(*(of[row, told[row]].tolist() for of in (predictions.top, predictions.probabilities)), strict=True)
+        return ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely) or "no class"
+
+    _write(table, out, keys, predictions.problems, said)
     return table
 
 
-def _write(table: pa.Table, out: Path | None, lines: Iterator[str], num_images: int, num_unreadable: int) -> None:
-    """Write the table, and print the lines of the first images."""
+def _write(
+    table: pa.Table, out: Path | None, keys: list[str], problems: dict[int, str], said: Callable[[int], str]
+) -> None:
+    """Write the table, and print a readable line of each of the first images, whatever the names of files and classes
+    hold. said: of a row that can be read.
+    """
     if out is not None:
         with replacing(out) as file:
             (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
-    for line in lines:
-        print(line)
-    unread = f", {num_unreadable:,} of them unreadable" if num_unreadable else ""
-    more = f", the first {_SHOWN} shown" if num_images > _SHOWN else ""
+    shown = [printable(key) for key in keys[:_SHOWN]]
+    width = max(map(len, shown))
+    for row, key in enumerate(shown):
+        text = f"cannot be read: {problems[row]}" if row in problems else said(row)
+        print(f"{key:<{width}}  {printable(text)}")
+    unread = f", {len(problems):,} of them unreadable" if problems else ""
+    more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
     print(
-        f"{counted(num_images, 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
+        f"{counted(len(keys), 'image')}{unread}{more}. " + (f"table: {out}" if out else "Write all with out=FILE.csv")
     )
 
 
@@ -105,17 +117,12 @@ def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | Non
             columns[f"{name}_true"] = pa.array(true, mask=np.isnan(true))
     columns["problem"] = pa.array([found.problems.get(row) for row in range(len(keys))], pa.string())
     table = pa.table(columns)
-    _write(table, out, _lines_of_numbers(found, keys[:_SHOWN], names), len(keys), len(found.problems))
+
+    def said(row: int) -> str:
+        return ", ".join(f"{name} {value:.5g}" for name, value in zip(names, found.values[row].tolist(), strict=True))
+
+    _write(table, out, keys, found.problems, said)
     return table
-
-
-def _lines_of_numbers(found: TargetPredictions, keys: list[str], names: list[str]) -> Iterator[str]:
-    keys = [printable(key) for key in keys]
-    width = max(map(len, keys))
-    for row, key in enumerate(keys):
-        said = ", ".join(f"{name} {value:.5g}" for name, value in zip(names, found.values[row].tolist(), strict=True))
-        said = said if found.readable[row] else f"cannot be read: {found.problems[row]}"
-        yield f"{key:<{width}}  {printable(said)}"
 
 
 def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, list[str]]:
@@ -127,7 +134,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     Names come from `config.class_names`, else the weights, else the data set, else they are numbers ("class 3"). Raises
     UserError if the number of names differs from the number of classes.
     """
-    num_classes = loaded.model.config.num_classes
+    num_classes = 0 if loaded.target_names else loaded.model.config.num_classes
     own = read_class_names(config.class_names) or loaded.extra.get("classes")
     if own is not None and num_classes and len(own) != num_classes:
         raise UserError(
@@ -215,14 +222,3 @@ def _table(
         pa.array([predictions.problems.get(row) for row in range(num)], pa.string()).take(rows),
     ]
     return pa.table(columns, TABLE)
-
-
-def _lines(predictions: Predictions, told: np.ndarray, keys: list[str], names: list[str]) -> Iterator[str]:
-    """Yield one readable line per image, whatever the names of files and classes hold."""
-    keys = [printable(key) for key in keys]
-    width = max(map(len, keys))
-    for row, key in enumerate(keys):
-        likely = zip(*(of[row, told[row]].tolist() for of in (predictions.top, predictions.probabilities)), strict=True)
-        said = ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely) or "no class"
-        said = said if predictions.readable[row] else f"cannot be read: {predictions.problems[row]}"
-        yield f"{key:<{width}}  {printable(said)}"

@@ -128,7 +128,7 @@ def score_targets(
     """Scores of predictions of the named targets. groups: int64 (n,), of `Split.groups`. losses: values and targets,
     float32 (n, T) -> (n,).
     """
-    measure = joint_measure([predictions])
+    measure = measure_of(predictions)
     num_samples, num_targets = predictions.values.shape
     values = measure(np.ones(num_samples))
     drawn = Bootstrap.of(measure, num_samples, groups, num_targets)
@@ -146,27 +146,17 @@ def score_targets(
     return RegressionScores(per_target, means, len(readable), int((~readable).sum()), loss)
 
 
-def joint_measure(models: Sequence[TargetPredictions]) -> measures.Measure:
-    """How often each sample counts, (n,), -> SCORES of each target of each model, and after those of a model their
-    means over its targets that have values, (models x (T + 1) x 4,).
+def measure_of(predictions: TargetPredictions) -> measures.Measure:
+    """How often each sample counts, (n,), -> SCORES of each target, and after those their means over the targets that
+    have values, ((T + 1) x 4,).
     """
-    of_models = [[_measure(one, place) for place in range(one.values.shape[1])] for one in models]
+    of_targets = [_measure(predictions, place) for place in range(predictions.values.shape[1])]
 
     def measure(weights: np.ndarray) -> np.ndarray:
-        found = []
-        for of_targets in of_models:
-            rows = [of_target(weights) for of_target in of_targets]
-            found += [*rows, _mean_of_known(np.stack(rows))]
-        return np.concatenate(found)
+        rows = [of_target(weights) for of_target in of_targets]
+        return np.concatenate([*rows, measures.mean_of_known(np.stack(rows))])
 
     return measure
-
-
-def _mean_of_known(rows: np.ndarray) -> np.ndarray:
-    """The mean of the rows without NaN, which has a column without any."""
-    known = np.isfinite(rows)
-    total, count = np.where(known, rows, 0).sum(0), known.sum(0)
-    return np.divide(total, count, out=np.full(rows.shape[1], np.nan), where=count > 0)
 
 
 def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:

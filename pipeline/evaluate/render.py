@@ -15,6 +15,7 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.evaluate import measures
 from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
+from pipeline.evaluate.regression import ENDS
 
 # Scores with the ends of their intervals -> how they are called, and shown.
 _WITH_ENDS = {"kappa": ("quadratic kappa", ".4f"), "map": ("mAP, mean average precision over labels", ".2%")}
@@ -48,9 +49,10 @@ _MAX_SCATTERS, _MANY_POINTS = 12, 2_000
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows: list[tuple[str, str]] = []
+    over = "groups" if "num_groups" in scores else "images"
     for name, (text, form) in _WITH_ENDS.items():
         if name in scores:
-            rows += _with_ends(text, form, name, scores)
+            rows += _with_interval(text, form, [scores[name + end] for end in ENDS], over)
     of_targets = scores.get("per_target", [])
     if len(of_targets) > 1:
         rows += [
@@ -61,14 +63,14 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         missing = scores["num_samples"] - scores["num_unreadable"] - of["num_values"]
         rows += [(f"{of['target']}: missing values (not scored)", f"{missing:,}")] if missing else []
     if of_targets:
-        rows.append(("in brackets: 95 % intervals over", "groups" if "num_groups" in scores else "images"))
+        rows.append(("in brackets: 95 % intervals over", over))
     for name, text in _ACCURACIES.items():
         if name in scores:
             rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
     if "linear" in scores:
-        rows += _accuracy(
-            f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"]["top1"], scores, None
-        )
+        linear = scores["linear"]
+        text = f"linear layer, out of {linear['folds']} folds"
+        rows += _accuracy(text, linear["top1"], scores, linear.get("effective_images"))
     if "per_label" in scores:
         at = f"at thresholds chosen on {scores['thresholds_split']}" if "thresholds_split" in scores else "above 0.5"
         rows.append((f"F1 of labels {at}, mean", f"{scores['label_f1']:.2%}"))
@@ -97,20 +99,19 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _with_ends(text: str, form: str, name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The rows of a score and its interval, if there is one. form: of the numbers."""
-    yield text, format(scores[name], form)
-    low, high = (scores.get(f"{name}_{end}", math.nan) for end in ("low", "high"))
+def _with_interval(text: str, form: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. form: of the numbers. found: score, low, high."""
+    value, low, high = found
+    yield text, format(value, form)
     if not math.isnan(low):
-        over = "groups" if "num_groups" in scores else "images"
         yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
 
 
 def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
     """A score of numbers and its interval."""
     form = _OF_NUMBERS[name][1]
-    value, low, high = (scores[name + end] for end in ("", "_low", "_high"))
-    return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if low is not None and not math.isnan(low) else "")
+    value, low, high = (scores[name + end] for end in ENDS)
+    return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if not math.isnan(low) else "")
 
 
 def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
@@ -118,11 +119,9 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
 
     effective: of images in groups, their `effective_number`.
     """
-    yield text, f"{value:.2%}"
-    if not np.isnan(value):
-        found = of_samples(value, effective or scores["num_samples"])
-        over = "groups" if effective else "images"
-        yield f"  its 95 % interval over {over}", f"{found.low:.2%} to {found.high:.2%}"
+    found = of_samples(value, effective or scores["num_samples"])
+    low = math.nan if math.isnan(value) else found.low
+    return _with_interval(text, ".2%", (value, low, found.high), "groups" if effective else "images")
 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:

@@ -94,6 +94,10 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     names = loaded.target_names if config.classify else []
+    if names and (config.ordinal or config.thresholds_split):
+        raise UserError(
+            f"ordinal and thresholds_split are for classes, and {config.weights} predicts numbers: {', '.join(names)}."
+        )
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
     reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
@@ -200,15 +204,15 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     written = ("per_class.csv", multilabel.CSV, "confusion.png", "per_target.csv", "scatter.png")
     files: dict[str, bytes | str | None] = {
         **dict.fromkeys(written),
-        **mistakes.NO_FILES,
-        **largest_errors.NO_FILES,
+        **mistakes.Mistakes.no_files(),
+        **largest_errors.LargeErrors.no_files(),
     }
     of_mistakes: list[Block] = []
     if isinstance(predictions, TargetPredictions):
         values = np.where(predictions.readable[:, None], predictions.values, np.nan)
         shown = partial(loaded.shown, config, split)
         errors, images = largest_errors.find(values, predictions.targets, names, split, shown, config.data)
-        files |= {"per_target.csv": table_csv(scores["per_target"]), **largest_errors.files(errors, images)}
+        files |= {"per_target.csv": table_csv(scores["per_target"]), **errors.files(images)}
         scatter = render.draw_scatter(values, predictions.targets, names)
         of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter), *largest_errors.blocks(errors, images, folder)]
     if judged is not None:
@@ -224,7 +228,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             config.data,
         )
         confusion = render.draw_confusion(*judged[:2], scored.class_names)
-        files |= {"per_class.csv": table_csv(scores["per_class"]), **mistakes.files(found, pictures)}
+        files |= {"per_class.csv": table_csv(scores["per_class"]), **found.files(pictures)}
         of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
     if "per_label" in scores:
         files[multilabel.CSV] = table_csv(scores["per_label"])

@@ -62,10 +62,8 @@ def draw(folder: Path, final: bool) -> list[str]:
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder))]))
     if (folder / PREDICTIONS).exists():
-        if read_settings(folder).labels == "targets":
-            attempt(("scatter", MISTAKES), lambda: _of_numbers(folder))
-        else:
-            attempt(("confusion", "worst_classes", "predictions", MISTAKES), lambda: _of_evaluation(folder))
+        drawn = ("confusion", "worst_classes", "predictions", "scatter", MISTAKES)
+        attempt(drawn, lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
         attempt(
@@ -86,8 +84,8 @@ def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
     return opened.dataset, opened.evaluation, data.train_split if data.dev_share else ""
 
 
-def _of_numbers(folder: Path) -> Iterator[bytes | Files | None]:
-    found, config = read_numbers(folder), read_settings(folder)
+def _of_numbers(folder: Path, config: RunConfig) -> Iterator[bytes | Files | None]:
+    found = read_numbers(folder)
     _, split, manifest_split = _evaluated(config)
     names, shown = config.data.targets, partial(read_shown, split, config)
     yield draw_scatter(found.values, found.targets, names)
@@ -95,16 +93,20 @@ def _of_numbers(folder: Path) -> Iterator[bytes | Files | None]:
         found.values, found.targets, names, split, shown, config.data.path, manifest_split
     )
     content = largest_errors.blocks(errors, pictures, folder / PAGE / MISTAKES)
-    yield largest_errors.files(errors, pictures) | report(f"Largest errors of {config.name}", content)
+    yield errors.files(pictures) | report(f"Largest errors of {config.name}", content)
 
 
 def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
-    found = read_predictions(folder)
     config = read_settings(folder)
+    if config.labels == "targets":
+        yield from [None, None, None, *_of_numbers(folder, config)]
+        return
+    found = read_predictions(folder)
     dataset, split, manifest_split = _evaluated(config)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)
+    yield None
     record = from_folder(folder)
     evaluated = record.dataset("evaluation")
     of_run, pictures = mistakes.find(
@@ -120,7 +122,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
         manifest_split,
     )
     content = mistakes.blocks(of_run, pictures, folder / PAGE / MISTAKES)
-    yield mistakes.files(of_run, pictures) | report(f"Mistakes of {record.name}", content)
+    yield of_run.files(pictures) | report(f"Mistakes of {record.name}", content)
 
 
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:

@@ -69,10 +69,10 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
     }
     of_mistakes, pictures_of_mistakes = list[Block](), dict[str, bytes]()
     folder = record.folder / PAGE / MISTAKES
-    if found := mistakes.read(folder):
+    if found := mistakes.Mistakes.read(folder):
         of_run, pictures_of_mistakes = found
         of_mistakes = mistakes.blocks(of_run, pictures_of_mistakes, folder, drawn.get("confusion"))
-    elif numbers := largest_errors.read(folder):
+    elif numbers := largest_errors.LargeErrors.read(folder):
         errors, pictures_of_mistakes = numbers
         scatter = [picture for name, picture in drawn.items() if name == "scatter"]
         of_mistakes = [*scatter, *largest_errors.blocks(errors, pictures_of_mistakes, folder)]

@@ -23,7 +23,7 @@ from pipeline.evaluate.differences import (
 )
 from pipeline.evaluate.intervals import Bootstrap
 from pipeline.evaluate.measures import Measure, quadratic_kappa
-from pipeline.evaluate.regression import TargetPredictions, joint_measure
+from pipeline.evaluate.regression import SCORES, TargetPredictions, measure_of
 from pipeline.monitor.run_page import TEACHER_TAG
 from pipeline.review.record import PREDICTIONS, RunRecord, read_numbers, read_predictions
 from pipeline.settings import schema
@@ -203,13 +203,10 @@ def _r2s(folders: Sequence[Path]) -> _Joint:
         return None
     known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)
     targets, readable = one.targets[known], np.ones(known.sum(), bool)
-    joint = joint_measure([TargetPredictions(found.values[known], targets, readable, {}) for found in (one, other)])
-    means = 4 * targets.shape[1]  # Where the first model's mean R2 is; the second model's follows its other means.
-    return (
-        lambda weights: joint(weights)[[means, 2 * means + 4]],
-        len(targets),
-        one.groups[known] if len(one.groups) else one.groups,
-    )
+    both = [measure_of(TargetPredictions(found.values[known], targets, readable, {})) for found in (one, other)]
+    mean = SCORES.index("r2") - len(SCORES)  # The means over the targets come last.
+    groups = one.groups[known] if len(one.groups) else one.groups
+    return lambda weights: np.array([measure(weights)[mean] for measure in both]), len(targets), groups
 
 
 # ---------------------------------------------------------------------- what can be compared

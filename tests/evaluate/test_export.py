@@ -157,6 +157,9 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
         assert [name for name, _ in model.predict(image, thresholds=limits)] == told
     ended = subprocess.run([*command, "--thresholds", tmp_path / "few.csv"], capture_output=True, text=True)
     assert {line.count("%") for line in ended.stdout.splitlines()} > {1, 2}
+    (tmp_path / "few.csv").write_text("class,threshold\nclass0,0.5\n")
+    ended = subprocess.run([*command, "--thresholds", tmp_path / "few.csv"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, "'class1'" in ended.stderr) == (2, "", True)
 
 
 @pytest.mark.parametrize("crop", ["center", "resize", "resize_center"])

@@ -167,8 +167,12 @@ def test_intervals_of_images_in_groups_are_over_the_groups(weights: Path, make_d
     row, knn = scores["fewshot"][0], scores["knn"]
     assert all(1 <= found["effective_images"] <= 40 for found in (row, knn))
     said = capsys.readouterr().out
-    interval = of_samples(scores["top1"], scores["top1_effective_images"])
-    assert f"{interval.low:.2%} to {interval.high:.2%}" in said
+    linear = score_report.run(config(weights, data, f"out={tmp_path / 'folds'}", "folds=2", "split=val"))["linear"]
+    of_folds = capsys.readouterr().out, linear["top1"], linear["effective_images"]
+    of_each = (said, scores["top1"], scores["top1_effective_images"]), of_folds
+    for text, top1, effective in of_each:
+        interval = of_samples(top1, effective)
+        assert f"{interval.low:.2%} to {interval.high:.2%}" in text
 
 
 def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_path: Path) -> None:
@@ -406,7 +410,7 @@ def test_a_warning_of_trained_images_is_above_the_scores(data: Dataset, tmp_path
 
 def test_without_a_mistake_the_confusion_matrix_stays() -> None:
     matrix = PngImage("confusion.png", "", b"")
-    assert matrix in mistakes.blocks(mistakes.Mistakes("How.", "d", 5, 0, [], []), {}, Path("x"), matrix)
+    assert matrix in mistakes.blocks(mistakes.Mistakes("d", [], "How.", 5, 0, []), {}, Path("x"), matrix)
 
 
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
 
 def test_mistakes_have_their_keys_the_least_probable_label_first(trained: Path, dataset: Path, tmp_path: Path) -> None:
     """With pictures in the page itself. The run makes none, so some predictions are changed."""
-    of_run, _ = mistakes.read(trained / "page" / "mistakes") or pytest.fail("not written")
+    of_run, _ = mistakes.Mistakes.read(trained / "page" / "mistakes") or pytest.fail("not written")
     assert (of_run.num_wrong, of_run.listed) == (0, [])
     folder = tmp_path / "small"
     shutil.copytree(trained, folder)
@@ -105,7 +105,7 @@ def test_mistakes_have_their_keys_the_least_probable_label_first(trained: Path, 
         arrays["of_label"][row] = of_label
     np.savez(folder / "page" / "predictions.npz", **arrays)
     assert draw(folder, final=False) == []
-    of_run, pictures = mistakes.read(folder / "page" / "mistakes") or pytest.fail("not written")
+    of_run, pictures = mistakes.Mistakes.read(folder / "page" / "mistakes") or pytest.fail("not written")
     assert (of_run.num_wrong, of_run.num_images) == (3, len(arrays["true"]))
     assert [one.key for one in of_run.listed] == open_dataset(dataset).split("val").keys([7, 5, 3])
     assert sum(pair.images for pair in of_run.confused) == 3
@@ -135,13 +135,13 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "ti')
     (line,) = draw(folder, final=False)
-    assert line.startswith("confusion, worst_classes, predictions, mistakes not drawn: ")
+    assert line.startswith("confusion, worst_classes, predictions, scatter, mistakes not drawn: ")
     assert "predictions.npz" in line
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.yaml").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
         "curves",
-        "confusion, worst_classes, predictions, mistakes",
+        "confusion, worst_classes, predictions, scatter, mistakes",
         "reconstruction",
         "attention, positions, components",
     ]

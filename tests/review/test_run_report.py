@@ -111,9 +111,9 @@ def test_the_first_screen_says_how_good_it_is_what_it_confuses_and_what_to_look_
         mistakes.Mistake(f"mistake_{n:02}.png", "test", n, f"cat/{n:04}", "cat", "dog", 0.9, 0.01) for n in range(1, 4)
     ]
     found = mistakes.Mistakes(
-        "How.", "datasets/digits", 400, 200, [mistakes.ConfusedPair("cat", "dog", 3, 0.5)], listed
+        "datasets/digits", listed, "How.", 400, 200, [mistakes.ConfusedPair("cat", "dog", 3, 0.5)]
     )
-    files = mistakes.files(found, {one.picture: image for one in listed})
+    files = found.files({one.picture: image for one in listed})
     write_files(folder / "page" / "mistakes", files)
     write_files(
         folder / "page" / "figures", {"confusion.png": draw_confusion(np.arange(10), np.arange(10), list("abcdefghij"))}
