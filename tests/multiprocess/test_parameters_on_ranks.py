@@ -53,27 +53,22 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def frozen(forge: Forge, dataset: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each stage with one of two blocks frozen, and each again from its third step."""
+    """A run of each stage with one of two blocks frozen."""
     out = tmp_path_factory.mktemp("frozen")
 
-    def given(stage: int, precision: str, name: str = "") -> list[str]:
-        run = [text for text in settings(dataset, out, f"{stage}{name}") if not text.startswith("model.")]
+    def given(stage: int, precision: str) -> list[str]:
+        run = [text for text in settings(dataset, out, f"{stage}") if not text.startswith("model.")]
         return [
             *run,
             f"init.weights={weights}",
             "init.new_head=true",
             "model.image_size=16",
             "train.freeze=1 block",
-            "checkpoint.every=1 steps",
-            "checkpoint.keep=9",
             f"engine.zero_stage={stage}",
             f"engine.precision={precision}",
         ]
 
     forge.start(2, *(given(*stage) for stage in STAGES)).finish()
-    for name in "0123":
-        begin_again(out / name, out / f"{name}-cut")
-    forge.start(2, *(given(*stage, "-cut") for stage in STAGES)).finish()
     return out
 
 
@@ -221,18 +216,8 @@ def test_frozen_blocks_stay_and_have_no_state(frozen: Path, weights: Path, stage
     size = sum(file.stat().st_size for file in state.glob("rank-*.bin"))
     moving = sum(array.size for name, array in found.items() if name.startswith(("blocks.1", "norm", "head")))
     assert size == 4 * (sum(array.size for array in found.values()) + 2 * moving)  # Two moments of what is trained.
-
-
-@pytest.mark.parametrize(("stage", "precision"), STAGES)
-def test_a_restart_of_a_frozen_run_changes_no_bit(frozen: Path, stage: int, precision: str) -> None:
-    whole, cut = frozen / f"{stage}", frozen / f"{stage}-cut"
-    assert after_3(metrics(whole)) == metrics(cut)
-    assert max(metrics(cut)) == STEPS
-    for state in ("weights", "exp_avg"):
-        expected, found = tensors(whole, STEPS, state), tensors(cut, STEPS, state)
-        assert all(np.array_equal(array, found[name]) for name, array in expected.items())
     if precision == "fp32":
-        np.testing.assert_allclose(list(metrics(whole).values()), list(metrics(frozen / "0").values()), rtol=1e-5)
+        np.testing.assert_allclose(list(metrics(run).values()), list(metrics(frozen / "0").values()), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("stage", "precision"), BY_MUON)
