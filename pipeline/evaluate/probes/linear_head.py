@@ -118,11 +118,13 @@ def _products(features: Tensor, values: Tensor) -> Tensor:
 
 
 def _ridge(products: Tensor, decays: Tensor) -> Tensor:
-    """float64 (D + 1, L): the weights and, in the last row, the bias at each decay. products: of `_products`."""
-    mean = products[-2, [*range(len(products) - 2), -1]] / products[-2, -2]
-    covariance = products[:-2, :-2] / products[-2, -2] - mean[:-1, None] * mean[:-1]
-    scales, directions = torch.linalg.eigh(covariance)
-    of_value = directions.T @ (products[:-2, -1] / products[-2, -2] - mean[:-1] * mean[-1])
+    """float64 (D + 1, L): the weights and, in the last row, the bias at each decay; 0 of no samples. products: of
+    `_products`.
+    """
+    means = products / products[-2, -2].clamp(min=1)
+    mean = means[-2, [*range(len(products) - 2), -1]]
+    scales, directions = torch.linalg.eigh(means[:-2, :-2] - mean[:-1, None] * mean[:-1])
+    of_value = directions.T @ (means[:-2, -1] - mean[:-1] * mean[-1])
     weights = directions @ (of_value[:, None] / (scales.clamp(min=0)[:, None] + decays))
     return torch.cat([weights, (mean[-1] - mean[:-1] @ weights)[None]])
 

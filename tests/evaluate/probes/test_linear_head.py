@@ -87,3 +87,17 @@ def test_numbers_are_fitted_as_by_ridge_regression(samples: tuple[Tensor, Tensor
     held_out = sum(error / variance for error, variance in zip(errors, variances, strict=True)) / 2
     assert held_out == pytest.approx(head.held_out[head.decay], rel=1e-3)
     assert errors[0] / variances[0] < 0.5 < 0.9 < errors[1] / variances[1]
+
+
+def test_a_number_that_is_known_in_one_part_alone_is_predicted_there_by_its_mean(
+    samples: tuple[Tensor, Tensor],
+) -> None:
+    """As where one plate was measured, and parts are of whole plates."""
+    features, labels = samples
+    parts = divide(labels[:, 0].numpy(), linear_head.FOLDS, None)
+    targets = features[:, :2].clone()
+    targets[parts != 1, 1] = torch.nan
+    head = linear_head.fit_numbers(features, targets, parts)
+    mean = targets[parts == 1, 1].mean()
+    torch.testing.assert_close(head.predicted[parts == 1, 1], mean.expand((parts == 1).sum()))
+    assert head.weight.isfinite().all()
