@@ -191,8 +191,8 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     without either.
 
     A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises
-    UserError for keys that the pattern does not match, two files of one channel, and labels that differ within a
-    sample.
+    UserError for keys that the pattern does not match, two files of one channel, and labels or numbers that differ
+    within a sample.
     """
     if not (config.channel_pattern or config.channel_columns):
         return listing
@@ -213,7 +213,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
                 " the group sample of channel_pattern names, or the first file of a row of the list."
             )
         files[sample][channel] = row
-    labels = listing.table["labels"].to_pylist()
+    known = [tuple(map(tuple, row.values())) for row in listing.table.select(["labels", "targets"]).to_pylist()]
     skipped, parts = list(listing.skipped), dict[str, list[int | None]]()
     most_lacking = len(channels) - 1 if config.missing_channels == "mean" else 0
     for sample, rows in files.items():
@@ -221,8 +221,8 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         lacking = [channel for channel in channels if channel not in rows]
         if len(lacking) > most_lacking:
             skipped.append((sample, first, f"no file for channel {', '.join(lacking)}"))
-        elif len({tuple(labels[row]) for row in rows.values()}) > 1:
-            raise UserError(f"the files of {sample!r} have different labels: {first!r} and others.")
+        elif len({known[row] for row in rows.values()}) > 1:
+            raise UserError(f"the files of {sample!r} have different labels or numbers: {first!r} and others.")
         else:
             parts[sample] = [rows.get(channel) for channel in channels]
     if not parts:

@@ -230,13 +230,10 @@ class Split:
 
     def with_targets(self, columns: Sequence[int]) -> "Split":
         """The same samples with these numbers to predict, by their places; -1 is one that all samples lack."""
-        known = self.index.targets
-        if not len(columns):
-            return self if not known.shape[1] else replace(self, index=replace(self.index, targets=known[:, :0]))
         chosen = np.full((len(self.index), len(columns)), np.nan, np.float32)
         for place, column in enumerate(columns):
             if column >= 0:
-                chosen[:, place] = known[:, column]
+                chosen[:, place] = self.index.targets[:, column]
         return replace(self, index=replace(self.index, targets=chosen))
 
     def hash_of(self, row: int) -> bytes | None:

@@ -126,6 +126,17 @@ def test_numbers_stay_with_a_sample_of_several_files(tmp_path: Path) -> None:
     found = join_channels(list_source(source, config, tmp_path / "staging"), config)
     assert values(found) == {"a_1": [0.5], "b_1": [None]}
     assert [image.targets for image in found.images(np.arange(2))] == [[0.5], [None]]
+    # With a row for each file, they must agree.
+    for other in ("0.5", "0.7", ""):
+        source.write_text(f"path,dose\na_1.jpg,0.5\na_2.jpg,{other}\n")
+        pattern = "(?P<sample>.*)_(?P<channel>.*)"
+        config = settings(source, tmp_path / "out", channel_pattern=pattern, target_columns=["dose"])
+        listing = list_source(source, config, tmp_path / "staging")
+        if other == "0.5":
+            assert values(join_channels(listing, config)) == {"a": [0.5]}
+        else:
+            with pytest.raises(UserError, match="'a'"):
+                join_channels(listing, config)
 
 
 def test_copies_with_other_numbers_are_counted(tmp_path: Path) -> None:
