@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
-from pipeline.base.metric import MAIN
+from pipeline.base.metric import MAIN, metric_of
 from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
@@ -66,11 +66,6 @@ _PARAMETERS = (
     "precision",
     "excluded",
     TRAINED_BY,
-)
-_METRICS = (
-    *("top1", "top1_effective_images", "top5", "top5_effective_images", "loss", "num_samples", "num_unreadable"),
-    *("macro_precision", "macro_recall", "macro_f1", "kappa", "kappa_low", "kappa_high"),
-    *("map", "map_low", "map_high", "label_f1"),
 )
 _OF_PROBES = ("train_split", "shots_seeds", "l2", "temperature", "neighbour_images")
 
@@ -259,10 +254,14 @@ def _send(
 ) -> None:
     """Send the scores to MLflow."""
     data, trained = dataset.path.name, scores[TRAINED_BY]
-    declared = metrics_of(scores["targets"]) if "targets" in scores else {}
-    ends = [f"{name}_{end}" for name in declared for end in ("low", "high")]
-    told = (*_METRICS, *declared, *ends)
-    metrics = {f"{split.name}_{name}": float(scores[name]) for name in told if scores.get(name) is not None}
+    of_targets = metrics_of(scores["targets"]) if "targets" in scores else {}
+    declared = {f"{split.name}_{name}": replace(metric, group="eval") for name, metric in of_targets.items()}
+    metrics = {
+        f"{split.name}_{name}": float(value)
+        for name, value in scores.items()
+        # Whatever the split is called.
+        if isinstance(value, int | float) and (name in of_targets or metric_of(f"val_{name}").group == "eval")
+    }
     probed = probe_metrics(scores, data)
     score = next((name for of in MAIN if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
     if score not in metrics and probed:  # Features alone: the first probe.
@@ -284,7 +283,7 @@ def _send(
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
         origin=origin,
-        metrics={f"{split.name}_{name}": replace(metric, group="eval") for name, metric in declared.items()},
+        metrics=declared,
     )
     paths = [folder / name for name in files]
     result = f"**Result**: {'; '.join(f'{name.strip()} {value}' for name, value in render.summary(scores))}."

@@ -32,7 +32,7 @@ from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.figures import draw_run, draw_sheet, draw_worst, read_shown
 from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, read_numbers, read_predictions
+from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 from pipeline.settings.run import RunConfig
@@ -85,7 +85,7 @@ def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
 
 
 def _of_numbers(folder: Path, config: RunConfig) -> Iterator[bytes | Files | None]:
-    found = read_numbers(folder)
+    found = LastNumbers.read(folder)
     _, split, manifest_split = _evaluated(config)
     names, shown = config.data.targets, partial(read_shown, split, config)
     yield draw_scatter(found.values, found.targets, names)
@@ -101,7 +101,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
     if config.labels == "targets":
         yield from [None, None, None, *_of_numbers(folder, config)]
         return
-    found = read_predictions(folder)
+    found = LastPredictions.read(folder)
     dataset, split, manifest_split = _evaluated(config)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
     yield draw_worst(found, dataset.class_names)

@@ -5,10 +5,10 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -50,46 +50,42 @@ def best_of(series: Series, metric: Metric) -> int:
 
 
 @dataclass(frozen=True)
-class LastPredictions:
-    """Content of predictions.npz: of the first n images of the evaluated split. All (n,).
+class _Last:
+    """Content of predictions.npz: of the first n images of the evaluated split. All (n, ...).
 
-    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. groups: int64, of
-    `Split.groups`; empty without. probability, of_label: float32, of the predicted class and of the label.
+    rows: int64, in the split. groups: int64, of `Split.groups`; empty without.
     """
 
     rows: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Of a run folder. Raises UserError for a damaged file."""
+        file, names = folder / PREDICTIONS, [one.name for one in fields(cls) if not one.kw_only]
+        return cls(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
+
+
+@dataclass(frozen=True)
+class LastPredictions(_Last):
+    """true, predicted: int64, -1 for no label, and for an unreadable image. probability, of_label: float32, of the
+    predicted class and of the label.
+    """
+
     true: np.ndarray
     predicted: np.ndarray
     probability: np.ndarray
     of_label: np.ndarray
-    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-
-
-def read_predictions(folder: Path) -> LastPredictions:
-    """predictions.npz of a run folder. Raises UserError for a damaged file."""
-    file = folder / PREDICTIONS
-    names = ("rows", "true", "predicted", "probability", "of_label")
-    return LastPredictions(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 
 @dataclass(frozen=True)
-class LastNumbers:
-    """Content of predictions.npz of a run that predicts numbers. rows, groups: as of `LastPredictions`.
-
-    targets, values: float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable image.
+class LastNumbers(_Last):
+    """targets, values: float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable
+    image.
     """
 
-    rows: np.ndarray
     targets: np.ndarray
     values: np.ndarray
-    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-
-
-def read_numbers(folder: Path) -> LastNumbers:
-    """predictions.npz of the folder of a run that predicts numbers. Raises UserError for a damaged file."""
-    file = folder / PREDICTIONS
-    names = ("rows", "targets", "values")
-    return LastNumbers(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipeline.evaluate.intervals import Bootstrap
 from pipeline.evaluate.measures import Measure, quadratic_kappa
 from pipeline.evaluate.regression import SCORES, TargetPredictions, measure_of
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, RunRecord, read_numbers, read_predictions
+from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions, RunRecord
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -157,7 +157,7 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     folder = contender.record.folder
     if len(contender.values) > 1 or not contender.num_samples or not (folder / PREDICTIONS).exists():
         return None
-    found = read_predictions(folder)
+    found = LastPredictions.read(folder)
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
@@ -185,7 +185,7 @@ _Joint = tuple[Measure, int, np.ndarray] | None
 
 
 def _kappas(folders: Sequence[Path]) -> _Joint:
-    one, other = (read_predictions(folder) for folder in folders)
+    one, other = (LastPredictions.read(folder) for folder in folders)
     if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.true, other.true)):
         return None
     known = (one.true >= 0) & (one.predicted >= 0) & (other.predicted >= 0)
@@ -198,7 +198,7 @@ def _kappas(folders: Sequence[Path]) -> _Joint:
 
 
 def _r2s(folders: Sequence[Path]) -> _Joint:
-    one, other = (read_numbers(folder) for folder in folders)
+    one, other = (LastNumbers.read(folder) for folder in folders)
     if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.targets, other.targets, equal_nan=True)):
         return None
     known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)

@@ -15,6 +15,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import r2_score
 
 from data_tools.sharding import shard
+from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.evaluate import export, predict, score_report
@@ -147,6 +148,9 @@ def test_files_of_other_programs_predict_in_the_unit_of_the_target(folder: Path,
     import runpy
 
     weights = folder / "runs" / "long"
+    said = list[str]()
+    models.read_weights(weights, say=said.append)
+    assert said == [], "the head has all that was learned"
     expected = {row["image"]: [row[name] for name in TARGETS] for row in predicted(folder).to_pylist()}
     for file in ("numbers.safetensors", "numbers.onnx"):
         export.run(schema.load(ExportConfig, None, [f"weights={weights}", f"out={tmp_path / file}"]))

@@ -27,7 +27,7 @@ from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.tracking import default_uri
 from pipeline.review.draw import _of_weights, draw
-from pipeline.review.record import read_predictions
+from pipeline.review.record import LastPredictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
@@ -114,7 +114,7 @@ def test_mistakes_have_their_keys_the_least_probable_label_first(trained: Path, 
 
 
 def test_kept_predictions_are_those_of_the_weights(trained: Path, dataset: Path, tmp_path: Path) -> None:
-    found = read_predictions(trained)
+    found = LastPredictions.read(trained)
     overrides = [f"weights={trained}", f"data={dataset}", "shots=0", f"out={tmp_path}", "device=cpu"]
     scores = score_report.run(schema.load(ScoreConfig, None, overrides))
     assert len(found.rows) == scores["num_samples"]
@@ -184,7 +184,7 @@ def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp
     drawing = DrawingProcess(tmp_path, "not_used", every=math.inf)
     drawing._begun = time.monotonic()
     drawing.begin(predictions_of(split), split)
-    found = read_predictions(tmp_path)
+    found = LastPredictions.read(tmp_path)
     assert found.groups.tolist() == [row // 3 for row in range(len(split))]
 
 
