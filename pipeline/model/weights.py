@@ -37,6 +37,8 @@ FORMAT = "vit-weights/1"
 METADATA = "vit-weights"  # Key in the metadata of our .safetensors.
 # Prefix of tensors that belong to the objective that trained the model, not to the model.
 ADDITION = "objective."
+# Of them, what standardises numbers, which is in the head that is read.
+_SCALE = f"{ADDITION}scale."
 
 # Fields of `extra` that hold for a model after it was loaded: of how it reads images, and those of its head.
 # Names of the numbers that a head predicts, and, where these are standardised, by which mean and deviation.
@@ -155,7 +157,8 @@ def _read_ours(description: str, tensors: dict[str, Tensor]) -> Weights:
         check_tensors(state, {name: tuple(tensor.shape) for name, tensor in expected.items()})
     except UserError as error:
         raise UserError(f"{error} {ADVICE}") from error
-    notes = [f"{counted(len(added), 'tensor')} of the training objective left out: not part of the model"] * bool(added)
+    left = [name for name in added if not name.startswith(_SCALE)]
+    notes = [f"{counted(len(left), 'tensor')} of the training objective left out: not part of the model"] * bool(left)
     extra = dict(found.extra)
     if isinstance(config, ViTConfig) and config.masked:  # What remains is a plain ViT without a head.
         notes = [f"pre-trained by masked patch prediction ({config.masked}): its mask token and its head are left out"]

@@ -95,8 +95,8 @@ class Regression(Objective):
 
 
 class TargetScale(nn.Module):
-    """What standardises targets. mean, deviation: float32 (T,), of the values in the training split; learnt again at
-    each start, so they are not part of a checkpoint's tensors.
+    """What standardises targets. mean, deviation: float32 (T,), of the values in the training split of the first
+    start: a set that is added to a mixture later does not change what the head says.
     """
 
     mean: Tensor
@@ -105,8 +105,8 @@ class TargetScale(nn.Module):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.names = list(names)
-        self.register_buffer("mean", torch.zeros(len(names), dtype=torch.float32), persistent=False)
-        self.register_buffer("deviation", torch.ones(len(names), dtype=torch.float32), persistent=False)
+        self.register_buffer("mean", torch.zeros(len(names), dtype=torch.float32))
+        self.register_buffer("deviation", torch.ones(len(names), dtype=torch.float32))
 
     def learn_from(self, data: RunData) -> str:
         """Take mean and deviation from what is trained on; returns a line that says them."""

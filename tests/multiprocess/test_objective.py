@@ -101,6 +101,7 @@ OTHERS = {
     "regression": (
         ("model.name=ViT-Ti/4", "engine.zero_stage=2", "augment.mixup=0.2"),
         ("loss", "grad_norm", "val_r2", "val_rmse_blue", "val_loss"),
+        "scale.mean",
     ),
 }
 # In this order in one process: stage 3 replaces torch's linear function for good, by one with other bits in bf16.
