@@ -53,7 +53,7 @@ def count(dataset: Dataset) -> tuple[dict[str, SplitCounts], list[dict[str, Any]
             height,
             size,
             Counter({pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}),
-            dict(zip(dataset.targets, dataset.index(split).targets.T, strict=True)),
+            dict(zip(dataset.targets, dataset.index(split).targets[:].T, strict=True)),
         )
     mixed, first = [], Counter[str]()
     for shard in dataset.shards():

@@ -26,7 +26,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import counted, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
-from pipeline.data.dataset.manifest import INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
+from pipeline.data.dataset.manifest import CHUNKS_FILE, INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
@@ -105,7 +105,7 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     """
     wrong_tables = dataset.damaged_tables()
     details = [f"{name} is missing, or not the file that {INFO} was written with" for name in wrong_tables]
-    is_whole = SAMPLES_FILE not in wrong_tables
+    is_whole = not {SAMPLES_FILE, CHUNKS_FILE}.intersection(wrong_tables)
     found = manifest.fingerprint(shards, dataset.classes, dataset.pixels)
     if found != dataset.fingerprint:
         details.append(f"shards and classes have fingerprint {found}, not that of {INFO}")
@@ -113,7 +113,7 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     for split in dataset.splits if is_whole else ():
         for index in dataset.index_folders(split):
             try:
-                is_damaged = index.exists() and mapped_index.map_index(index, remember=False) is None
+                is_damaged = index.exists() and not mapped_index.is_intact(index)
             except OSError:
                 is_damaged = True
             if is_damaged:

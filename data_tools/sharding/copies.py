@@ -95,7 +95,7 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
         index = dataset.index(split)
         # The first half of each hash: that two of 100 million images agree by chance has a probability of 0.03 %.
         rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
-        digests = np.ascontiguousarray(index.hashes).view(np.uint64)[::2][rows]
+        digests = np.ascontiguousarray(index.hashes[:]).view(np.uint64)[::2][rows]
         _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
         labels = defaultdict[int, set[bytes]](set)
         repeated = np.flatnonzero(sizes[group] > 1)

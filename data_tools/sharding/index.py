@@ -41,6 +41,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.manifest import (
+    CHUNKS_FILE,
     INFO,
     SAMPLES_FILE,
     SHARDS_FILE,
@@ -130,7 +131,13 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         for number, (split, _, path) in enumerate(files)
     ]
     remove_leftovers(out / PARTS)
-    for name in (INFO, SAMPLES_FILE, SHARDS_FILE, SKIPPED):  # Exactly these: the folder may have other files.
+    for name in (
+        INFO,
+        SAMPLES_FILE,
+        CHUNKS_FILE,
+        SHARDS_FILE,
+        SKIPPED,
+    ):  # Exactly these: the folder may have other files.
         remove_leftovers(out, pattern=f".{name}.*.tmp")
     if finished:
         # To verify the manifest, every tar is read again.

@@ -31,7 +31,7 @@ from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
-from pipeline.data.storage.checksum_cache import digest_of
+from pipeline.data.storage.checksums import digest_of
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
 

@@ -270,7 +270,7 @@ def _as_split(images: list[_Image], note: str, pixels: Pixels) -> Split:
         index=index,
         excluded_rows=np.empty(0, np.int64),
         excluded_by={},
-        table=SampleTable(table, range(table.num_row_groups)),
+        table=SampleTable(lambda: (table, range(table.num_row_groups))),
         pixels=pixels,
         left_out=None,
     )

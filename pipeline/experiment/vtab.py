@@ -29,7 +29,7 @@ from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
 from pipeline.data.dataset.manifest import INFO, Dataset, location_and_split, open_dataset
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.checksum_cache import digest_of
+from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note

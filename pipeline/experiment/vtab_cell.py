@@ -34,7 +34,7 @@ from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.views import remembering_train_view
 from pipeline.data.storage.bucket import to_path
-from pipeline.data.storage.checksum_cache import checksum_of
+from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.classify import extract, label_table, predict, score
 from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
@@ -125,7 +125,7 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     if dataset.fingerprint != cell.fingerprint:
         raise UserError(f"{dataset.path} has changed: it was {cell.fingerprint}, and is {dataset.fingerprint}.")
     try:
-        sha256 = checksum_of(Path(config.weights), job.sha256)
+        sha256 = digest_of(Path(config.weights))
     except OSError as error:
         is_gone = isinstance(error, FileNotFoundError) and NAME.fullmatch(Path(config.weights).parent.name)
         why = GONE if is_gone else f"{on_one_line(error)}. Put it on storage that all nodes share"

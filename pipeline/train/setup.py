@@ -45,6 +45,7 @@ from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.tars import check_tars_on_all_ranks
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
 from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model, read_weights
@@ -144,6 +145,7 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
+    check_tars_on_all_ranks(ranks, data.split.storage.unchecked or [])
 
     gpu_memory = device_memory(ranks.device)
     least = min(ranks.gather(gpu_memory or host_memory()))  # Hosts may have other GPUs.

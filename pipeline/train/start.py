@@ -147,7 +147,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
     world_size = check_environment()
-    storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb)
+    storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb, world_size)
     data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split, targets=data.targets))
     probed = {}

@@ -1,7 +1,6 @@
 """What goes wrong with data on disk: each fault is found and named, is counted, and costs nothing that was whole."""
 
 import errno
-import hashlib
 import json
 import os
 import runpy
@@ -27,7 +26,7 @@ from data_tools.sharding import shard
 from pipeline.base.errors import UserError
 from pipeline.base.words import si
 from pipeline.data.dataset.exclusion import read_lists
-from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset
+from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset, open_dataset, sign_tables
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.atomic import replacing
@@ -77,7 +76,7 @@ def rewrite_rows(dataset: Dataset, change: Callable[[list[dict]], None]) -> None
     change(rows)
     pq.write_table(pa.Table.from_pylist(rows, table.schema), path, row_group_size=150)
     info = json.loads((dataset.path / "dataset.json").read_text())
-    info["files"][SAMPLES_FILE] = hashlib.sha256(path.read_bytes()).hexdigest()
+    info["files"] = sign_tables(dataset.path)
     info.pop("checksum", None)
     (dataset.path / "dataset.json").write_text(json.dumps(info))
 

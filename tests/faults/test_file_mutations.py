@@ -29,7 +29,7 @@ from model_parts import randomised
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from saving import CONFIG, save_all, tensors
 from test_layouts import TINY, binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
-from test_manifest_faults import content, make
+from test_manifest_faults import content_after_a_restart, make
 
 from data_tools.sharding.write_shard import ShardingJob, _read_image
 from data_tools.sources import Listing, Reader, list_source
@@ -39,7 +39,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.data.dataset import exclusion
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, SHARDS_FILE, open_dataset
+from pipeline.data.dataset.manifest import CHUNKS_FILE, INFO, SAMPLES_FILE, SHARDS_FILE, open_dataset
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.model.files import write_safetensors
 from pipeline.process.console import Console
@@ -187,9 +187,10 @@ def with_excluded(at: Path) -> Path:
 
 
 MANIFEST = {
-    name: Format(lambda at: make(at / "data").path, content, f"data/{files}", 100, same, refused)
+    name: Format(lambda at: make(at / "data").path, content_after_a_restart, f"data/{files}", 100, same, refused)
     for name, files, refused in (
         ("samples", SAMPLES_FILE, (1, 1)),
+        ("chunks", CHUNKS_FILE, (1, 1)),
         ("shards", SHARDS_FILE, (1, 1)),
         ("info", INFO, (0, 1)),
         ("index", "index/train-*/*", (0, 0)),  # Made again, to the byte.

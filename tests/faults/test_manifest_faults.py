@@ -1,26 +1,28 @@
-"""Files that describe a data set and are wrong although their checksums agree, or that are read from a cache of
-these.
-"""
+"""Damaged files that describe a data set are found when what is damaged is first used, and by verify."""
 
-import hashlib
-import os
+import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from data_tools.check import verify
+from pipeline.base.errors import OneRankCrashError, UserError
+from pipeline.data.dataset import manifest, mapped_index
 from pipeline.data.dataset.manifest import (
+    CHUNKS_FILE,
     ROWS,
     SAMPLES_FILE,
-    SHARDS_FILE,
     Dataset,
     Shard,
     open_dataset,
+    targets_field,
     write_dataset,
 )
-from pipeline.data.storage import checksum_cache
+from pipeline.data.dataset.split import Split
 
 COUNT = 60
 LABELS = [[row % 5] if row % 4 else [row % 5, 6] for row in range(COUNT)]
@@ -62,49 +64,154 @@ def content(path: Path) -> dict[str, object]:
         "columns": [
             np.asarray(split.index.__dict__[name]).tobytes() for name in ("offsets", "sizes", "labels", "hashes")
         ],
-        "starts": split.index.label_starts.tolist(),
+        "starts": split.index.label_starts[:].tolist(),
         "max_labels": split.max_labels,
         "keys": split.keys(range(len(split))),
         "index": {file.name: file.read_bytes() for file in path.glob("index/train-*/*")},
     }
 
 
-def test_a_file_is_read_once_and_again_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    digest = checksum_cache.digest_of
-    monkeypatch.setattr(checksum_cache, "digest_of", lambda path, kind: reads.append(path) or digest(path, kind))
-    path = tmp_path / "file"
-    path.write_bytes(b"a")
-    expected = hashlib.sha256(b"a").hexdigest()
-    for _ in range(2):  # Just written: it could be written again within the resolution of its time.
-        assert checksum_cache.checksum_of(path, expected) == expected
-    assert len(reads) == 2
-    os.utime(path, ns=(10**18, 10**18))
-    monkeypatch.chdir(tmp_path)
-    for name in (path, path, Path("file"), path):  # By whatever path it is named.
-        assert checksum_cache.checksum_of(name, expected) == expected
-    assert len(reads) == 3
-    path.write_bytes(b"b")
-    os.utime(path, ns=(10**18, 10**18))  # The same size and time: what is left is when the inode changed.
-    assert checksum_cache.checksum_of(path, expected) != expected
-    assert checksum_cache.checksum_of(path, expected) != expected
-    assert len(reads) == 5
+def content_after_a_restart(path: Path) -> dict[str, object]:
+    """The same, by a command that is started again if it found a damaged index."""
+    try:
+        return content(path)
+    except OneRankCrashError:
+        return content(path)
 
 
-def test_a_cache_folder_that_cannot_be_written_or_holds_nonsense(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NUM_ROWS, WHERE = 3000, [0, 1000, 2999]
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
+    """One shard of NUM_ROWS samples, some with several labels and two numbers, in chunks of 128 rows and 512 bytes."""
+    monkeypatch.setattr(mapped_index, "ROWS", 128)
+    monkeypatch.setattr("pipeline.data.storage.checksums.CHUNK_BYTES", 512)
+    monkeypatch.setattr(manifest, "_ROWS_PER_GROUP", 1000)
+    random = np.random.default_rng(0)
+    columns = {
+        "key": [f"class/{row}-{random.integers(2**60)}" for row in range(NUM_ROWS)],
+        "offset": [512 + 2048 * row for row in range(NUM_ROWS)],
+        "size": random.integers(1, 2**20, NUM_ROWS),
+        "ext": ["jpg"] * NUM_ROWS,
+        "labels": [[row % 5] if row % 4 else [row % 5, 6] for row in range(NUM_ROWS)],
+        "width": [9] * NUM_ROWS,
+        "height": [7] * NUM_ROWS,
+        "xxh128": [random.bytes(16) for _ in range(NUM_ROWS)],
+        "targets": random.standard_normal((NUM_ROWS, 2)).tolist(),
+    }
+    table = pa.Table.from_pydict(columns, ROWS.append(targets_field(2)))
+    shards = [Shard(f"train-00000{n}.tar", "train", NUM_ROWS // 3, 1000, "ab" * 32) for n in range(3)]
+    for shard in shards:
+        (tmp_path / shard.name).write_bytes(b"x" * 1000)
+    tables = [table.slice(n * 1000, 1000) for n in range(3)]
+    return write_dataset(tmp_path, shards, tables, list("abcdefg"), {}, {}, targets=["age", "dose"])
+
+
+def flip(file: Path, share: float) -> None:
+    """Flip one bit at this share of a file."""
+    content = bytearray(file.read_bytes())
+    content[min(int(share * len(content)), len(content) - 1)] ^= 4
+    file.write_bytes(content)
+
+
+USES: dict[str, Callable[[Split, int], object]] = {
+    "offsets": Split.place_of,
+    "sizes": Split.place_of,
+    "label_starts": Split.labels_of,
+    "labels": Split.labels_of,
+    "hashes": Split.hash_of,
+    "targets": Split.targets_of,
+}
+
+
+@pytest.mark.parametrize("column", [*USES])
+@pytest.mark.parametrize("place", WHERE)
+def test_a_flipped_bit_of_the_index_is_found_at_its_first_use_and_mended_by_a_restart(
+    column: str, place: int, data: Dataset
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = make(tmp_path / "data").path
-    for file in [path / SAMPLES_FILE, path / SHARDS_FILE, *path.glob("index/*/*")]:
-        os.utime(file, ns=(10**18, 10**18))
-    expected = content(path)
-    records = list(checksum_cache.cache_home().glob("proven/*"))
-    assert len(records) == 9
-    for record in records:
-        record.write_text("{")
-    assert content(path) == expected
-    shutil.rmtree(checksum_cache.cache_home())
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert content(path) == expected
+    whole, use = data.split("train"), USES[column]
+    expected = [np.array(use(whole, row)) for row in WHERE]  # Copies: others are views of the file.
+    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
+    flip(folder / column, place / NUM_ROWS)
+    split = open_dataset(data.path).split("train")
+    assert not mapped_index.is_intact(folder)
+    for row, right in zip(WHERE, expected, strict=True):
+        if row != place:  # In other chunks.
+            assert np.array_equal(use(split, row), right)
+    for _ in range(2):
+        with pytest.raises(OneRankCrashError, match=column):
+            use(split, place)
+    split = open_dataset(data.path).split("train")
+    assert all(np.array_equal(use(split, row), right) for row, right in zip(WHERE, expected, strict=True))
+    assert mapped_index.is_intact(folder)
+
+
+@pytest.mark.parametrize("whole", ["label_values", "label_offsets", "target_values"])
+def test_a_flipped_bit_is_found_where_a_column_is_read_as_a_whole(whole: str, data: Dataset) -> None:
+    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
+    column = {"label_values": "labels", "label_offsets": "label_starts", "target_values": "targets"}[whole]
+    flip(folder / column, 0.7)
+    split = open_dataset(data.path).split("train")
+    with pytest.raises(OneRankCrashError, match=column):
+        getattr(split, whole)
+
+
+@pytest.mark.parametrize("file", ["chunks", "index.json"])
+@pytest.mark.parametrize("share", [0, 0.3, 0.6, 0.999])
+def test_flipped_bits_of_the_description_of_an_index_are_found_at_opening(
+    file: str, share: float, data: Dataset
+) -> None:
+    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flip(folder / file, share)
+    assert not mapped_index.is_intact(folder)
+    open_dataset(data.path).split("train")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "made again"
+
+
+def test_an_index_that_cannot_be_removed_is_named(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
+    flip(folder / "labels", 0)
+    split = open_dataset(data.path).split("train")
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(UserError, match=f"Remove {folder}"):
+        split.labels_of(0)
+
+
+def test_a_flipped_bit_of_the_table_is_found_where_it_is_read_and_by_verify(data: Dataset) -> None:
+    table, keys = data.path / SAMPLES_FILE, open_dataset(data.path).split("train").keys(WHERE)
+    whole = table.read_bytes()
+    missed = 0
+    for share in np.linspace(0, 1, 40).tolist():
+        flip(table, share)
+        dataset = open_dataset(data.path)
+        assert dataset.damaged_tables() == [SAMPLES_FILE]
+        split = dataset.split("train")  # Training does not read the table.
+        with contextlib.suppress(UserError):
+            assert split.keys(WHERE) == keys
+            missed += 1
+        with pytest.raises(UserError, match=SAMPLES_FILE):
+            list(dataset.table("train").read(dataset.table("train").file.schema_arrow.names))
+        table.write_bytes(whole)
+    assert 3 < missed < 37, "only what is read is compared"
+    flip(data.path / CHUNKS_FILE, 0.5)
+    assert open_dataset(data.path).damaged_tables() == [CHUNKS_FILE]
+    with pytest.raises(UserError, match=CHUNKS_FILE):
+        open_dataset(data.path).split("train").keys([0])
+
+
+def test_verify_names_a_damaged_index(data: Dataset) -> None:
+    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
+    for column in USES:
+        shutil.copytree(folder, data.path / "whole")
+        flip(folder / column, 0.5)
+        details, samples, damaged = verify._check_manifest(open_dataset(data.path), data.shards())
+        assert (damaged, samples is not None) == ([folder], True)
+        assert str(folder) in " ".join(details)
+        shutil.rmtree(folder)
+        (data.path / "whole").rename(folder)

@@ -240,6 +240,41 @@ def test_a_disk_that_fails_one_rank_ends_all_with_its_line(
     assert (end.status, line in end.tags["outcome"]) == ("FAILED", True)
 
 
+def train_and_count_stats(overrides: list[str]) -> None:
+    """In a rank: prints how many tars it asked for."""
+    stat, asked = os.stat, []
+
+    def count(path: Any, *of: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith(".tar"):
+            asked.append(path)
+        return stat(path, *of, **named)
+
+    os.stat = count  # type: ignore[assignment]
+    try:
+        train([overrides])
+    finally:
+        print(f"asked for {len(asked)} tars", flush=True)
+
+
+@pytest.mark.parametrize("damage", ["none", "gone", "cut"])
+def test_ranks_share_the_check_of_tars_and_agree(damage: str, forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(dataset, tmp_path / "data")
+    tars = sorted(data.glob("*.tar"))
+    assert len(tars) == 5
+    for tar in tars[1:3]:  # One for each rank.
+        if damage == "gone":
+            tar.unlink()
+        elif damage == "cut":
+            os.truncate(tar, 100)
+    run = forge.start_work(2, "test_train_faults:train_and_count_stats", settings(data, tmp_path, "short"))
+    assert run.wait() == [0 if damage == "none" else 2] * 2, run.said(0) + run.said(1)
+    asked = [int(re.findall(r"asked for (\d+) tars", run.said(rank))[0]) for rank in (0, 1)]
+    assert sorted(asked) == [2, 3], "four of train, one of val"
+    if damage != "none":
+        line = only_error(run, 2)
+        assert all(str(tar) in line for tar in tars[1:3])
+
+
 def train_and_be_asked_while_ranks_connect(argument: tuple[str, int, list[str]]) -> None:
     """In a rank: this one gets SIGTERM right before the ranks make their process group, or use it for the first
     time.

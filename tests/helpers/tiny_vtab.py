@@ -9,7 +9,7 @@ from typing import Any
 from tiny import make_dataset
 
 from pipeline import model as models
-from pipeline.data.storage.checksum_cache import digest_of
+from pipeline.data.storage.checksums import digest_of
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
 from pipeline.model.files import find_file
 from pipeline.settings.commands.transfer import VtabConfig

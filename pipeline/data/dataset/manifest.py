@@ -3,6 +3,7 @@ addressable.
 
     train-000000.tar ...   `<key>.jpg` and `<key>.cls` of each sample
     samples.parquet        one row per sample, in the order split, shard, offset (SAMPLES)
+    samples.chunks         XXH3-64 of each 64 KiB of samples.parquet, of which only parts are read
     shards.parquet         one row per tar (SHARDS); a name is relative to the folder, or the URL of a tar elsewhere
     dataset.json           classes, counts, where it came from, settings, fingerprint; written last
     index/                 what training maps into memory (`mapped_index.py`)
@@ -16,7 +17,6 @@ import difflib
 import hashlib
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,24 +32,24 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.missing import missing
-from pipeline.base.words import command_line, counted
+from pipeline.base.words import command_line
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, TARGETS, ManifestIndex, open_index
 from pipeline.data.dataset.split import SAMPLES_FILE, SampleTable, Split
 from pipeline.data.storage.atomic import replacing, write_files
-from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, to_path
+from pipeline.data.storage.bucket import AnyPath, locate, to_path
 from pipeline.data.storage.cache import Storage
-from pipeline.data.storage.checksum_cache import cache_home, checksum_of, digest_of
-from pipeline.data.storage.parquet import REMEDY, open_parquet, reading
-from pipeline.data.storage.retry import Retry
+from pipeline.data.storage.checksums import CheckedFile, cache_home, chunk_digests, digest_of
+from pipeline.data.storage.parquet import REMEDY, SingleThreaded, open_parquet, reading
+from pipeline.data.storage.tars import TarsToCheck, refuse_problems
 from pipeline.process.outputs import kind_of, results_in
 from pipeline.settings.quantities import Limit
 
 __all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
 
-FORMAT = "vit-dataset/2"
-INFO, SHARDS_FILE = "dataset.json", "shards.parquet"
+FORMAT = "vit-dataset/3"
+INFO, SHARDS_FILE, CHUNKS_FILE = "dataset.json", "shards.parquet", "samples.chunks"
 CHECKSUM = "checksum"
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
@@ -165,17 +165,22 @@ class Dataset:
         return [path.name for path, sha256 in paths.items() if not path.exists() or digest_of(path) != sha256]
 
     def table(self, split: str) -> SampleTable:
-        """All rows of one split. Raises UserError for an unknown split and a damaged manifest."""
+        """All rows of one split. Raises UserError for an unknown split; reading the table does for a damaged one."""
         if split not in self.splits:
             raise UserError(self.without_split(split))
-        self._verify(SAMPLES_FILE)
-        path, counts = self.path / SAMPLES_FILE, self.info["samples"]
-        with reading(path):
-            file = open_parquet(path)
-        # Splits follow one another, and each begins a row group (see `write_dataset`).
-        before = sum(list(counts.values())[: self.splits.index(split)])
-        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
-        return SampleTable(file, np.flatnonzero((ends > before) & (ends <= before + counts[split])).tolist())
+
+        def open_table() -> tuple[pq.ParquetFile, list[int]]:
+            path, counts = self.path / SAMPLES_FILE, self.info["samples"]
+            self._verify(CHUNKS_FILE)
+            with reading(path):
+                digests = np.frombuffer((self.path / CHUNKS_FILE).read_bytes(), "<u8")
+                file = SingleThreaded(CheckedFile(path, digests, REMEDY))
+            # Splits follow one another, and each begins a row group (see `write_dataset`).
+            before = sum(list(counts.values())[: self.splits.index(split)])
+            ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+            return file, np.flatnonzero((ends > before) & (ends <= before + counts[split])).tolist()
+
+        return SampleTable(open_table)
 
     def _read_shards(self, verify: bool = True) -> pa.Table:
         if verify:
@@ -187,16 +192,17 @@ class Dataset:
         """Compare the checksum of a table with dataset.json. Raises UserError."""
         expected, path = self.info["files"][name], self.path / name
         with reading(path):
-            if checksum_of(path, expected) != expected:
+            if digest_of(path) != expected:
                 raise UserError(f"{path} is damaged: it is not the file that {INFO} was written with. {REMEDY}")
 
     def split(self, name: str, exclude: str = "all", limit: Limit = WHOLE, seed: int = 0) -> Split:
-        """Open one split: map what training needs of it (offsets, sizes, labels), and check that its tars exist.
+        """Open one split: map what training needs of it (offsets, sizes, labels), and check that its tars exist, unless
+        `Storage.unchecked` collects them.
 
         exclude: the lists of samples to exclude ("all", "none", or names with commas between). limit: how many of the
         others to keep, chosen at random by `seed`. Raises UserError for an unknown split, values that were not
-        measured, a missing tar or one of another
-        size, a damaged manifest, an unusable list, and a limit above the number of samples.
+        measured, a missing tar or one of another size, a damaged manifest, an unusable list, and a limit above the
+        number of samples.
         """
         self.refuse_unmeasured()
         table = self.table(name)
@@ -215,7 +221,14 @@ class Dataset:
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
         paths = [str(self.shard_path(shard)) for shard in shards["name"].to_pylist()]
-        _check_shards(paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry)
+        tars = TarsToCheck(
+            self.path / INFO, paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry
+        )
+        if self.storage.unchecked is None:
+            problems = tars.problems()
+            refuse_problems(problems, len(problems))
+        else:
+            self.storage.unchecked.append(tars)
         return Split(
             name=name,
             shard_paths=paths,
@@ -342,7 +355,7 @@ def write_dataset(
         "fingerprint": fingerprint(shards, classes, pixels),
         "samples": {split: sum(s.samples for s in shards if s.split == split) for split in splits},
         "shards": {split: sum(s.split == split for s in shards) for split in splits},
-        "files": {name: digest_of(path / name) for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": sign_tables(path),
         "num_classes": len(classes),
         "source": source,
         "settings": settings,
@@ -362,6 +375,12 @@ def write_dataset(
             dataset.index(split)  # Now, so that the first run need not wait for it.
     _write_info(dataset)
     return dataset
+
+
+def sign_tables(path: AnyPath) -> dict[str, str]:
+    """Write samples.chunks. Returns the name and SHA-256 of each file of the manifest, for dataset.json."""
+    write_files(path, {CHUNKS_FILE: chunk_digests(path / SAMPLES_FILE).tobytes()})
+    return {name: digest_of(path / name) for name in (SAMPLES_FILE, CHUNKS_FILE, SHARDS_FILE)}
 
 
 def record_pixels(dataset: Dataset, pixels: Pixels) -> Dataset:
@@ -400,32 +419,6 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
                 group = pa.concat_tables(waiting)
                 writer.write_table(group, row_group_size=max(len(group), 1))
                 waiting = []
-
-
-def _check_shards(
-    paths: list[str], num_bytes: np.ndarray, used: np.ndarray, is_complete: np.ndarray, retry: Retry
-) -> None:
-    """Raise UserError for a shard that is missing or has another size. used: numbers of those of which samples are
-    used.
-
-    A shard whose samples are all excluded may be missing. A local one of which some are excluded may be cut; in a
-    bucket it must not, since its readers compare its size or checksum.
-    """
-    # From one listing of each folder: 4,000 single requests would take minutes.
-    sizes: dict[str, int] = {}
-    for folder in {to_path(path, retry).parent for path in paths if "://" in path}:
-        assert isinstance(folder, BucketPath)
-        sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
-    for number in used.tolist():
-        path, expected = paths[number], num_bytes[number]
-        try:
-            size = sizes.get(path) if "://" in path else os.stat(path).st_size
-        except FileNotFoundError:
-            size = None
-        if size is None:
-            raise UserError(f"{path} is missing. {REMEDY}")
-        if size != expected and (is_complete[number] or "://" in path):
-            raise UserError(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest. {REMEDY}")
 
 
 def parse_info(text: bytes, where: str) -> dict[str, Any]:

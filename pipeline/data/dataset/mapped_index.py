@@ -3,11 +3,12 @@
     index/<split>-<hash of samples.parquet>/             in the data set's folder
         offsets, sizes, label_starts, labels, hashes,    plain little-endian arrays (COLUMNS)
         targets
-        max_labels                                       one number
-        index.json                                       their checksums, XXH3-128 in hex, by the name of the column
+        chunks                                           XXH3-64 of each ROWS rows of the columns, one after another
+        index.json                                       lengths of the columns; checksum of itself and of chunks
 
-The index is derived from samples.parquet, by one process for all, when it is missing or does not match its checksums.
-It goes into a cache folder when the data set's folder cannot be written.
+The index is derived from samples.parquet, by one process for all, when it is missing. It goes into a cache folder when
+the data set's folder cannot be written. A chunk of a column is compared with its checksum when a process first reads
+it, so that opening does not take longer the larger a data set is.
 """
 
 import contextlib
@@ -25,9 +26,8 @@ import pyarrow.compute as pc
 import xxhash
 
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
+from pipeline.base.errors import OneRankCrashError, OneRankError, UserError
 from pipeline.base.locks import locked
-from pipeline.data.storage.checksum_cache import checksum_of, digest_of
 from pipeline.data.storage.content import HASH_BYTES
 
 INDEX_FOLDER = "index"
@@ -37,16 +37,74 @@ COLUMNS = {
     "label_starts": "<i8",
     "labels": "<i4",
     "hashes": f"V{HASH_BYTES}",
-    "max_labels": "<i4",
     "targets": "<f4",
 }
-_FORMAT, _INFO = "vit-index/4", "index.json"
+# Rows that have one checksum: about those of a shard, of which a process often reads all.
+ROWS = 2**13
+_FORMAT, _INFO, _CHUNKS = "vit-index/5", "index.json", "chunks"
 # The column of samples.parquet with numbers to predict, if samples have some.
 TARGETS = "targets"
 _PARQUET_COLUMNS = ["offset", "size", "labels", "xxh128", TARGETS]
 
 # Reads these columns of a split's rows in samples.parquet, part by part.
 Read = Callable[[list[str]], Iterable[pa.Table]]
+
+
+class CheckedArray:
+    """A memory-mapped array. What is read of it, by numbers of rows or by slices, is an ordinary one.
+
+    Each ROWS rows are compared with their checksum when this process first reads some of them. Damage raises
+    OneRankCrashError, after the index was removed: the next start makes it again.
+    """
+
+    def __init__(self, file: Path, values: np.ndarray, digests: np.ndarray) -> None:
+        self._file, self._values, self._digests = file, values, digests
+        self._is_checked = bytearray(len(digests))
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(len(self))
+            chunks: Iterable[int] = range(start // ROWS, -(-stop // ROWS))
+        elif isinstance(rows, np.ndarray):
+            chunks = np.unique(rows // ROWS).tolist()
+        else:
+            chunks = (int(rows) // ROWS,)
+        for chunk in chunks:
+            if not self._is_checked[chunk]:
+                if not self._is_intact(chunk):
+                    self._give_up(chunk)
+                self._is_checked[chunk] = True
+        return self._values[rows]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self[:], dtype, copy=copy)
+
+    def is_intact(self) -> bool:
+        """Whether all rows have their checksums. Reads all."""
+        return all(map(self._is_intact, range(len(self._digests))))
+
+    def _is_intact(self, chunk: int) -> bool:
+        return _digest(self._values, chunk) == self._digests[chunk]
+
+    def _give_up(self, chunk: int) -> None:
+        """Remove the index, and raise."""
+        found = f"{self._file} is damaged: rows {chunk * ROWS:,} to {(chunk + 1) * ROWS - 1:,} do not match their"
+        try:
+            (self._file.parent / _INFO).unlink(missing_ok=True)
+        except OSError as error:
+            raise OneRankError(
+                f"{found} checksum. Remove {self._file.parent} ({error.strerror} here): the next start makes it again."
+            ) from None
+        raise OneRankCrashError(
+            f"{found} checksum. The same command makes {self._file.parent} again, and goes on."
+        ) from None
+
+
+Column = np.ndarray | CheckedArray
 
 
 @dataclass(frozen=True)
@@ -60,14 +118,14 @@ class ManifestIndex:
     a missing one; of images without any, T is 0.
     """
 
-    offsets: np.ndarray
-    sizes: np.ndarray
-    label_starts: np.ndarray
-    labels: np.ndarray
+    offsets: Column
+    sizes: Column
+    label_starts: Column
+    labels: Column
     max_labels: int
-    targets: np.ndarray
+    targets: Column
     note: str = ""
-    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
+    hashes: Column = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -88,26 +146,57 @@ def open_index(folders: Sequence[Path], read: Read) -> ManifestIndex:
     )
 
 
-def map_index(folder: Path, remember: bool = True) -> ManifestIndex | None:
-    """The index in this folder; None when it is missing or damaged, so that it has to be made again. Raises OSError.
-
-    remember: skip files that were verified before and have not been written since.
+def map_index(folder: Path) -> ManifestIndex | None:
+    """The index in this folder; None when it is missing or incomplete, so that it has to be made again. Raises
+    OSError.
     """
-    columns: dict[str, Any] = {}
     try:
-        info = json_record.read(folder / _INFO, dict[str, str])
-        for column, dtype in COLUMNS.items():
-            file, expected = folder / column, info.get(column, "")
-            digest = checksum_of(file, expected, xxhash.xxh3_128) if remember else digest_of(file, xxhash.xxh3_128)
-            if info.get("format") != _FORMAT or digest != expected:
-                return None
-            # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
-            columns[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
-    except (FileNotFoundError, UserError):
+        info = json_record.read(folder / _INFO, dict[str, Any])
+        digests = np.fromfile(folder / _CHUNKS, "<u8")
+        if info.get("format") != _FORMAT or info.pop("checksum", "") != _checksum(info, digests):
+            return None
+        arrays = _map_columns(folder)
+    except (FileNotFoundError, UserError, ValueError):  # ValueError: a part of a row.
         return None
-    n, values = len(columns["offsets"]), columns.pop("targets")
-    targets = values.reshape(n, len(values) // n if n else 0)
-    return ManifestIndex(max_labels=int(columns.pop("max_labels")[0]), targets=targets, **columns)
+    if {column: array.nbytes for column, array in arrays.items()} != info["bytes"]:
+        return None
+    columns: dict[str, Any] = {}
+    first = 0
+    for column, array in arrays.items():
+        last = first + _num_chunks(array)
+        columns[column] = CheckedArray(folder / column, array, digests[first:last])
+        first = last
+    return ManifestIndex(max_labels=info["max_labels"], **columns)
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether the index in this folder is what was written. Reads all of it. Raises OSError."""
+    index = map_index(folder)
+    return index is not None and all(getattr(index, column).is_intact() for column in COLUMNS)
+
+
+def _map_columns(folder: Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    for column, dtype in COLUMNS.items():
+        file = folder / column
+        # An empty file cannot be mapped. A plain array costs less to index than np.memmap's own type.
+        arrays[column] = np.asarray(np.memmap(file, dtype, "r")) if file.stat().st_size else np.empty(0, dtype)
+    n, values = len(arrays["offsets"]), arrays["targets"]
+    arrays["targets"] = values.reshape(n, len(values) // n if n else 0)
+    return arrays
+
+
+def _num_chunks(array: np.ndarray) -> int:
+    return -(-len(array) // ROWS)
+
+
+def _digest(array: np.ndarray, chunk: int) -> int:
+    return xxhash.xxh3_64_intdigest(array[chunk * ROWS : (chunk + 1) * ROWS].data)
+
+
+def _checksum(info: dict[str, Any], digests: np.ndarray) -> str:
+    """Hex XXH3-128 of index.json without its checksum, and of the checksums of all chunks."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(info, sort_keys=True).encode() + digests.tobytes())
 
 
 def _build_once(folder: Path, read: Read) -> ManifestIndex:
@@ -155,11 +244,20 @@ def _write(folder: Path, read: Read) -> None:
                 append(targets=pc.fill_null(values, float("nan")).to_numpy())
             num_labels += int(counts.sum())
             max_labels = max(max_labels, int(counts.max(initial=0)))
-        append(max_labels=[max_labels])
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    info = {"format": _FORMAT} | {column: digest_of(folder / column, xxhash.xxh3_128) for column in COLUMNS}
+    describe_index(folder, max_labels)
+
+
+def describe_index(folder: Path, max_labels: int) -> None:
+    """Write the checksums of columns that are there, and index.json."""
+    arrays = _map_columns(folder)
+    digests = [_digest(array, chunk) for array in arrays.values() for chunk in range(_num_chunks(array))]
+    np.array(digests, "<u8").tofile(folder / _CHUNKS)
+    sizes = {column: array.nbytes for column, array in arrays.items()}
+    info = {"format": _FORMAT, "max_labels": max_labels, "bytes": sizes}
+    info["checksum"] = _checksum(info, np.array(digests, "<u8"))
     (folder / _INFO).write_text(json.dumps(info))
 
 

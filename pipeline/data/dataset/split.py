@@ -1,7 +1,7 @@
 """One split of an open data set: the place and the labels of each sample that is not excluded."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,11 +25,23 @@ NOTHING_EXCLUDED = "none"
 @dataclass(frozen=True)
 class SampleTable:
     """The rows of one split in samples.parquet, read from disk at each call: for errors, tools and tests, not for
-    training.
+    training. open: opens the file when it is first needed, and returns it and the split's row groups.
     """
 
-    file: pq.ParquetFile
-    row_groups: Sequence[int]
+    open: Callable[[], tuple[pq.ParquetFile, Sequence[int]]]
+
+    @cached_property
+    def _opened(self) -> tuple[pq.ParquetFile, Sequence[int]]:
+        return self.open()
+
+    @property
+    def file(self) -> pq.ParquetFile:
+        return self._opened[0]
+
+    @property
+    def row_groups(self) -> Sequence[int]:
+        """Numbers of the file's row groups that hold the split."""
+        return self._opened[1]
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
@@ -222,7 +234,7 @@ class Split:
     @property
     def target_values(self) -> np.ndarray:
         """float32 (n, T), the numbers to predict of all samples, NaN for a missing one."""
-        return np.delete(self.index.targets, self.excluded_rows, axis=0)
+        return np.delete(self.index.targets[:], self.excluded_rows, axis=0)
 
     def targets_of(self, row: int) -> np.ndarray:
         """float32 (T,), of one sample."""
@@ -233,7 +245,7 @@ class Split:
         chosen = np.full((len(self.index), len(columns)), np.nan, np.float32)
         for place, column in enumerate(columns):
             if column >= 0:
-                chosen[:, place] = self.index.targets[:, column]
+                chosen[:, place] = self.index.targets[:][:, column]
         return replace(self, index=replace(self.index, targets=chosen))
 
     def hash_of(self, row: int) -> bytes | None:
@@ -243,17 +255,17 @@ class Split:
     @cached_property
     def label_offsets(self) -> np.ndarray:
         """(n + 1,) int64: sample i has label_values[label_offsets[i] : label_offsets[i + 1]]."""
-        counts = np.delete(np.diff(self.index.label_starts), self.excluded_rows)
+        counts = np.delete(np.diff(self.index.label_starts[:]), self.excluded_rows)
         return np.concatenate([[0], np.cumsum(counts)])
 
     @cached_property
     def label_values(self) -> np.ndarray:
         """int32, the labels of all samples, one after another. For work on whole splits; batches use labels_of."""
         if not len(self.excluded_rows):
-            return self.index.labels
+            return self.index.labels[:]
         is_kept = np.ones(len(self.index), bool)
         is_kept[self.excluded_rows] = False
-        return self.index.labels[np.repeat(is_kept, np.diff(self.index.label_starts))]
+        return self.index.labels[:][np.repeat(is_kept, np.diff(self.index.label_starts[:]))]
 
     def only(self, rows: np.ndarray) -> "Split":
         """A split of these rows alone, int64, ascending. excluded_by does not count the others."""
@@ -263,7 +275,7 @@ class Split:
 
     def relabelled(self, label_map: np.ndarray) -> "Split":
         """The same samples with label_map[label], int32, in place of each label, which copies the labels."""
-        return replace(self, index=replace(self.index, labels=label_map[self.index.labels]))
+        return replace(self, index=replace(self.index, labels=label_map[self.index.labels[:]]))
 
     def without_labels(self) -> "Split":
         """The same samples, of which none has a label."""

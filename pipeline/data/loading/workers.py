@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import OneRankCrashError, UserError
+from pipeline.base.errors import CrashError, OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.shard_reader import ShardReader
@@ -209,7 +209,7 @@ def _work(connection: Connection, shared: mmap.mmap, split: Split, writer: ViewW
             try:
                 bad = fill(reader, writer, batch, range(count))
                 answer: object = bad, batch.labels.numpy(), batch.valid.numpy(), batch.targets.numpy()
-            except UserError as error:
+            except (UserError, CrashError) as error:
                 answer = error
             except Exception:  # As text: a traceback cannot be pickled, nor can some exceptions.
                 answer = RuntimeError(f"in a process that decodes images:\n{traceback.format_exc()}")

@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock, locked
@@ -18,6 +19,9 @@ from pipeline.base.words import counted
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
 from pipeline.process.waits import waiting
+
+if TYPE_CHECKING:
+    from pipeline.data.storage.tars import TarsToCheck
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -142,13 +146,22 @@ def _remove_abandoned(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Storage:
-    """How the files of a data set are read; shared by all its readers."""
+    """How the files of a data set are read; shared by all its readers.
+
+    unchecked: tars of the splits that are opened (`TarsToCheck`), which ranks check together later; None: each process
+    checks them when it opens a split.
+    """
 
     retry: Retry = field(default_factory=Retry)
     cache: ShardCache | None = None
+    unchecked: list["TarsToCheck"] | None = None
 
     @classmethod
-    def create(cls, retry_minutes: float, cache: str, cache_gb: float) -> "Storage":
-        """From the settings data.retry_minutes, data.cache (a folder, created here; "" for none) and data.cache_gb."""
+    def create(cls, retry_minutes: float, cache: str, cache_gb: float, num_ranks: int = 1) -> "Storage":
+        """From the settings data.retry_minutes, data.cache (a folder, created here; "" for none) and data.cache_gb.
+
+        num_ranks: how many check tars together.
+        """
         retry = Retry(retry_minutes * 60, "data.retry_minutes")
-        return cls(retry, ShardCache(Path(cache), int(cache_gb * 1e9)) if cache else None)
+        shards = ShardCache(Path(cache), int(cache_gb * 1e9)) if cache else None
+        return cls(retry, shards, [] if num_ranks > 1 else None)

@@ -41,10 +41,10 @@ def open_parquet(path: AnyPath, memory_map: bool = True, **options: Any) -> pq.P
         if not is_utf8(str(path)):
             raise UserError(f"{path}: its path is not UTF-8, as Arrow requires. Rename it.")
         return pq.ParquetFile(path, memory_map=memory_map, **options)
-    return _SingleThreaded(path.open(), **options)
+    return SingleThreaded(path.open(), **options)
 
 
-class _SingleThreaded(pq.ParquetFile):
+class SingleThreaded(pq.ParquetFile):
     """Reads a Python file without Arrow's threads, which sometimes abort the process when it ends (apache/arrow issues
     34314 and 50482)."""
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_file
-from pipeline.data.storage.checksum_cache import cache_home
+from pipeline.data.storage.checksums import cache_home
 from pipeline.monitor.mlflow.connection import connect, found_by, one_line
 from pipeline.monitor.mlflow.exporter import WEIGHTS
 from pipeline.monitor.run_page import hide_passwords

@@ -64,7 +64,7 @@ def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) 
     assert here.path == source
     assert contents(source) | before == contents(source)
     new = {name.split("/")[0] for name in set(contents(source)) - set(before)}
-    assert new == {"dataset.json", "samples.parquet", "shards.parquet", "index"}
+    assert new == {"dataset.json", "samples.parquet", "samples.chunks", "shards.parquet", "index"}
     check(here)
     (tmp_path / "names.txt").write_text("a\nb\nc\n")
     for name in ("dataset.json", "samples.parquet", "shards.parquet"):

@@ -25,9 +25,8 @@ from data_tools.vtab.prepare import run
 from data_tools.vtab.readers import convert
 from data_tools.vtab.split import SPLITS
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, open_dataset
+from pipeline.data.dataset.manifest import INFO, SAMPLES_FILE, open_dataset, sign_tables
 from pipeline.data.loading.decode import decode
-from pipeline.data.storage.checksum_cache import digest_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.settings.commands.data import VtabPrepareConfig
 
@@ -130,7 +129,7 @@ def sign(folder: Path) -> None:
     """Make dataset.json agree with tables that were changed, as a forger would."""
     info = json.loads((folder / INFO).read_text())
     del info["checksum"]
-    info["files"][SAMPLES_FILE] = digest_of(folder / SAMPLES_FILE)
+    info["files"] = sign_tables(folder)
     info["source"]["vtab"]["keys_sha256"] = keys.digest(keys.read_keys(folder / keys.KEYS_FILE))
     (folder / INFO).write_text(json.dumps(info))
 

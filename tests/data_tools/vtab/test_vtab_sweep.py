@@ -25,7 +25,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.storage.checksum_cache import digest_of
+from pipeline.data.storage.checksums import digest_of
 from pipeline.experiment import engine, vtab
 from pipeline.experiment.vtab import protocol_sha256
 from pipeline.experiment.vtab_tasks import TASKS

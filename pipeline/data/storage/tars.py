@@ -1,0 +1,105 @@
+"""Whether the tars of opened splits are there, with their sizes: checked by one process, or by all ranks together."""
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.base.errors import UserError
+from pipeline.base.words import counted
+from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path
+from pipeline.data.storage.parquet import REMEDY
+from pipeline.data.storage.retry import Retry
+
+if TYPE_CHECKING:
+    from pipeline.process.distributed import Ranks
+
+_THREADS, _LISTED_AT_ONCE = 16, 1000
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class TarsToCheck:
+    """The tars of a split. info: dataset.json, by which hosts know whether they have the same files.
+
+    paths: S file names or URLs. sizes: (S,) int64, in the manifest. used: numbers of those of which samples are used;
+    others may be missing. is_complete: (S,), whether all samples are used; otherwise a local one may be cut. In a
+    bucket it must not, since its readers compare its size or checksum.
+    """
+
+    info: AnyPath
+    paths: Sequence[str]
+    sizes: np.ndarray
+    used: np.ndarray
+    is_complete: np.ndarray
+    retry: Retry
+
+    def problems(self, part: int = 0, parts: int = 1) -> list[str]:
+        """What is wrong with one of so many equal parts of the tars, a sentence for each."""
+        used = self.used[part::parts]
+        listed: dict[str, int] = {}
+        # A listing has the sizes of many objects, but its requests follow one another.
+        if len(used) * _LISTED_AT_ONCE > len(self.used) * _THREADS:
+            listed = _listed_sizes((self.paths[number] for number in used.tolist()), self.retry)
+        with ThreadPoolExecutor(_THREADS) as pool:  # A file server takes a millisecond, a bucket 30, for each.
+            found = pool.map(lambda numbers: self._problems_of(numbers, listed), np.array_split(used, _THREADS))
+            return [problem for problems in found for problem in problems]
+
+    def _problems_of(self, numbers: np.ndarray, listed: dict[str, int]) -> list[str]:
+        problems = []
+        for number in numbers.tolist():
+            path, expected = self.paths[number], self.sizes[number]
+            is_object = "://" in path
+            try:
+                if is_object:
+                    size = listed[path] if listed else file_size(to_path(path, self.retry))
+                else:
+                    size = os.stat(path).st_size
+            except (FileNotFoundError, KeyError):
+                problems.append(f"{path} is missing")
+                continue
+            if size != expected and (self.is_complete[number] or is_object):
+                problems.append(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest")
+        return problems
+
+
+def refuse_problems(problems: Sequence[str], count: int) -> None:
+    """Raise UserError if there are any. problems: the first ones. count: of all."""
+    if count:
+        more = f" ({count:,} findings in all)" if count > _NAMED else ""
+        raise UserError(f"{'; '.join(problems[:_NAMED])}{more}. {REMEDY}")
+
+
+def check_tars_on_all_ranks(ranks: "Ranks", splits: Sequence[TarsToCheck]) -> None:
+    """Check the tars of splits that all ranks have opened; ranks that have the same files share the work. Collective.
+
+    Raises the same UserError on all ranks.
+    """
+    mine = tuple(_identity_of(split.info) for split in splits)
+    same = [rank for rank, files in enumerate(ranks.gather(mine)) if files == mine]
+    place = same.index(ranks.rank)
+    problems = [problem for split in splits for problem in split.problems(place, len(same))]
+    if count := int(ranks.sum(len(problems))[0]):
+        of_all = sorted({problem for some in ranks.gather(problems[:_NAMED]) for problem in some})
+        refuse_problems(of_all, count)
+
+
+def _identity_of(path: AnyPath) -> tuple[int, int] | str:
+    """The same on hosts that share a file system, and another one for copies on their own disks."""
+    if not isinstance(path, Path):
+        return str(path)
+    stat = path.stat()
+    return stat.st_ino, stat.st_ctime_ns
+
+
+def _listed_sizes(paths: Iterable[str], retry: Retry) -> dict[str, int]:
+    """Bytes of all objects in the folders of these, by their URLs."""
+    sizes: dict[str, int] = {}
+    for folder in {to_path(path, retry).parent for path in paths if "://" in path}:
+        assert isinstance(folder, BucketPath)
+        sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
+    return sizes
