@@ -1,4 +1,4 @@
-"""Files on disks and in buckets: object store, retries, shard cache, remembered checksums, atomic replacement.
+"""Files on disks and in buckets: object store, retries, shard cache, checksums, atomic replacement.
 
 Imports base/ and process/ only. Used by most rooms.
 """
