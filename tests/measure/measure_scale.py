@@ -1,18 +1,29 @@
 """Start-up, memory, seek and order of a data set of any size, without its images: the numbers in docs/data_format.md.
 
     python tests/measure/measure_scale.py FOLDER 14200000 4057
+    python tests/measure/measure_scale.py FOLDER 14200000 4057 ranks 512
+    python tests/measure/measure_scale.py FOLDER 1000000000 4057 host 1
     python tests/measure/measure_scale.py - 14200000 1000 balance
 
 The numbers are of samples, and of samples a shard; FOLDER is made once. The second is of data.balance=0.5, of labels in
-memory. Keys and checksums are all alike, and the shards are empty files.
+memory. Keys and checksums repeat, and the shards are empty files. "ranks" counts what 512 ranks ask a file
+system for at their start; "host" starts 8 ranks at a late step, and counts their memory. Its last number is
+data.balance, and a set that it makes has almost nothing on disk: of its samples, a tenth has labels.
 """
 
-import hashlib
+import builtins
+import contextlib
+import io
 import json
+import os
 import resource
+import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,15 +31,59 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.data.dataset.manifest import FORMAT, INFO, SAMPLES, SAMPLES_FILE, SHARDS, SHARDS_FILE, open_dataset
+from pipeline.data.dataset.manifest import (
+    FORMAT,
+    INFO,
+    SAMPLES,
+    SAMPLES_FILE,
+    SHARDS,
+    SHARDS_FILE,
+    open_dataset,
+    sign_tables,
+)
+from pipeline.data.dataset.mapped_index import COLUMNS, describe_index
 from pipeline.data.loading.balance import ClassBalance
-from pipeline.data.loading.order import SampleOrder
+from pipeline.data.loading.order import SampleOrder, order_of_split
+from pipeline.data.storage.cache import Storage
+from pipeline.data.storage.tars import check_tars_on_all_ranks
+from pipeline.settings.run import DataConfig
 
 BATCH, STREAMS, WINDOW, CLASSES, GROUP = 4096, 16, 4096, 21_841, 2**18
 
 
 def make(path: Path, num_samples: int, per_shard: int) -> None:
     """A manifest as write_dataset makes it, but a row group at a time, and its index."""
+    make_shards(path, num_samples, per_shard)
+    with pq.ParquetWriter(
+        path / SAMPLES_FILE, SAMPLES, compression="zstd", use_dictionary=["split", "ext", "shard"]
+    ) as writer:
+        group = samples(per_shard)
+        for first in range(0, num_samples, GROUP):
+            writer.write_table(group.slice(0, num_samples - first))
+    describe(path, num_samples)
+    open_dataset(path).index("train")
+
+
+def make_sparse(path: Path, num_samples: int, per_shard: int) -> None:
+    """The same without samples.parquet, with holes for most of the index."""
+    make_shards(path, num_samples, per_shard)
+    pq.write_table(samples(per_shard).slice(0, 0), path / SAMPLES_FILE)
+    describe(path, num_samples)
+    (folder,) = open_dataset(path).index_folders("train")[:1]
+    folder.mkdir(parents=True)
+    num_labels = num_samples // 10
+    lengths = {"label_starts": num_samples + 1, "labels": num_labels, "targets": 0}
+    for column, dtype in COLUMNS.items():
+        with open(folder / column, "wb") as file:
+            file.truncate(lengths.get(column, num_samples) * np.dtype(dtype).itemsize)
+    for column, values in (("label_starts", np.arange(num_labels + 1)), ("labels", np.arange(num_labels) % CLASSES)):
+        with open(folder / column, "r+b") as file:
+            file.seek(-values.size * np.dtype(COLUMNS[column]).itemsize, os.SEEK_END)
+            values.astype(COLUMNS[column]).tofile(file)
+    describe_index(folder, 1)
+
+
+def make_shards(path: Path, num_samples: int, per_shard: int) -> None:
     path.mkdir(parents=True)
     sizes = np.minimum(per_shard, num_samples - np.arange(0, num_samples, per_shard))
     names = [f"train-{number:07d}.tar" for number in range(len(sizes))]
@@ -36,34 +91,34 @@ def make(path: Path, num_samples: int, per_shard: int) -> None:
         (path / name).touch()
     columns = [names, ["train"] * len(sizes), sizes, np.zeros(len(sizes), np.int64), [""] * len(sizes)]
     pq.write_table(pa.table(dict(zip(SHARDS.names, columns, strict=True)), SHARDS), path / SHARDS_FILE)
-    with pq.ParquetWriter(path / SAMPLES_FILE, SAMPLES, compression="none", use_dictionary=True) as writer:
-        group = samples(per_shard)
-        for first in range(0, num_samples, GROUP):
-            writer.write_table(group.slice(0, num_samples - first))
+
+
+def describe(path: Path, num_samples: int) -> None:
     info = {
         "format": FORMAT,
         "fingerprint": "0" * 16,
         "samples": {"train": num_samples},
-        "shards": {"train": len(sizes)},
-        "files": {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (SAMPLES_FILE, SHARDS_FILE)},
+        "files": sign_tables(path),
         "classes": [f"class{number}" for number in range(CLASSES)],
     }
     (path / INFO).write_text(json.dumps(info))
-    open_dataset(path).index("train")
 
 
 def samples(per_shard: int) -> pa.Table:
     rows, zeros = np.arange(GROUP), pa.array(np.zeros(GROUP, np.int32))
     labels = pa.ListArray.from_arrays(np.arange(GROUP + 1, dtype=np.int32), (rows % CLASSES).astype(np.int32))
+    hashes = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(16), GROUP, [None, pa.py_buffer(np.random.default_rng(0).bytes(16 * GROUP))]
+    )
     sides = [pa.array(np.full(GROUP, side, np.int32)) for side in (500, 375)]
     columns = [
-        pa.array(["key"]).take(zeros),
+        pa.array([f"n{row % CLASSES:08d}/{row}.jpg" for row in rows.tolist()]),
         pa.array(rows % per_shard * 110_080 + 512),
         pa.array(np.full(GROUP, 109_000)),
         pa.DictionaryArray.from_arrays(zeros, ["jpg"]),
         labels,
         *sides,
-        pa.array([b"0" * 16], pa.binary(16)).take(zeros),
+        hashes,
         pa.DictionaryArray.from_arrays(zeros, ["train"]),
         pa.array((rows // per_shard).astype(np.int32)),
     ]
@@ -75,6 +130,116 @@ def memory() -> str:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     private = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     return f"{private / 1e3:.0f} MB private, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB"
+
+
+class OneOfMany:
+    """A rank among others that find what it finds."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def sum(self, value: float) -> list[float]:
+        return [value * self.world_size]
+
+
+@contextlib.contextmanager
+def counting(asked: Counter, seconds: float) -> Iterator[None]:
+    """Count what Python asks a file system for, each of which takes so many seconds longer. Bytes include those that
+    are read of files, but not of memory maps."""
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*of: Any, **named: Any) -> Any:
+            asked[name] += 1
+            time.sleep(seconds)
+            return function(*of, **named)
+
+        return call
+
+    def num_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    functions = {(os, "stat"): "stat", (os, "open"): "open", (builtins, "open"): "open", (io, "open"): "open"}
+    before, read = {place: getattr(*place) for place in functions}, num_bytes()
+    for (module, name), shown in functions.items():
+        setattr(module, name, counted(shown, before[module, name]))
+    try:
+        yield
+    finally:
+        for (module, name), function in before.items():
+            setattr(module, name, function)
+        asked["bytes"] += num_bytes() - read
+
+
+def start_ranks(path: Path, num_ranks: int) -> None:
+    """The requests of all ranks, one after another, and how long they take the first, middle and last one where each
+    takes a millisecond."""
+
+    def start(rank: int) -> None:
+        storage = Storage.create(10, "", 0, num_ranks)
+        open_dataset(path, storage).split("train")
+        check_tars_on_all_ranks(OneOfMany(rank, num_ranks), storage.unchecked or [])
+
+    asked: Counter[str] = Counter()
+    for rank in range(num_ranks):
+        with counting(asked, 0):
+            start(rank)
+    seconds = []
+    for rank in (0, num_ranks // 2, num_ranks - 1):
+        begin = time.perf_counter()
+        with counting(Counter(), 1e-3):
+            start(rank)
+        seconds.append(time.perf_counter() - begin)
+    print(f"{num_ranks} ranks: {dict(asked)}; a rank takes {max(seconds):.2f} s at 1 ms a request")
+
+
+def start_host(path: Path, balance: float) -> None:
+    """8 processes open the data set, and order, place and label their share of late batches, as ranks do."""
+    command = [sys.executable, __file__, str(path), "0", "0", "rank", str(balance)]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe, text=True) for rank in range(8)]
+    peak, waiting, begin = Counter[str](), {*ranks}, time.perf_counter()
+    while waiting:
+        now: Counter[str] = Counter()
+        for process in ranks:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]:
+                    now[line.split(":")[0]] += int(line.split()[1])
+        peak |= now
+        time.sleep(0.05)
+        waiting = {process for process in ranks if not is_ready(process)}
+    print(
+        f"8 ranks, balance {balance}: {time.perf_counter() - begin:.1f} s to the first batches; GB in all, at the end"
+    )
+    print({name: round(now[name] / 1e6, 2) for name in ("Pss_Anon", "Pss_Shmem", "Pss_File")})
+    print("and at most", {name: round(peak[name] / 1e6, 2) for name in ("Pss_Anon", "Pss_Shmem", "Pss_File")})
+    for process in ranks:
+        print(process.communicate("\n")[0].strip())
+
+
+def is_ready(process: subprocess.Popen) -> bool:
+    """Whether a rank sleeps until its standard input ends."""
+    return "pipe_read" in Path(f"/proc/{process.pid}/wchan").read_text() or process.poll() is not None
+
+
+def start_rank(path: Path, balance: float, rank: int) -> None:
+    """A rank of `start_host`: steps 1,000,000 to 1,000,015."""
+    begin = time.perf_counter()
+    storage = Storage.create(10, "", 0, 8)
+    split = open_dataset(path, storage).split("train")
+    check_tars_on_all_ranks(OneOfMany(rank, 8), storage.unchecked or [])
+    opened = time.perf_counter()
+    order = order_of_split(split, DataConfig(path=str(path), balance=balance, streams=STREAMS), 0, BATCH)
+    for step in range(1_000_000, 1_000_016):
+        for row in order.slice(step)[0][rank::8].tolist():
+            split.place_of(row), split.hash_of(row), split.labels_of(row)
+    print(
+        f"rank {rank}: opened in {opened - begin:.2f} s, batches after {time.perf_counter() - begin:.1f} s; {memory()}"
+    )
+    sys.stdout.flush()
+    sys.stdin.read()
 
 
 def start_up(path: Path) -> None:
@@ -124,6 +289,14 @@ if __name__ == "__main__":
     if sys.argv[4:] == ["balance"]:
         balanced(num_samples, per_shard)
     elif folder.exists():
-        start_up(folder)
+        match sys.argv[4:]:
+            case ["ranks", num_ranks]:
+                start_ranks(folder, int(num_ranks))
+            case ["host", power]:
+                start_host(folder, float(power))
+            case ["rank", power, number]:
+                start_rank(folder, float(power), int(number))
+            case _:
+                start_up(folder)
     else:  # What making it took is not what opening it takes: the next start measures.
-        make(folder, num_samples, per_shard)
+        (make_sparse if sys.argv[4:5] == ["host"] else make)(folder, num_samples, per_shard)
