@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 STEPS = 3
 SGD = ["optimizer.name=sgd", "optimizer.weight_decay=0", "optimizer.clip=0"]
+DINO = ["train.loss=dino", "model.representation=false", "objective.prototypes=16", "objective.local_size=8"]
 # Stage, precision, micro-batches a step.
 REDUCED = [(1, "bf16", 2), (1, "fp16", 2), (2, "bf16", 2), (3, "bf16", 2), (1, "bf16", 1)]
 
@@ -69,7 +70,7 @@ def add_gradient(twin: Any, batch: Any, scale: float) -> None:
 
 def print_bytes(nothing: Any) -> None:
     """In a rank: bytes a parameter that a step moves beside those of the passes and the optimizer, for 1 to 3
-    micro-batches.
+    micro-batches; and that the refresh of a teacher moves.
     """
     from rank_memory import noise
 
@@ -98,6 +99,11 @@ def print_bytes(nothing: Any) -> None:
         with Counter() as step:
             training_step(engine, batches, 1, 1e-2)
         found.append((step.num_bytes - plain.num_bytes) / sum(p.numel() for p in twin.parameters()))
+    given = ["engine.zero_stage=1", "engine.precision=bf16", "train.global_batch=2", *DINO]
+    engine, twin, _ = make_engine_and_twin(ranks, given)
+    with Counter() as refresh:
+        engine.teacher.refresh()
+    found.append(refresh.num_bytes / sum(p.numel() for p in twin.parameters() if p.requires_grad))
     print("found", json.dumps(found))
 
 
@@ -185,9 +191,9 @@ def found_by(forge: Forge, num_ranks: int, function: str) -> Any:
 
 def test_a_step_moves_few_bytes_on_one_rank(forge: Forge) -> None:
     """A copy to fp32 (6 bytes a parameter; each further micro-batch is added, 10), the norm (4), clipping (8) and the
-    weights in 16 bits (6).
+    weights in 16 bits (6). A teacher is a copy of the fp32 average (6).
     """
-    assert found_by(forge, 1, "print_bytes") == pytest.approx([24, 34, 44], abs=0.5)
+    assert found_by(forge, 1, "print_bytes") == pytest.approx([24, 34, 44, 6], abs=0.5)
 
 
 def test_accumulated_gradients_are_reduced_in_fp32(forge: Forge) -> None:
