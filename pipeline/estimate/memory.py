@@ -214,15 +214,17 @@ def _gradients_and_buffers(
     if stage == 0:
         return (4 * P * accumulates, 4 * P, 4 * P), (0, bucket, work)
     if stage == 1 and config.engine.precision == "bf16" and not config.engine.offload:
-        # DeepSpeed's BF16_Optimizer keeps fp32 gradients of the whole model on every rank during the whole run, and
-        # 16-bit gradients until the step. It reduces a flat fp32 copy, which it copies to 16 bits.
-        return ((4 + e * accumulates) * P, (4 + e) * P, (4 + e) * P), (0, (4 + e) * P, work)
+        # DeepSpeed's BF16_Optimizer keeps fp32 gradients of the whole model on every rank during the whole run. After
+        # a backward pass there are also 16-bit ones, then a 16-bit copy to reduce, unless it is reduced as fp32.
+        return (4 * P, (4 + e) * P, 4 * P), (0, 0, work)
     # Otherwise, gradients are copied to a bucket (stages 2, 3: immediately; stage 1: in the last micro-batch), a flat
     # copy of the bucket is reduced, and a rank keeps its own part of the sum.
     if stage == 1:
-        # 16-bit gradients become fp32 before they are reduced, as 16 bits again, to the fp32 ones of a rank's part.
+        # 16-bit gradients become fp32 before they are reduced, as 16 bits again unless they were accumulated, to the
+        # fp32 ones of a rank's part.
         bucket = 4 * reduce_bucket(P)
-        part, sent = (4 * p * (not config.engine.offload), 2 * reduce_bucket(P)) if e == 2 else (0, 0)
+        part = 4 * p * (e == 2 and not config.engine.offload)
+        sent = 2 * reduce_bucket(P) * (e == 2 and not accumulates)
         return (4 * P * accumulates, 4 * P - bucket + part, 4 * p), (bucket, 2 * bucket + sent, 4 * group + work)
     if stage == 2 and e == 2:
         as_fp32 = 4 * found.largest

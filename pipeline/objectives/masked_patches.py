@@ -18,7 +18,7 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.loading.loader import Batch, normalise, to_device
+from pipeline.data.loading.loader import Batch, images_to_device, normalise, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
@@ -72,7 +72,7 @@ class MaskedPatches(Objective):
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         assert mixing is None
-        pixels, valid = batch.images.to(device, non_blocking=True), to_device(batch.valid, device)
+        pixels, valid = images_to_device(batch.images, device), to_device(batch.valid, device)
         sources, corrupted = self.draw(batch, device)
         targets = self.targets(pixels, corrupted)
         facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}

@@ -27,7 +27,7 @@ from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
-from pipeline.data.loading.loader import Batch, normalise, to_device
+from pipeline.data.loading.loader import Batch, images_to_device, normalise, to_device
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views
 from pipeline.data.mixture.run_data import RunData
@@ -346,7 +346,7 @@ class Objective(nn.Module):
         By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which
         samples are valid; with `mixing`, the one view mixed, and how much of each is its own (`mix_images`).
         """
-        groups = [group.to(device, non_blocking=True) for group in batch.views]
+        groups = [images_to_device(group, device) for group in batch.views]
         views = tuple(self.normalised(group.flatten(0, 1), device) for group in groups)
         facts = {"valid": to_device(batch.valid, device)}
         if mixing is not None:

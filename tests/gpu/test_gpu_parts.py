@@ -13,7 +13,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.writer import Commit
-from pipeline.data.loading.loader import normalise
+from pipeline.data.loading.loader import _copy_stream, images_to_device, normalise
 from pipeline.data.loading.mix import draw_mixing, mix_images
 from pipeline.monitor.system import HostMeter
 from pipeline.objectives.parameters.muon import Muon
@@ -211,6 +211,25 @@ def test_the_use_of_the_host_has_that_of_its_gpus(device: torch.device) -> None:
     found = HostMeter(Ranks(0, 0, 1, device)).read_on_all_ranks()
     assert ("system/gpu_memory_percent" in found) == (device.type == "cuda")
     assert 0 < found.get("system/gpu_memory_percent", 1) < 100
+
+
+def test_images_are_copied_beside_queued_work(device: torch.device) -> None:
+    """Copies of several batches end while a kernel of before runs, and what is queued after them reads their values."""
+    on_gpu = device.type == "cuda"
+    images = [torch.full((64, 64, 64, 3), number, dtype=torch.uint8, pin_memory=on_gpu) for number in range(50)]
+    if on_gpu:
+        images_to_device(images[0], device)  # Makes the stream.
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)  # Cycles: a second.
+        ended = torch.cuda.Event()
+        ended.record()
+    sums = []
+    for batch in images:  # Each one's memory on the GPU is free as soon as its sum is queued.
+        sums.append(images_to_device(batch, device).long().sum())
+        if on_gpu and len(sums) == 5:
+            _copy_stream(device).synchronize()
+            assert not ended.query()
+    assert [int(found) for found in sums] == [number * images[0].numel() for number in range(50)]
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int16", "uint16", "float32"])

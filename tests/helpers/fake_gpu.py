@@ -16,8 +16,10 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 RANKS, CLASSES = 2, 4
 TINY = [
@@ -36,6 +38,29 @@ TINY = [
     "model.mlp_width=64",
     "model.num_heads=2",
 ]
+
+
+class Stream:
+    """A stream of the GPU, by name. log: what was done with streams, in order."""
+
+    log: ClassVar[list[str]] = []
+    current: "Stream"
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    @classmethod
+    @contextmanager
+    def use(cls, stream: "Stream") -> Iterator[None]:
+        outside, cls.current = cls.current, stream
+        yield
+        cls.current = outside
+
+
+Stream.current = Stream("computing")
 
 
 def load_library(path: str) -> None:
@@ -100,6 +125,9 @@ def pretend() -> None:
     # zeros.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.Stream, torch.cuda.stream = lambda device: Stream("copying"), Stream.use
+    torch.cuda.current_stream = lambda *_: Stream.current
+    torch.Tensor.record_stream = lambda tensor, stream: Stream.log.append(f"{stream.name} reads {tensor.dtype}")
     # torch has one of AdamW's. It changes tensors in place, whose values are not there.
     library.register_fake(torch.ops.aten._fused_sgd_.default, lambda *tensors, **settings: None)
     os.environ.update(
@@ -173,6 +201,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     import torch
     from host_syncs import HostSyncs
     from rank_memory import noise
+    from torch import Tensor
     from torch._subclasses import FakeTensorMode
 
     from pipeline import objectives
@@ -191,9 +220,13 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     # isort: split
     from deepspeed.accelerator import get_accelerator
 
+    def log_images(copied: Tensor) -> None:
+        if copied.dtype == torch.uint8:
+            Stream.log.append(f"copied in {Stream.current.name}")
+
     config = schema.load(RunConfig, None, overrides)
     gpu = torch.device("cuda", 0)
-    ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda")
+    ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda", log_images)
     # So DeepSpeed waits for all work of the GPU.
     get_accelerator().synchronize = lambda *_: syncs.note("synchronize")
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # A teacher is a copy, whose tensors are of the same mode.
@@ -224,11 +257,14 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()
             syncs.products.clear()
+            Stream.log.clear()
             result = training_step(engine, batches, number, 1e-3, mixing)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
         "syncs": dict(syncs.found),
         "products": sorted(syncs.products),
+        "streams": Stream.log,
+        "views": len(views) * len(batches),
         "skipped": engine.skipped_steps,
         "loss": [str(result.loss.device), str(result.loss.dtype)],
         "states": sorted({f"{state.device.type} {state.dtype}" for state in states}),

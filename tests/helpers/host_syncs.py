@@ -2,6 +2,7 @@
 
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ class HostSyncs(TorchDispatchMode):
     kernel).
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, on_copy: Callable[[Tensor], None] = lambda source: None) -> None:
+        """on_copy: called with what is copied from the host to the device."""
         super().__init__()
+        self.on_copy = on_copy
         self.device, self.found, self.products = device, Counter[str](), set[str]()
         self._pinned: list[Tensor] = []
 
@@ -76,6 +79,8 @@ class HostSyncs(TorchDispatchMode):
         return any(isinstance(leaf, Tensor) and leaf.device.type == self.device for leaf in tree_leaves(given))
 
     def _note_copy(self, source: Tensor, target: torch.device, non_blocking: Any) -> None:
+        if source.device.type != target.type == self.device:
+            self.on_copy(source)
         storage = source.untyped_storage()._cdata  # A view of pinned memory is pinned.
         is_pinned = any(tensor.untyped_storage()._cdata == storage for tensor in self._pinned)
         if source.device.type != target.type and not (non_blocking and (source.device.type != "cpu" or is_pinned)):

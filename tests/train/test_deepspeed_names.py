@@ -28,6 +28,7 @@ NAMES = {
         "optimizer.fp32_groups_gradients",
         "optimizer.fp32_groups_gradients_flat",
         "optimizer.update_hp_grads",
+        "optimizer.clear_hp_grads",
         "optimizer.get_grads_for_norm",
         "optimizer.update_lp_params",
         "parameter._hp_mapping.lp_fragment_address.start",
@@ -112,6 +113,10 @@ def test_deepspeed_has_the_name(name: str) -> None:
 
 def test_deepspeed_keeps_the_operators_that_it_can_build() -> None:
     assert "__compatible_ops__" in inspect.getsource(deepspeed.ops), "where internals.py sets them"
+
+
+def test_deepspeed_lets_an_optimizer_reduce_its_gradients() -> None:
+    assert "self.optimizer.reduce_gradients(" in inspect.getsource(deepspeed.DeepSpeedEngine)
 
 
 def test_they_stand_in_one_file() -> None:

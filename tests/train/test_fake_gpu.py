@@ -1,8 +1,8 @@
 """Training steps on fake tensors of a GPU: no tensor is on the wrong device, and the host waits only where it is
 documented.
 
-Checks what needs neither a GPU nor values: devices, number types, host synchronisations. Streams, events, pinned
-memory, kernels and NCCL are not covered.
+Checks what needs neither a GPU nor values: devices, number types, host synchronisations, the stream of copies. Events,
+pinned memory, kernels and NCCL are not covered.
 """
 
 import json
@@ -144,6 +144,14 @@ def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) ->
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]
     assert found[name]["skipped"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_images_are_copied_in_a_stream_of_their_own(name: str, found: dict[str, Any]) -> None:
+    """What computes waits for each copy, and keeps its memory."""
+    copied = ["copied in copying", "computing waits for copying", "computing reads torch.uint8"]
+    assert found[name]["streams"] == found[name]["views"] * copied
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
 from pipeline.data.loading.workers import Batch, WorkerProcesses, empty_batch, fill
 
-__all__ = ["Batch", "Loader", "eval_requests", "normalise", "to_device", "train_requests"]
+__all__ = ["Batch", "Loader", "eval_requests", "images_to_device", "normalise", "to_device", "train_requests"]
 
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
@@ -173,20 +174,40 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def images_to_device(images: Tensor, device: torch.device) -> Tensor:
+    """Copy images of a batch to the device, without waiting for the work queued there if their memory is pinned.
+
+    On a GPU in a stream of their own: the copy runs beside the work that is queued, and what is queued later waits for
+    it.
+    """
+    if device.type != "cuda" or images.device.type == "cuda":
+        return images.to(device)
+    copies, computes = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        moved = images.to(device, non_blocking=True)
+    computes.wait_stream(copies)
+    moved.record_stream(computes)  # Otherwise a later copy could get its memory while it is still read.
+    return moved
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def normalise(images: Tensor, device: torch.device, dtype: torch.dtype, pixels: Pixels) -> Tensor:
     """Images (B, H, W, C) of a batch, on the host or the device -> `dtype` (B, C, H, W) as a model reads them, on the
     device.
 
     Computed in float32. 8-bit RGB becomes value / 127.5 - 1.
     """
-    moved = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
-    values = moved.to(torch.float32)
+    values = images_to_device(images, device).permute(0, 3, 1, 2)
 
     def per_channel(numbers: tuple[float, ...]) -> Tensor | float:
         return numbers[0] if len({*numbers}) == 1 else to_device(torch.tensor(numbers), device).view(-1, 1, 1)
 
     if pixels.is_clipped:
         low, high = map(per_channel, pixels.batch_range())
-        values = values.clamp(min=low).clamp(max=high)
+        values = values.to(torch.float32).clamp(min=low).clamp(max=high)
     divisor, offset = map(per_channel, pixels.divisor_and_offset())
-    return (values / divisor - offset).to(dtype)
+    return (values / divisor).sub_(offset).to(dtype)

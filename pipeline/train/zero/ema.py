@@ -49,7 +49,7 @@ class Teacher:
     """
 
     def __init__(self, engine: Any, ema: Ema, shards: list[OptimizerShard], ranks: Ranks) -> None:
-        self.ema = ema
+        self.ema, self.ranks = ema, ranks
         self.flats: list[Tensor] = []
         # (part of the teacher, number of the shard, first element in its mean), where no communication is needed.
         self.parts: list[tuple[Tensor, int, int]] = []
@@ -61,7 +61,7 @@ class Teacher:
         parameters = {name: parameter for name, parameter in named if name in averaged}
         stage = engine.zero_optimization_stage()
         if stage in (1, 2):
-            self._lay_out(shards, parameters, ranks)
+            self._lay_out(shards, parameters)
             return
         for i, shard in enumerate(shards):
             for place in shard.places:
@@ -72,15 +72,15 @@ class Teacher:
             ours = set(map(id, parameters.values()))
             self.persistent = [p for p in internals.persistent(engine) if id(p) in ours]
 
-    def _lay_out(self, shards: list[OptimizerShard], parameters: dict[str, nn.Parameter], ranks: Ranks) -> None:
+    def _lay_out(self, shards: list[OptimizerShard], parameters: dict[str, nn.Parameter]) -> None:
         """Make the parameters views of `self.flats`."""
-        places = ranks.gather(
+        places = self.ranks.gather(
             [[(place.name, place.offset - place.start) for place in shard.places] for shard in shards]
         )
         some = next(iter(parameters.values()))
         for i, shard in enumerate(shards):
             length = shard.weights.numel()
-            flat = torch.empty(length * ranks.world_size, dtype=some.dtype, device=some.device)
+            flat = torch.empty(length * self.ranks.world_size, dtype=some.dtype, device=some.device)
             self.flats.append(flat)
             begins = {
                 name: rank * length + offset for rank, of_rank in enumerate(places) for name, offset in of_rank[i]
@@ -95,7 +95,10 @@ class Teacher:
     def refresh(self) -> None:
         """Copy the average to the teacher. Collective at stages 1 and 2, and for small parameters at stage 3."""
         for flat, mean in zip(self.flats, self.ema.mean, strict=bool(self.flats)):
-            distributed.all_gather_into_tensor(flat, mean.to(flat.device, flat.dtype))
+            own = flat.view(-1, mean.numel())[self.ranks.rank]
+            own.copy_(mean)
+            if self.ranks.world_size > 1:
+                distributed.all_gather_into_tensor(flat, own)
         for held, i, offset in self.parts:
             held.copy_(self.ema.mean[i][offset : offset + held.numel()])
         internals.gather_persistent(self.persistent)

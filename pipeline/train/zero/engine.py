@@ -128,7 +128,7 @@ class Engine:
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
-        internals.use_few_kernels(self.optimizer)
+        internals.use_flat_gradients(self.engine)
         self.shards = internals.shards(self.engine, ranks.rank)
         if isinstance(optimizer, Muon) and self.stage:
             optimizer.lay_out({shard.key: shard.places for shard in self.shards}, ranks.gather)
@@ -422,6 +422,10 @@ def deepspeed_settings(
         settings[config.precision] = {"enabled": True}
         # DeepSpeed would accumulate in 16 bits, which loses small gradients.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        if config.zero_stage == 1 and plan.accumulation > 1:
+            # DeepSpeed would reduce the accumulated gradients in 16 bits. (Those of one micro-batch, which stages 2 and
+            # 3 reduce, have 16 bits.)
+            settings["communication_data_type"] = "fp32"
     if config.precision == "fp16":
         # DeepSpeed's default is 2^16; if that overflows, each halving costs two skipped steps. The scale grows when it
         # can.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from pipeline.objectives.objective import constants, stored_name, trained_parameters
 
@@ -221,29 +221,52 @@ def restore_linear() -> None:
     torch.nn.functional.linear = getattr(patches, "linear_bk", torch.nn.functional.linear)
 
 
-def use_few_kernels(optimizer: Any) -> None:
-    """Replace two methods of the optimizer of stage 1 in bf16. No-op for DeepSpeed's other optimizers.
+def use_flat_gradients(engine: Any) -> None:
+    """Replace how the optimizer of stage 1 in bf16 handles gradients. No-op for DeepSpeed's other optimizers.
 
     It adds, measures and clips the gradient of each parameter by itself: five kernels each, which a host can take
-    longer to launch than a GPU to run. Here one call adds all of them, one measures them, and the flat tensors that
-    hold them are clipped as they are.
+    longer to launch than a GPU to run. It clears all gradients twice after a step, and copies them three times to
+    reduce them, even on one rank. Here one call adds, measures or clips all of them, the first micro-batch's replace
+    those of the step before, and the ranks reduce the flat tensors in place.
     """
+    optimizer = engine.optimizer
     if not hasattr(optimizer, "fp32_groups_gradients_flat"):
         return
+    is_first = True  # Whether the next micro-batch is the first of its step.
 
     @torch.no_grad()
     def update_hp_grads(clear_lp_grads: bool = False) -> None:
-        """Add the gradients of a micro-batch, in 16 bits, to those of the step, in fp32."""
+        """Move the gradients of a micro-batch, in 16 bits, to those of the step, in fp32."""
+        nonlocal is_first
         assert not clear_lp_grads
-        pairs = [
-            (total, parameter.grad.view(total.shape))
-            for parameters, totals in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            for parameter, total in zip(parameters, totals, strict=True)
-            if parameter.grad is not None
-        ]
+        pairs, unused = [], []
+        for parameters, totals in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+            for parameter, total in zip(parameters, totals, strict=True):
+                if parameter.grad is None:
+                    unused.append(total)
+                else:
+                    pairs.append((total, parameter.grad.view(total.shape)))
+                    parameter.grad = None
         if pairs:
-            totals, added = zip(*pairs, strict=True)
-            torch._foreach_add_(totals, added)
+            (torch._foreach_copy_ if is_first else torch._foreach_add_)(*map(list, zip(*pairs, strict=True)))
+        if unused and is_first:
+            torch._foreach_zero_(unused)
+        is_first = False
+
+    def clear_hp_grads() -> None:
+        nonlocal is_first
+        is_first = True
+
+    @torch.no_grad()
+    def reduce_gradients(pipeline_parallel: bool) -> None:
+        """Average the gradients over the ranks. Called after the last micro-batch."""
+        if (num_ranks := distributed.get_world_size()) == 1:
+            return
+        for flat in optimizer.fp32_groups_gradients_flat:
+            sent = flat.to(engine.communication_data_type)
+            distributed.all_reduce(sent)
+            sent.mul_(1 / num_ranks)
+            flat.copy_(sent)  # No-op in fp32, which was reduced in place.
 
     @torch.no_grad()
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
@@ -255,4 +278,5 @@ def use_few_kernels(optimizer: Any) -> None:
         totals: list[Tensor] = [total for group in optimizer.fp32_groups_gradients for total in group]
         return [torch.stack(torch._foreach_norm(totals))], {}
 
-    optimizer.update_hp_grads, optimizer.get_grads_for_norm = update_hp_grads, get_grads_for_norm
+    for function in (update_hp_grads, clear_hp_grads, reduce_gradients, get_grads_for_norm):
+        setattr(optimizer, function.__name__, function)
