@@ -18,7 +18,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileLock:
-    """An exclusive lock on a file. The kernel releases it when the process ends, so a killed process leaves none
+    """A lock on a file. The kernel releases it when the process ends, so a killed process leaves none
     behind.
 
     The file stays when the lock is released; its text may say who holds it.
@@ -33,13 +33,15 @@ class FileLock:
         self.path, self._by_record = path, by_record
         self.file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
 
-    def acquire(self, wait: bool = True) -> bool:
+    def acquire(self, wait: bool = True, shared: bool = False) -> bool:
         """Take the lock; returns False when another process has it and `wait` is False. Raises OSError without lock
         support.
+
+        shared: other processes may have it, too, each as a shared one.
         """
         lock = fcntl.lockf if self._by_record else fcntl.flock
         try:
-            lock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            lock(self.file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except (BlockingIOError, PermissionError):  # For a record lock, EACCES has the same meaning.
             return False
         return True

@@ -3,27 +3,29 @@
     python tests/measure/measure_scale.py FOLDER 14200000 4057
     python tests/measure/measure_scale.py FOLDER 14200000 4057 ranks 512
     python tests/measure/measure_scale.py FOLDER 1000000000 4057 host 1
-    python tests/measure/measure_scale.py - 14200000 1000 balance
+    python tests/measure/measure_scale.py - 14200000 1000 balance 8
 
-The numbers are of samples, and of samples a shard; FOLDER is made once. The second is of data.balance=0.5, of labels in
-memory. Keys and checksums repeat, and the shards are empty files. "ranks" counts what 512 ranks ask a file
-system for at their start; "host" starts 8 ranks at a late step, and counts their memory. Its last number is
-data.balance, and a set that it makes has almost nothing on disk: of its samples, a tenth has labels.
+The numbers are of samples, and of samples a shard; FOLDER is made once. Keys and checksums repeat, and the shards are
+empty files. "ranks" counts what 512 ranks ask a file system for at their start; "host" starts 8 ranks at a late step,
+and counts their memory. Its last number is data.balance, and a set that it makes has almost nothing on disk: of its
+samples, a tenth has labels. "balance" is of data.balance=0.5 on a host of 8 ranks; its labels repeat after 134 million.
 """
 
 import builtins
 import contextlib
+import gc
 import io
 import json
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -264,30 +266,72 @@ def start_up(path: Path) -> None:
         print(f"{what}: {np.median(times, 0).round(2)} ms by the clock and of CPU, worst {np.max(times, 0).round(2)}")
 
 
-def balanced(num_samples: int, per_shard: int) -> None:
+class Labels:
+    """The labels of a file, again and again."""
+
+    def __init__(self, file: str, num_samples: int) -> None:
+        self.labels, self.num_samples = np.memmap(file, np.int32, "r"), num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first = rows.start % len(self.labels)
+        return self.labels[first : first + rows.stop - rows.start]
+
+
+def balanced(num_samples: int, per_shard: int, num_ranks: int) -> None:
     """Classes of 66 to 16,583 at 14.2 M samples; epoch 288 is that of step 1,000,000."""
-    shares = (np.arange(CLASSES) + 300.0) ** -1.2
-    labels = np.random.default_rng(0).choice(CLASSES, num_samples, p=shares / shares.sum()).astype(np.int32)
+    with tempfile.NamedTemporaryFile() as file:
+        shares = np.cumsum((np.arange(CLASSES) + 300.0) ** -1.2)
+        for first in range(0, min(num_samples, 2**27), 2**22):
+            drawn = np.random.default_rng(first).random(min(2**22, num_samples - first)) * shares[-1]
+            np.searchsorted(shares, drawn).astype(np.int32).tofile(file.file)
+        file.flush()
+        ranks = [os.fork() or balanced_rank(file.name, num_samples, per_shard, rank) for rank in range(num_ranks)]
+        largest = together = on_disk = 0.0
+        arrays = os.path.join(tempfile.gettempdir(), f"vit-pipeline-{os.getuid()}", "arrays")
+        while len(ended := [pid for pid in ranks if status(pid, "State") == "Z"]) < num_ranks:
+            own = [int(status(pid, "RssAnon").split()[0]) / 1e6 for pid in ranks if pid not in ended]
+            largest, together = max([largest, *own]), max(together, sum(own))
+            files = [os.path.join(at, name) for at, _, names in os.walk(arrays) for name in names]
+            with contextlib.suppress(FileNotFoundError):
+                on_disk = max(on_disk, sum(512 * os.stat(file).st_blocks for file in files) / 1e9)
+            time.sleep(0.05)
+        print(f"peaks: {largest:.2f} GB of a rank, {together:.2f} GB of all, {on_disk:.2f} GB of files that they share")
+
+
+def status(pid: int, field: str) -> str:
+    """A field of /proc/PID/status; that of memory is missing when the process has just ended."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return lines.get(field, "0").split()[0]
+
+
+def balanced_rank(labels: str, num_samples: int, per_shard: int, rank: int) -> NoReturn:
     sizes = np.minimum(per_shard, num_samples - np.arange(0, num_samples, per_shard))
-    print(f"before: {memory()}")
     begin = time.process_time()
-    balance = ClassBalance(labels, np.concatenate([[0], np.cumsum(sizes)]), 0.5, 0)
+    of_samples = Labels(labels, num_samples) if num_samples > 2**27 else np.memmap(labels, np.int32, "r")
+    balance = ClassBalance(of_samples, np.concatenate([[0], np.cumsum(sizes)]), 0.5, 0)
     order = SampleOrder(sizes, 0, BATCH, STREAMS, WINDOW, balance)
-    print(f"start {time.process_time() - begin:.2f} s of CPU")
+    said = [f"rank {rank}: start {time.process_time() - begin:.2f} s of CPU"]
     for epoch in (0, 1, 288):
-        begin, first = time.process_time(), epoch * num_samples // BATCH + 2
+        begin, clock, first = time.process_time(), time.perf_counter(), epoch * num_samples // BATCH + 2
         order.slice(first)
-        started = time.process_time()
+        started, seconds = time.process_time(), time.perf_counter() - clock
         for step in range(200):
             order.slice(first + 1 + step)
         each = (time.process_time() - started) * 5
-        print(f"epoch {epoch}: {started - begin:.2f} s of CPU, then {each:.2f} ms a step; {memory()}", flush=True)
+        said.append(f"epoch {epoch} {started - begin:.2f} s of CPU ({seconds:.1f} s), then {each:.2f} ms a step")
+    print(f"{'; '.join(said)}; {status(os.getpid(), 'RssAnon')} kB", flush=True)
+    del balance, order
+    gc.collect()  # Removes the files.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    if sys.argv[4:] == ["balance"]:
-        balanced(num_samples, per_shard)
+    if sys.argv[4:5] == ["balance"]:
+        balanced(num_samples, per_shard, int(sys.argv[5]))
     elif folder.exists():
         match sys.argv[4:]:
             case ["ranks", num_ranks]:

@@ -196,6 +196,12 @@ class Split:
         """Rows in the manifest, int64, of samples by their rows in this split."""
         return rows + np.searchsorted(self._kept_before, rows, side="right")
 
+    def manifest_range(self, first: int, end: int) -> np.ndarray:
+        """`manifest_rows` of the rows from `first` to the one before `end`."""
+        begin, last = (int(self.manifest_rows(row)) for row in (first, end - 1))
+        between = slice(*np.searchsorted(self.excluded_rows, (begin, last)))
+        return np.delete(np.arange(begin, last + 1), self.excluded_rows[between] - begin)
+
     def row_of(self, key: str) -> int:
         """The row of a key. Raises UserError when the split has no such sample or several, or excludes it."""
         rows = self.table.find(key)

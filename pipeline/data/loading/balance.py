@@ -15,15 +15,20 @@ Samples without a label are a class of their own.
 """
 
 import decimal
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
+from pipeline.data.storage.host_arrays import HostArrays, new_array
+from pipeline.process.waits import Work
 
 _ORDER, _ROUNDING = Purpose.named("order within a class"), Purpose.named("rounding of classes")
 # 2**64 / golden ratio: multiples of it, modulo 2**64, are spread evenly.
@@ -32,21 +37,55 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _DECIMAL = decimal.Context(prec=40)
 # Numbers compared at a time.
 _BLOCK = 2**22
+# Samples looked at in one call: their numbers stay in the processor's cache.
+_SAMPLES = 2**16
+# Samples that are sorted together, which takes 20 bytes each.
+_SORTED = 2**26
+_SHUFFLED, _CONTENTS = "the order within classes (data.balance)", "an epoch's contents (data.balance)"
 
 
-@dataclass(frozen=True)
+class FirstLabels:
+    """The first label of each sample of a split, -1 without any: int32 arrays, by slices."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+        index = split.index
+        self.has_one_each = index.max_labels == 1 and len(index.labels) == len(index)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, end, _ = rows.indices(len(self))
+        index, at = self.split.index, self.split.manifest_range(first, end)
+        if self.has_one_each:
+            return index.labels[at]
+        starts, ends = (index.label_starts[at + more] for more in (0, 1))
+        labels = np.full(end - first, -1, np.int32)
+        labels[ends > starts] = index.labels[starts[ends > starts]]
+        return labels
+
+
 class EpochContents:
     """The uses of samples in an epoch, in blocks: all first uses of the samples of a shard, all second ones, and so on.
 
     rows: int32 or int64 (N,), rows of the split, all first uses before all others. starts: int64 (blocks + 1,), where
-    each block begins in `rows`. copies: int64 (blocks,), number of a block's uses in this epoch, from 0. used: int32
-    (N,), how often each sample was used before.
+    each block begins in `rows`. copies: int64 (blocks,), number of a block's uses in this epoch, from 0.
+    blocks, ends: int64 (blocks,), the blocks in the epoch's order, and where each ends.
     """
 
-    rows: np.ndarray
-    starts: np.ndarray
-    copies: np.ndarray
-    used: np.ndarray
+    def __init__(self, arrays: HostArrays, shuffled: HostArrays, done: np.ndarray, first: np.ndarray) -> None:
+        """done, first: int64 (classes,), how often all samples of a class were used before, and how many of them, in
+        the shuffled order, once more.
+        """
+        self.rows, self.starts, self.copies = (arrays[name] for name in ("rows", "starts", "copies"))
+        self.blocks, self.ends = arrays["blocks"], arrays["ends"]
+        self._arrays, self._shuffled, self._done, self._first = arrays, shuffled, done, first
+
+    def used(self, rows: np.ndarray) -> np.ndarray:
+        """int64, how often each of these samples was used before this epoch."""
+        of_class = self._shuffled["class"][rows]
+        return self._done[of_class] + (self._shuffled["place"][rows] < self._first[of_class])
 
     @property
     def num_first(self) -> int:
@@ -65,23 +104,28 @@ class EpochContents:
 
 
 class ClassBalance:
-    """Which samples each epoch uses and how often; a pure function of (seed, epoch)."""
+    """Which samples each epoch uses and how often; a pure function of (seed, epoch).
 
-    def __init__(self, labels: np.ndarray, shard_starts: np.ndarray, power: float, seed: int) -> None:
+    What grows with the number of samples is computed by one process of a host, when it is first needed, and mapped by
+    all (`HostArrays`).
+    """
+
+    def __init__(self, labels: np.ndarray | FirstLabels, shard_starts: np.ndarray, power: float, seed: int) -> None:
         """labels: (N,), the first label of each sample, -1 without any. shard_starts: int64 (shards + 1,). power: 0 to
         1.
         """
-        self.shard_starts = shard_starts
-        sizes = np.bincount(labels + 1)
+        self.labels, self.shard_starts, self.seed, self.num_samples = labels, shard_starts, seed, len(labels)
+        self.dtype = np.dtype(np.int32 if len(labels) < 2**31 else np.int64)
+        sizes, self._key = _count(labels)
         self.classes = np.flatnonzero(sizes) - 1
         self.sizes = sizes[self.classes + 1]
         self.wholes, self._fractions = _exact_places(self.sizes, power)
         self._offset = random_numbers.bits(seed, _ROUNDING)
-        self._by_class = _sorted_by(labels + 1, random_numbers.bits(seed, _ORDER, np.arange(len(labels))))
 
-    @property
-    def num_samples(self) -> int:
-        return len(self._by_class)
+    @cached_property
+    def _shuffled(self) -> HostArrays:
+        """class: of each sample, an index into `classes`. place: in the shuffled order of its class."""
+        return HostArrays(_SHUFFLED, f"{self._key} {self.seed}", self._shuffle)
 
     def places(self, epoch: int) -> np.ndarray:
         """int64 (classes,): how many places of an epoch each class gets, in the order of `classes`."""
@@ -96,37 +140,102 @@ class ClassBalance:
         return epoch * self.wholes + np.diff(ups)
 
     def contents(self, epoch: int) -> EpochContents:
-        """The uses of an epoch. Takes memory and time in proportion to the number of samples."""
-        dtype = self._by_class.dtype
-        done, first = np.divmod(self.places_before(epoch), self.sizes)
-        often, more = np.divmod(self.places(epoch), self.sizes)
+        """The uses of an epoch. The first process of a host takes time in proportion to the number of samples."""
+        before, places = self.places_before(epoch), self.places(epoch)
+        done, first = np.divmod(before, self.sizes)
+        numbers = [self.shard_starts, before, places]
+        digest = xxhash.xxh3_128_hexdigest(b"".join(array.astype("<i8").tobytes() for array in numbers))
+        # Opened before: a process opens one set of arrays at a time.
+        write = partial(self._write_contents, self._shuffled, epoch, first, places)
+        arrays = HostArrays(_CONTENTS, f"{self._key} {self.seed} {epoch} {digest}", write)
+        return EpochContents(arrays, self._shuffled, done, first)
 
-        def of_samples(of_classes: np.ndarray) -> np.ndarray:
-            return np.repeat(of_classes.astype(dtype), self.sizes)
+    def _shuffle(self, folder: Path) -> None:
+        """Write the class of each sample, and its place in the shuffled order of its class."""
+        num, num_classes = self.num_samples, len(self.classes)
+        of_class = new_array(folder, "class", np.min_scalar_type(num_classes), num)
+        place = new_array(folder, "place", self.dtype, num)
+        number = np.zeros(int(self.classes.max()) + 2, of_class.dtype)
+        number[self.classes + 1] = np.arange(num_classes)
+        for block in _blocks(num):
+            of_class[block] = number[self.labels[block] + 1]
+        # The bits of a hash that class and row leave of 64. Samples are sorted by class, hash and row, some at a time:
+        # those whose place in the order of all is estimated, from class and hash, to be between two numbers.
+        num_bits = 64 - int(self.classes.max() + 1).bit_length() - num.bit_length()
+        known = min(num_bits, 24)
+        ends = np.cumsum(self.sizes)
+        starts, done, parts = ends - self.sizes, 0, -(-num // _SORTED)
+        rows_of_part = np.empty(min(num, 2 * _SORTED + _SAMPLES), self.dtype)  # Some parts are larger than others.
+        keys_of_part = np.empty(len(rows_of_part), np.uint64)
+        with Work(f"computing {_SHUFFLED}", num, "sample") as work:
+            for part in range(parts):
+                low, high = num * part // parts, num * (part + 1) // parts
+                has_some = (ends > low) & (starts < high)
+                size = 0
+                for block in _blocks(num):
+                    rows = block.start + np.flatnonzero(has_some[of_class[block]])
+                    classes = of_class[rows]
+                    key = random_numbers.bits(self.seed, _ORDER, rows) >> np.uint64(64 - num_bits)
+                    share = (key >> np.uint64(num_bits - known)).astype(np.int64)
+                    estimate = starts[classes] + (self.sizes[classes] * share >> known)
+                    is_in = (estimate >= low) & (estimate < high)
+                    key |= classes.astype(np.uint64) << np.uint64(num_bits)
+                    added = slice(size, size + int(is_in.sum()))
+                    rows_of_part[added], keys_of_part[added] = rows[is_in], key[is_in]
+                    size = added.stop
+                rows = rows_of_part[:size]
+                order = _places_in_order(keys_of_part[:size])
+                places = np.empty(size, self.dtype)
+                places[order] = np.arange(done, done + size, dtype=self.dtype)
+                for block in _blocks(size):
+                    place[rows[block]] = places[block] - starts[of_class[rows[block]]]
+                done += size
+                work.advance(size)
+        assert done == num
 
-        place = np.arange(self.num_samples, dtype=dtype) - of_samples(np.cumsum(self.sizes) - self.sizes)
-        turn = place - of_samples(first)
-        is_over = turn < 0
-        turn += is_over * of_samples(self.sizes)
-        uses = of_samples(often) + (turn < of_samples(more))
-        used = np.empty(self.num_samples, np.int32)
-        used[self._by_class] = of_samples(done) + is_over
-        del place, turn, is_over
-
-        # By number of the use, then by row. Both are packed into one integer, because values sort faster than indices.
-        bits, unsigned = np.uint64(self.num_samples.bit_length()), np.dtype(f"u{dtype.itemsize}")
-        packed = np.arange(self.num_samples, dtype=np.uint64)
-        packed -= np.repeat((np.cumsum(uses, dtype=dtype) - uses).view(unsigned), uses)
-        packed <<= bits
-        packed |= np.repeat(self._by_class.view(unsigned), uses)
-        del uses
-        packed.sort()
-        rows = (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(dtype)
-        packed >>= bits
-        shard_of = np.repeat(np.arange(len(self.shard_starts) - 1, dtype=np.int32), np.diff(self.shard_starts))
-        shard = shard_of[rows]
-        starts = np.flatnonzero(np.append(True, (shard[1:] != shard[:-1]) | (packed[1:] != packed[:-1])))
-        return EpochContents(rows, np.append(starts, self.num_samples), packed[starts].astype(np.int64), used)
+    def _write_contents(
+        self, shuffled: HostArrays, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path
+    ) -> None:
+        """Write the arrays of `EpochContents`. first: int64 (classes,), where the places of an epoch begin in the order
+        of the class.
+        """
+        often, more = np.divmod(places, self.sizes)
+        # (copies + 1,): where the first uses begin in `rows`, the second ones, and so on.
+        with_more = np.bincount(often, self.sizes)[::-1].cumsum()[::-1]
+        num_uses = np.bincount(often, more) + np.append(with_more[1:], 0)
+        copy_starts = np.concatenate([[0], np.cumsum(num_uses[num_uses > 0].astype(np.int64))])
+        assert copy_starts[-1] == self.num_samples
+        rows, end = new_array(folder, "rows", self.dtype, self.num_samples), copy_starts[:-1].copy()
+        local_bits = np.uint64(_SAMPLES.bit_length())
+        with Work(f"computing {_CONTENTS}", self.num_samples, "sample") as work:
+            for block in _blocks(self.num_samples):
+                of_class = shuffled["class"][block]
+                turn = shuffled["place"][block] - first[of_class]
+                turn += (turn < 0) * self.sizes[of_class]
+                uses = often[of_class] + (turn < more[of_class])
+                # By number of the use, then by row. Both are packed into one integer, because values sort faster than
+                # indices.
+                packed = np.arange(uses.sum(), dtype=np.uint64)
+                packed -= np.repeat((np.cumsum(uses) - uses).astype(np.uint64), uses)
+                packed <<= local_bits
+                packed |= np.repeat(np.arange(len(uses), dtype=np.uint64), uses)
+                packed.sort()
+                copies = (packed >> local_bits).astype(np.int64)
+                begin = np.flatnonzero(np.diff(copies, prepend=-1))
+                length = np.diff(begin, append=len(copies))
+                at = np.repeat(end[copies[begin]] - begin, length) + np.arange(len(copies))
+                rows[at] = (packed & ((np.uint64(1) << local_bits) - np.uint64(1))).astype(np.int64) + block.start
+                end[copies[begin]] += length
+                work.advance(len(uses))
+        starts = _block_starts(rows, copy_starts, self.shard_starts[:-1])
+        copies = np.searchsorted(copy_starts, starts, side="right") - 1
+        starts = np.append(starts, self.num_samples)
+        blocks = random_numbers.permutation(len(copies), self.seed, Purpose.SHARD_ORDER, epoch)
+        is_later = copies[blocks] > 0
+        blocks = np.concatenate([blocks[~is_later], blocks[is_later]])
+        ends = np.cumsum(np.diff(starts)[blocks])
+        for name, values in {"starts": starts, "copies": copies, "blocks": blocks, "ends": ends}.items():
+            new_array(folder, name, np.int64, len(values))[:] = values
 
     def _is_rounded_up(self, epochs: np.ndarray) -> np.ndarray:
         """bool (epochs, classes + 1): whether fraction + u >= 1 for the sum of the classes before each, and for all."""
@@ -139,7 +248,7 @@ def balance_of(split: Split, power: float, seed: int) -> ClassBalance | None:
     """The balance of a split; None if power is 1 or no sample has a label: it would change nothing."""
     if power == 1 or not split.max_labels:
         return None
-    return ClassBalance(first_labels(split), split.shard_starts, power, seed)
+    return ClassBalance(FirstLabels(split), split.shard_starts, power, seed)
 
 
 def describe_balance(split: Split, names: list[str], power: float) -> str:
@@ -148,7 +257,7 @@ def describe_balance(split: Split, names: list[str], power: float) -> str:
     """
     if power == 1:
         return ""
-    sizes = np.bincount(first_labels(split) + 1)
+    sizes, _ = _count(FirstLabels(split))
     present = np.flatnonzero(sizes)
     sizes = sizes[present]
     wholes, fractions = _exact_places(sizes, power)
@@ -162,17 +271,6 @@ def describe_balance(split: Split, names: list[str], power: float) -> str:
         f"data.balance = {power:g}: on average, an epoch uses each sample of the rarest class"
         f" {of_class(int(np.argmin(sizes)))}, of the most common one {of_class(int(np.argmax(sizes)))}"
     )
-
-
-def first_labels(split: Split) -> np.ndarray:
-    """int32 (n,), the first label of each sample, -1 without any. Copies nothing if each sample has one label."""
-    values, offsets = split.label_values, split.label_offsets
-    if split.max_labels == 1 and len(values) == len(split):
-        return values
-    first = np.full(len(split), -1, np.int32)
-    has_any = np.diff(offsets) > 0
-    first[has_any] = values[offsets[:-1][has_any]]
-    return first
 
 
 def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
@@ -189,18 +287,46 @@ def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarr
     return np.diff(np.array(floors, np.int64)), np.array([(rest << 64) // sums[-1] for rest in rests], np.uint64)
 
 
-def _sorted_by(groups: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """Places ordered by group, then by hash: int32 or int64. Overwrites hashes, of which it uses the bits that group
-    and place leave of 64.
-    """
-    num_bits = np.uint64(len(groups).bit_length())
-    free = np.uint64(64 - int(groups.max()).bit_length())
-    hashes >>= np.uint64(64) - free + num_bits
-    hashes <<= num_bits
-    packed = groups.astype(np.uint64)
-    packed <<= free
-    packed |= hashes
-    packed |= np.arange(len(groups), dtype=np.uint64)
-    packed.sort()
-    packed &= (np.uint64(1) << num_bits) - np.uint64(1)
-    return packed.astype(np.int32 if len(groups) < 2**31 else np.int64)
+def _blocks(num_samples: int) -> Iterator[slice]:
+    return (slice(first, min(first + _SAMPLES, num_samples)) for first in range(0, num_samples, _SAMPLES))
+
+
+def _count(labels: np.ndarray | FirstLabels) -> tuple[np.ndarray, str]:
+    """(number of samples without a label, and of each label, int64; checksum of the labels)."""
+    sizes, digest = np.zeros(1, np.int64), xxhash.xxh3_128()
+    for rows in _blocks(len(labels)):
+        of_rows = labels[rows].astype("<i4")
+        digest.update(of_rows.tobytes())
+        counts = np.bincount(of_rows + 1, minlength=len(sizes))
+        counts[: len(sizes)] += sizes
+        sizes = counts
+    return sizes, digest.hexdigest()
+
+
+def _places_in_order(keys: np.ndarray) -> np.ndarray:
+    """Places ordered by key, then by place, uint64. Overwrites the keys, which have as many free bits as a place."""
+    bits = np.uint64(len(keys).bit_length())
+    keys <<= bits
+    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << bits) - np.uint64(1)
+    return keys
+
+
+def _block_starts(rows: np.ndarray, copy_starts: np.ndarray, shards: np.ndarray) -> np.ndarray:
+    """Where another copy or shard begins in the rows of an epoch, int64. shards: first row of each."""
+    found = []
+    # Two ways, since there may be thousands of shards with millions of rows, and millions of copies with one row.
+    num_dense = int((np.diff(copy_starts) > len(shards)).sum())
+    for begin, end in pairwise(copy_starts[: num_dense + 1].tolist()):
+        at = np.unique(np.searchsorted(rows[begin:end], shards))
+        found.append(begin + at[at < end - begin])
+    last = -1
+    for begin in range(int(copy_starts[num_dense]), len(rows), _BLOCK):
+        shard = np.searchsorted(shards, rows[begin : begin + _BLOCK], side="right")
+        is_start = np.diff(shard, prepend=last) != 0
+        copies = copy_starts[slice(*np.searchsorted(copy_starts, (begin, begin + len(shard))))]
+        is_start[copies - begin] = True
+        found.append(begin + np.flatnonzero(is_start))
+        last = shard[-1]
+    return np.concatenate(found)

@@ -131,7 +131,7 @@ class SampleOrder(Order):
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
         # A batch spans at most two epochs, and usually two windows per stream (more if it is larger than the windows).
-        # A balanced epoch takes memory for each sample, so only one is kept.
+        # The files of a balanced epoch are large, so only one is kept.
         self._epoch = lru_cache(1 if balance else 2)(self._lay_out)
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
@@ -147,7 +147,7 @@ class SampleOrder(Order):
             block, place = self._find_in_epoch(int(epoch), within[of_epoch])
             if contents := self._epoch(int(epoch)).contents:
                 place = contents.rows[place]
-                uses[of_epoch] = contents.used[place] + contents.copies[block]
+                uses[of_epoch] = contents.used(place) + contents.copies[block]
             rows[of_epoch] = place
         return rows, uses
 
@@ -197,12 +197,11 @@ class SampleOrder(Order):
         return order.astype(np.min_scalar_type(self.window))
 
     def _lay_out(self, epoch: int) -> _Epoch:
-        contents = self.balance.contents(epoch) if self.balance else None
-        starts = contents.starts if contents else self.shard_starts
-        blocks = random_numbers.permutation(len(starts) - 1, self.seed, Purpose.SHARD_ORDER, epoch)
-        if contents:
-            blocks = blocks[np.argsort(contents.copies[blocks] > 0, kind="stable")]
-        return _Epoch(starts, blocks, np.cumsum(np.diff(starts)[blocks]), contents)
+        if self.balance:
+            contents = self.balance.contents(epoch)
+            return _Epoch(contents.starts, contents.blocks, contents.ends, contents)
+        blocks = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
+        return _Epoch(self.shard_starts, blocks, np.cumsum(self.shard_sizes[blocks]), None)
 
 
 def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:

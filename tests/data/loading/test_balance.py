@@ -3,18 +3,24 @@ evenly as possible.
 """
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import make_dataset
+from tiny import make_dataset as make_tiny_dataset
 
+from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.balance import ClassBalance, describe_balance, first_labels
+from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.exclusion import EXCLUDED, write_list
+from pipeline.data.dataset.manifest import Split, open_dataset
+from pipeline.data.loading import balance as balance_module
+from pipeline.data.loading.balance import ClassBalance, FirstLabels, describe_balance
 from pipeline.data.loading.order import SampleOrder, order_of_split
 from pipeline.data.mixture.run_data import run_splits
 from pipeline.review import samples
@@ -83,7 +89,7 @@ def test_samples_of_a_class_are_used_equally_often_or_once_more(made: tuple[Clas
     labels, total = arguments["labels"], np.zeros(balance.num_samples, np.int64)
     for e in range(epoch + 1):
         contents = balance.contents(e)
-        assert contents.used.tolist() == total.tolist()
+        assert contents.used(np.arange(balance.num_samples)).tolist() == total.tolist()
         times = np.bincount(contents.rows, minlength=balance.num_samples)
         total += times
         for label, places in zip(balance.classes, balance.places(e), strict=True):
@@ -162,7 +168,7 @@ def test_power_1_is_the_plain_order_and_excluded_samples_do_not_count(dataset: P
     def order_of(**changes: object) -> tuple[SampleOrder, np.ndarray]:
         config = DataConfig(path=str(dataset), eval_split="", streams=2, **changes)
         split, _ = run_splits(opened, config, seed=3)
-        return order_of_split(split, config, 3, 8), first_labels(split)
+        return order_of_split(split, config, 3, 8), FirstLabels(split)[:]
 
     order, labels = order_of()
     assert order.balance is None
@@ -173,23 +179,59 @@ def test_power_1_is_the_plain_order_and_excluded_samples_do_not_count(dataset: P
     assert sorted(np.bincount(few[rows])) == [15, 15, 15, 16]
 
 
-def test_it_is_the_first_label_that_counts_and_none_is_a_class() -> None:
-    class Labels:
-        max_labels, label_values = 2, np.array([1, 0, 0, 2, 0], np.int32)
-        label_offsets = np.array([0, 2, 3, 3, 5])
+def plain_contents(labels: np.ndarray, balance: ClassBalance, epoch: int) -> tuple[list[int], list[int], list[int]]:
+    """(rows in their order in an epoch, how often each was used before it, where blocks begin), sample by sample."""
+    bits = 64 - int(labels.max() + 1).bit_length() - len(labels).bit_length()
+    hashes = random_numbers.bits(balance.seed, Purpose.named("order within a class"), np.arange(len(labels)))
+    by_class = np.lexsort((hashes >> np.uint64(64 - bits), labels))
+    uses, used, first = np.zeros(len(labels), np.int64), np.zeros(len(labels), np.int64), 0
+    for size, before, places in zip(balance.sizes, balance.places_before(epoch), balance.places(epoch), strict=True):
+        of_class = by_class[first : first + size]
+        for counts, begin, end in ((used, 0, before), (uses, before, before + places)):
+            np.add.at(counts, of_class[np.arange(begin, end) % size], 1)
+        first += size
+    found = sorted((copy, row) for row, count in enumerate(uses.tolist()) for copy in range(count))
+    shards = np.searchsorted(balance.shard_starts, [row for _, row in found], side="right").tolist()
+    keys = [(copy, shard) for (copy, _), shard in zip(found, shards, strict=True)]
+    starts = [at for at, key in enumerate(keys) if not at or key != keys[at - 1]]
+    return [row for _, row in found], used.tolist(), [*starts, len(found)]
 
-        def __len__(self) -> int:
-            return len(self.label_offsets) - 1
 
-    assert first_labels(Labels()).tolist() == [1, 0, -1, 2]
-    Labels.label_offsets = np.array([0, 2, 3, 3, 3, 5])
-    said = describe_balance(Labels(), ["a", "b", "c"], 0.5)
+@settings(max_examples=60)
+@given(made=balances(), epoch=st.integers(0, 60), sizes=st.sampled_from([(7, 5, 3), (30, 64, 4), (1000, 1000, 1000)]))
+def test_any_blocks_give_what_the_plain_computation_gives(
+    made: tuple[ClassBalance, dict], epoch: int, sizes: tuple[int, int, int]
+) -> None:
+    balance, arguments = made
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("_SORTED", "_SAMPLES", "_BLOCK"), sizes, strict=True):
+            patch.setattr(balance_module, name, size)
+        contents = balance.contents(epoch)
+    rows, used, starts = plain_contents(arguments["labels"], balance, epoch)
+    assert contents.rows.tolist() == rows
+    assert contents.used(np.arange(len(used))).tolist() == used
+    assert contents.starts.tolist() == starts
+
+
+def test_it_is_the_first_label_that_counts_and_none_is_a_class(tmp_path: Path, make_dataset: Callable) -> None:
+    def split_of(name: str, labels: list[list[int]], exclude: list[int]) -> Split:
+        made = make_dataset(tmp_path / name, [b"x"] * len(labels), labels, 3)
+        keys = [f"class/{row}" for row in exclude]
+        columns = {"split": ["train"] * len(keys), "row": exclude, "key": keys, "reason": keys}
+        write_list(made, "some", pa.table(columns, EXCLUDED))
+        return made.split("train")
+
+    split = split_of("several", [[1, 0], [2], [0], [], [2, 0]], [1])
+    assert FirstLabels(split)[:].tolist() == [1, 0, -1, 2]
+    assert FirstLabels(split)[1:3].tolist() == [0, -1]
+    assert FirstLabels(split_of("one", [[0], [1], [2], [1], [0]], [0, 3]))[1:].tolist() == [2, 0]
+    said = describe_balance(split_of("rare", [[1, 0], [0], [], [], [2, 0]], []), ["a", "b", "c"], 0.5)
     assert re.findall(r"([\d.]+) times", said) == ["1.13", "0.801"]
-    assert describe_balance(Labels(), ["a", "b", "c"], 1) == ""
+    assert describe_balance(split, ["a", "b", "c"], 1) == ""
 
 
 def test_data_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
-    bare = open_dataset(make_dataset(tmp_path / "bare", {"train": 5}, labelled=False))
+    bare = open_dataset(make_tiny_dataset(tmp_path / "bare", {"train": 5}, labelled=False))
     with pytest.raises(
         UserError, match=r"data\.balance = 0\.5 .* no sample of .*bare, split 'train', has a label\. Leave it at 1\.$"
     ):
