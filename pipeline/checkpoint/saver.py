@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -126,25 +126,30 @@ class Saver:
             best = Best(self.folder, self.retry, step, metric, value, lower_is_better)
             self._send(Request(best=best))
 
-    def read(self) -> dict[str, float]:
+    def numbers(self) -> list[float]:
+        """This rank's numbers for `metrics` and `check`."""
+        self.check_writer()
+        return [self.blocked, self.written, self.committed_step, bool(self._error or self._notes)]
+
+    def metrics(self, numbers: Sequence[Sequence[float]]) -> dict[str, float]:
         """Metrics since the last call, maximum over ranks: seconds training waited for saving, and seconds writers
-        worked.
+        worked. numbers: of every rank.
         """
-        reading = {
-            "checkpoint_blocked_seconds": self.ranks.max(self.blocked),
-            "checkpoint_write_seconds": self.ranks.max(self.written),
-        }
         self.blocked = self.written = 0.0
-        return reading
+        blocked, written, *_ = zip(*numbers, strict=True)
+        return {"checkpoint_blocked_seconds": max(blocked), "checkpoint_write_seconds": max(written)}
 
     def check_writer(self) -> None:
         """Replace the writer if it died, because other writers wait for its part. Does not block; not collective."""
         self._hear(0.0)
 
-    def check(self) -> None:
-        """Raise UserError or CrashError if a save has failed; does not wait for the one in flight."""
-        self.check_writer()
-        self._conclude()
+    def check(self, numbers: Sequence[Sequence[float]]) -> None:
+        """Raise UserError or CrashError if a save has failed; does not wait for the one in flight. numbers: of every
+        rank. Collective if there is something to say.
+        """
+        self.committed_step = int(numbers[0][2])
+        if any(has_news for *_, has_news in numbers):
+            self._conclude()
 
     def wait(self) -> None:
         """Return once all saves are committed. Raises UserError or CrashError if one failed."""

@@ -4,7 +4,7 @@ import contextlib
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,44 +153,46 @@ class Meter:
         """Images/s over all readings for records."""
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
-    def read(self) -> dict[str, float]:
-        """images_per_second, mfu (if the peak is known), peak_memory_gib and shares of time since the last record.
-        Collective.
-
-        data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and
-        checkpoints.
-        """
+    def read(self) -> list[float]:
+        """This rank's numbers since the last record, for `rates`."""
         before, self._at_record = self._at_record, self._now()
         spent = self._at_record - before
         self.total_seconds += spent[0]
         self.total_images += int(spent[1])
-        return self._reading(spent)[0]
+        return [*spent.tolist(), peak_memory(self.ranks.device)]
 
-    def read_for_line(self) -> tuple[dict[str, float], list[float]]:
-        """(the same since the last log line, seconds of each rank's own work: data and forward passes, before it waits
-        for others). Collective.
-        """
+    def read_for_line(self) -> list[float]:
+        """This rank's numbers since the last log line, for `rates`."""
         before, self._at_line = self._at_line, self._now()
-        return self._reading(self._at_line - before)
+        return [*(self._at_line - before).tolist(), peak_memory(self.ranks.device)]
+
+    def rates(self, read: Sequence[Sequence[float]]) -> dict[str, float]:
+        """images_per_second, mfu (if the peak is known), peak_memory_gib and shares of time. read: by every rank.
+
+        data_wait is the slowest rank's share of training time; time_forward, ... are mean shares of training and
+        checkpoints.
+        """
+        seconds, images, *parts, _ = read[self.ranks.rank]
+        seconds = max(seconds, 1e-9)
+        _, _, *of_ranks, memory = zip(*read, strict=True)
+        by_part = dict(zip(PARTS, of_ranks, strict=True))
+        flops = images / seconds * self.flops_per_image / self.ranks.world_size
+        total = seconds + parts[PARTS.index("checkpoint")]
+        return {
+            "images_per_second": images / seconds,
+            **({"mfu": flops / self.peak} if self.peak else {}),
+            "data_wait": max(by_part.pop("data")) / seconds,
+            "peak_memory_gib": max(memory) / 2**30,
+            **{f"time_{part}": sum(values) / len(values) / total for part, values in by_part.items()},
+        }
+
+    @staticmethod
+    def own_seconds(read: Sequence[Sequence[float]]) -> list[float]:
+        """Seconds of each rank's own work: data and forward passes, before it waits for others."""
+        return [data + forward for _, _, data, forward, *_ in read]
 
     def _now(self) -> np.ndarray:
         """Seconds without pauses, images over all ranks, and seconds of this rank by `PARTS`, from any time on."""
         for part, seconds in self.clock.read().items():
             self._parts[part] += seconds
         return np.array([time.perf_counter() - self._paused_seconds, self._images, *self._parts.values()])
-
-    def _reading(self, spent: np.ndarray) -> tuple[dict[str, float], list[float]]:
-        seconds, images, *parts = spent.tolist()
-        seconds = max(seconds, 1e-9)
-        rank_parts = self.ranks.gather(parts)
-        flops = images / seconds * self.flops_per_image / self.ranks.world_size
-        reading = {
-            "images_per_second": images / seconds,
-            **({"mfu": flops / self.peak} if self.peak else {}),
-            "data_wait": max(data for data, *_ in rank_parts) / seconds,
-            "peak_memory_gib": self.ranks.max(peak_memory(self.ranks.device)) / 2**30,
-        }
-        total = seconds + parts[PARTS.index("checkpoint")]
-        for part, values in list(zip(PARTS, zip(*rank_parts, strict=True), strict=True))[1:]:
-            reading[f"time_{part}"] = sum(values) / len(values) / total
-        return reading, [data + forward for data, forward, *_ in rank_parts]

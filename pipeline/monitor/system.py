@@ -4,10 +4,10 @@ apart.
 
 import contextlib
 import ctypes
-import socket
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -16,6 +16,15 @@ from pipeline.process.distributed import Ranks
 
 # With more hosts than this, mean and maximum over the hosts are recorded instead of each host.
 _MAX_HOSTS = 16
+_NAMES = (
+    "cpu_percent",
+    "memory_percent",
+    "memory_gib",
+    *(f"{kind}_mb_per_second" for kind in ("disk_read", "disk_write", "network_receive", "network_send")),
+    "gpu_percent",
+    "gpu_memory_percent",
+    "gpu_watts",
+)
 # NVIDIA's library of GPU readings, which its driver installs; called as nvml.h declares it. Not by the package
 # nvidia-ml-py: where that is installed, DeepSpeed 0.19.8 cannot start if CUDA_VISIBLE_DEVICES holds UUIDs, as of MIG
 # (_get_nvml_gpu_id calls int()).
@@ -23,18 +32,28 @@ NVML = "libnvidia-ml.so.1"
 
 
 class HostMeter:
-    """Reads the use of each host once, by its first rank, for the time since the last reading."""
+    """Reads the use of each host once, by its first rank, for the time since the last reading. hosts: of the ranks."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, hosts: Sequence[str]) -> None:
+        self.hosts = hosts
         self._reads = ranks.local_rank == 0
         self._last = (time.monotonic(), _counters())
         psutil.cpu_percent(None)  # The first call has no time to measure.
 
-    def read_on_all_ranks(self) -> dict[str, float]:
-        """Metrics `system/NAME` of one host, `system/HOST/NAME` of several, or mean and maximum of many. Collective."""
-        own = (socket.gethostname(), self._read()) if self._reads else None
-        return by_host(dict(filter(None, self.ranks.gather(own))))
+    def read(self) -> list[float]:
+        """This rank's numbers for `metrics`, NaN for those that it does not know: it may not be its host's first."""
+        found = self._read() if self._reads else {}
+        return [found.get(name, math.nan) for name in _NAMES]
+
+    def metrics(self, read: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Metrics `system/NAME` of one host, `system/HOST/NAME` of several, or mean and maximum of many. read: by every
+        rank.
+        """
+        known = (
+            (host, {name: value for name, value in zip(_NAMES, row, strict=True) if not math.isnan(value)})
+            for host, row in zip(self.hosts, read, strict=True)
+        )
+        return by_host({host: values for host, values in known if values})
 
     def _read(self) -> dict[str, float]:
         then, before = self._last

@@ -6,10 +6,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -61,13 +62,6 @@ class Ranks:
     def mean(self, value: torch.Tensor | float) -> float:
         """Mean over ranks."""
         return self.sum(float(value))[0] / self.world_size
-
-    def max(self, value: float) -> float:
-        """Maximum over ranks."""
-        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
-        if self.world_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return float(largest)
 
     def sum_later(self, value: float) -> Callable[[], float]:
         """Start a sum over ranks without waiting. Returns a function that waits for the sum and returns it."""
@@ -126,6 +120,24 @@ class Ranks:
             return function()
         except UserError as error:
             raise OneRankError(str(error)) from error
+
+    def gather_numbers(self, numbers: Mapping[str, Sequence[float]]) -> dict[str, list[list[float]]]:
+        """Returns under each name the numbers of all ranks, in rank order, in float64; by one call for all names.
+
+        All ranks give the same names, and as many numbers under each.
+        """
+        own = torch.tensor([number for of_name in numbers.values() for number in of_name], dtype=torch.float64)
+        rows = own[None]
+        if self.world_size > 1:
+            found = own.new_empty(self.world_size * len(own), device=self.device)
+            dist.all_gather_into_tensor(found, own.to(self.device))
+            rows = found.view(self.world_size, -1)
+        ends = accumulate(map(len, numbers.values()), initial=0)
+        by_rank = rows.tolist()
+        return {
+            name: [row[begin:end] for row in by_rank]
+            for name, (begin, end) in zip(numbers, pairwise(ends), strict=True)
+        }
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order, on every rank."""

@@ -105,14 +105,23 @@ class RunCounts:
                 if row not in self.unreadable:
                     self._new[row] = reasons[row]
 
-    def gather_on_all_ranks(self) -> None:
-        """Add what all ranks counted since the last call: afterwards the counts are the same on every rank."""
-        retries = self.retry.retries
-        for unreadable, new_retries in self.ranks.gather((self._new, retries - self._retries_counted)):
+    def numbers(self) -> list[float]:
+        """This rank's numbers for `gather_on_all_ranks`: new unreadable images, and retries."""
+        return [len(self._new), self.retry.retries - self._retries_counted]
+
+    def gather_on_all_ranks(self, numbers: Sequence[Sequence[float]] | None = None) -> None:
+        """Add what all ranks counted since the last call: afterwards the counts are the same on every rank.
+
+        numbers: of every rank, where they are known.
+        """
+        numbers = numbers or self.ranks.gather_numbers({"counts": self.numbers()})["counts"]
+        new_images, retries = zip(*numbers, strict=True)
+        self.storage_retries += int(sum(retries))
+        self._retries_counted += int(retries[self.ranks.rank])
+        for unreadable in self.ranks.gather(self._new) if any(new_images) else []:
             for row, reason in unreadable.items():
                 self.unreadable.setdefault(row, reason)
-            self.storage_retries += new_retries
-        self._new, self._retries_counted = {}, retries
+        self._new = {}
 
     def to_save(self, loss_spikes: int) -> Counts:
         """The counts of a checkpoint, as they were last gathered. loss_spikes: so far, the same on every rank."""
@@ -245,13 +254,23 @@ class TrainingRun(StartingPoint):
         unreadable samples.
         """
         plan, ranks, counts, progress = self.plan, self.ranks, self.counts, self.progress
-        engine, loader, saver = self.engine, self.feed.loader, self.saver
-        counts.gather_on_all_ranks()
+        engine, loader, saver, meter = self.engine, self.feed.loader, self.saver, self.meter
+        own = {
+            "losses": [float(loss), *map(float, values.values())],
+            "counts": counts.numbers(),
+            "saves": saver.numbers(),
+            "line": meter.read_for_line() if line else [],
+            "record": meter.read() if record else [],
+            "host": self.host_meter.read() if record else [],
+        }
+        numbers = ranks.gather_numbers(own)  # The only collective call, unless one has news.
+        counts.gather_on_all_ranks(numbers["counts"])
         num_bad = len(counts.unreadable)
         batches_seen = batches_before(progress.step, progress.skipped_batches)
-        logged = {name: ranks.mean(value) for name, value in values.items()}
+        mean_loss, *means = (sum(of_ranks) / ranks.world_size for of_ranks in zip(*numbers["losses"], strict=True))
+        logged = dict(zip(values, means, strict=True))
         metrics = {
-            "loss": ranks.mean(loss),
+            "loss": mean_loss,
             **logged,
             "lr": lr,
             "grad_norm": grad_norm,
@@ -263,14 +282,15 @@ class TrainingRun(StartingPoint):
         }
         lines = []
         if line:
-            speed, own_seconds = self.meter.read_for_line()
+            speed = meter.rates(numbers["line"])
             declared = engine.objective.values(self.config)
             shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
             lines.append(progress_line(progress.step, plan.steps, metrics | speed, plan.global_batch, shown))
             if progress.step > progress.start + 1:  # Whose first step is slower for reasons of its own.
-                lines += self.slow_ranks.changed(own_seconds)
+                lines += self.slow_ranks.changed(meter.own_seconds(numbers["line"]))
         if record:
-            metrics |= self.meter.read() | saver.read() | self.host_meter.read_on_all_ranks()
+            metrics |= meter.rates(numbers["record"]) | saver.metrics(numbers["saves"])
+            metrics |= self.host_meter.metrics(numbers["host"])
             collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
             if collapse:
                 metrics["collapse"] = 1
@@ -279,7 +299,7 @@ class TrainingRun(StartingPoint):
                 self.tracker.log(progress.step, metrics)
         for text in lines:
             self.console.say(text)
-        saver.check()
+        saver.check(numbers["saves"])
         self.stop.committed(saver.committed_step, saver.longest)
         # The limit is for all ranks and starts together; each loader knows only its own.
         if num_bad > loader.max_bad and (excess := loader.budget.excess_of_any_set(counts.unreadable, loader.split)):

@@ -563,7 +563,7 @@ def _begin_run_on_all_ranks(
         peak_lr=peak_rate(config.optimizer, start.plan.global_batch),
         progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
-        host_meter=HostMeter(ranks),
+        host_meter=HostMeter(ranks, hosts),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=Reports("collapse"),

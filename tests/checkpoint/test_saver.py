@@ -88,14 +88,14 @@ def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
                 tensor.fill_(-1)
         saver.mark_best(step, "val_top1", 1 / step)
     saver.wait()
-    saver.check()
+    saver.check([saver.numbers()])
     found = ShardedTensors.open(tmp_path / "step-00000003").full_tensors("weights")
     assert all(np.array_equal(found[name], array) for name, array in tensors(3)["weights"].items())
     assert names(tmp_path) == ["kept.json", "latest", "step-00000001", "step-00000002", "step-00000003"]
-    reading = saver.read()
+    reading = saver.metrics([saver.numbers()])
     assert 0 < reading["checkpoint_blocked_seconds"] < time.perf_counter() - begin
     assert reading["checkpoint_write_seconds"] > 0
-    assert saver.read() == {"checkpoint_blocked_seconds": 0, "checkpoint_write_seconds": 0}
+    assert saver.metrics([saver.numbers()]) == {"checkpoint_blocked_seconds": 0, "checkpoint_write_seconds": 0}
 
 
 def test_the_error_of_the_writer_reaches_the_run(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_writer_that_was_killed_is_replaced_and_its_work_done(
     said: list[str] = []
     saver = Saver(str(tmp_path), ALONE, 5, 4, said.append)
     kill_writers(tmp_path)
-    saver.check()
+    saver.check([saver.numbers()])
     assert len(said) == 1
     saver.save(10, *real_part(10))
     saver.wait()
@@ -162,8 +162,7 @@ def test_another_rank_counts_a_checkpoint_as_committed_once_rank_0_does(
     saver.save(5, piece, None)
     saver.wait()
     assert saver.committed_step == 4
-    committed_by_main = 5
-    saver.check()
+    saver.check([[0.0, 0.0, 5, False], saver.numbers()])
     assert saver.committed_step == 5
     saver.close()
 

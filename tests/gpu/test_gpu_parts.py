@@ -192,7 +192,7 @@ def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: tor
             for values in tensors.values():
                 values[0].fill_(-1)
         saver.wait()
-        saver.check()
+        saver.check([saver.numbers()])
     finally:
         saver.close()
     for step_number in (1, 2):
@@ -208,7 +208,8 @@ def test_sums_over_ranks_that_are_fetched_later(device: torch.device) -> None:
 
 def test_the_use_of_the_host_has_that_of_its_gpus(device: torch.device) -> None:
     """Read by NVML's functions, of which the other tests have only a stand-in."""
-    found = HostMeter(Ranks(0, 0, 1, device)).read_on_all_ranks()
+    meter = HostMeter(Ranks(0, 0, 1, device), ["a"])
+    found = meter.metrics([meter.read()])
     assert ("system/gpu_memory_percent" in found) == (device.type == "cuda")
     assert 0 < found.get("system/gpu_memory_percent", 1) < 100
 

@@ -31,8 +31,8 @@ def test_rates(clock: list[float]) -> None:
         with parts.host("checkpoint"):
             clock[0] += 2
         clock[0] += 1  # an evaluation
-    line, own_seconds = meter.read_for_line()
-    reading = meter.read()
+    own = meter.read_for_line()
+    line, reading = meter.rates([own]), meter.rates([meter.read()])
     assert line["images_per_second"] == reading["images_per_second"]
     assert reading["images_per_second"] == pytest.approx(250)
     assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)
@@ -41,27 +41,33 @@ def test_rates(clock: list[float]) -> None:
         [0.25, 0.1, 0.5]
     )
     assert reading["time_optimizer"] == 0
-    assert own_seconds == pytest.approx([1.5])
+    assert meter.own_seconds([own]) == pytest.approx([1.5])
     assert reading["data_wait"] == pytest.approx(0.25)
     assert reading["peak_memory_gib"] > 0.01
     # What was read is forgotten, for records and for lines; the average is over all records.
     meter.step(100)
     clock[0] += 2
-    assert meter.read()["images_per_second"] == pytest.approx(50)
+    assert meter.rates([meter.read()])["images_per_second"] == pytest.approx(50)
     meter.step(300)
     clock[0] += 2
-    assert meter.read_for_line()[0]["images_per_second"] == pytest.approx(100)
+    assert meter.rates([meter.read_for_line()])["images_per_second"] == pytest.approx(100)
     assert meter.average == pytest.approx(600 / 4)
 
 
-def test_utilisation_is_of_all_ranks(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(0, 0, 4, CPU)
-    monkeypatch.setattr(Ranks, "max", lambda self, value: value)
-    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value] * 4)
-    meter = Meter(ranks, StepClock(CPU), flops_per_image=1e9, peak=1e12)
-    meter.step(400)
-    clock[0] += 1
-    assert meter.read()["mfu"] == pytest.approx(400 * 1e9 / (4 * 1e12))
+def test_rates_are_of_all_ranks() -> None:
+    meter = Meter(Ranks(0, 0, 4, CPU), StepClock(CPU), flops_per_image=1e9, peak=1e12)
+    read = [[2.0, 400.0, 0.1 * rank, 0.5, 0.25 * rank, 0.0, 2.0 * (rank == 0), rank * 2.0**30] for rank in range(4)]
+    assert meter.rates(read) == {
+        "images_per_second": 200,
+        "mfu": pytest.approx(200 * 1e9 / (4 * 1e12)),
+        "data_wait": pytest.approx(0.15),
+        "peak_memory_gib": 3,
+        "time_forward": 0.125,
+        "time_backward": 0.375 / 4,
+        "time_optimizer": 0,
+        "time_checkpoint": 0.125,
+    }
+    assert meter.own_seconds(read) == pytest.approx([0.5, 0.6, 0.7, 0.8])
 
 
 def test_a_cpu_has_the_peak_of_the_setting_or_no_utilisation(clock: list[float]) -> None:
@@ -71,7 +77,7 @@ def test_a_cpu_has_the_peak_of_the_setting_or_no_utilisation(clock: list[float])
     meter = Meter(Ranks(0, 0, 1, CPU), StepClock(CPU), flops_per_image=1e9, peak=peak)
     meter.step(400)
     clock[0] += 1
-    reading = meter.read()
+    reading = meter.rates([meter.read()])
     assert reading["images_per_second"] == pytest.approx(400)
     assert "mfu" not in reading
 

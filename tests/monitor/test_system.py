@@ -1,6 +1,5 @@
 """The use of hosts as metrics."""
 
-import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -14,27 +13,29 @@ from pipeline.monitor import system
 from pipeline.monitor.system import HostMeter, by_host
 from pipeline.process.distributed import Ranks
 
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+
 
 def test_a_host_is_read_by_its_first_rank_only() -> None:
-    ranks = Ranks(0, 0, 1, torch.device("cpu"))
-    meter = HostMeter(ranks)
+    second = HostMeter(replace(ALONE, local_rank=1), ["a", "a"]).read()
+    meter = HostMeter(ALONE, ["a", "a"])
     end = time.perf_counter() + 0.3
     while time.perf_counter() < end:
         pass
-    found = meter.read_on_all_ranks()
+    found = meter.metrics([meter.read(), second])
     assert 0 < found["system/cpu_percent"] <= 100
     assert 0 < found["system/memory_percent"] <= 100
     assert found["system/network_send_mb_per_second"] >= 0
-    assert HostMeter(replace(ranks, local_rank=1)).read_on_all_ranks() == {}
-    assert not any(socket.gethostname() in name for name in found)
+    assert meter.metrics([second, second]) == {}
+    assert all(name.count("/") == 1 for name in found)
 
 
 def test_a_host_whose_network_cannot_be_read_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil gives None without an interface, and the run ended by an AttributeError."""
     read, given = psutil.net_io_counters, [None]
     monkeypatch.setattr(psutil, "net_io_counters", lambda: given.pop() if given else read())
-    meter = HostMeter(Ranks(0, 0, 1, torch.device("cpu")))
-    assert meter.read_on_all_ranks()["system/network_send_mb_per_second"] == 0
+    meter = HostMeter(ALONE, ["a"])
+    assert meter.metrics([meter.read()])["system/network_send_mb_per_second"] == 0
 
 
 def test_several_hosts_have_names_and_many_have_mean_and_maximum() -> None:
@@ -65,9 +66,10 @@ def test_gpus_are_read_from_the_drivers_library(power: int, tmp_path: Path, monk
     build = ["g++", "-shared", "-fPIC", f"-DPOWER={power}", "-o", str(library), "-x", "c++", "-"]
     subprocess.run(build, input=FAKE_NVML, text=True, check=True)
     monkeypatch.setattr(system, "NVML", str(library))
-    found = HostMeter(Ranks(0, 0, 1, torch.device("cpu"))).read_on_all_ranks()
+    meter = HostMeter(ALONE, ["a"])
+    found = meter.metrics([meter.read()])
     of_gpus = {name: value for name, value in found.items() if "gpu" in name}
     expected = {"system/gpu_percent": 80.0, "system/gpu_memory_percent": 25.0}
     assert of_gpus == expected | ({} if power else {"system/gpu_watts": 701.0})
     monkeypatch.setattr(system, "NVML", str(tmp_path / "absent.so"))
-    assert not any("gpu" in name for name in HostMeter(Ranks(0, 0, 1, torch.device("cpu"))).read_on_all_ranks())
+    assert not any("gpu" in name for name in meter.metrics([meter.read()]))

@@ -110,3 +110,8 @@ def test_a_gpu_repeats_its_bits_also_in_attention(
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.allow_tf32 = torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_numbers_of_one_rank_by_name() -> None:
+    found = Ranks(0, 0, 1, torch.device("cpu")).gather_numbers({"a": [0.1, True], "none": [], "b": [float("inf")]})
+    assert found == {"a": [[0.1, 1.0]], "none": [[]], "b": [[float("inf")]]}

@@ -1,4 +1,4 @@
-"""Collective operations for a loss that compares samples of all ranks. In one process without a group they do nothing.
+"""Collective operations for a loss that compares samples of all ranks. On one rank they do nothing.
 
 DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank's samples, computed with `gathered`
 features, has the gradient of the mean over all of them.
@@ -37,7 +37,7 @@ def largest(tensor: Tensor) -> Tensor:
 
 def _reduced(tensor: Tensor, operation: Any) -> Tensor:
     found = tensor.detach().clone()
-    if distributed.is_initialized() and not found.is_meta:
+    if _several_ranks() and not found.is_meta:
         distributed.all_reduce(found, operation)
     return found
 
@@ -49,7 +49,7 @@ def total(tensor: Tensor) -> Tensor:
     DeepSpeed divides it by the number of ranks, so the gradient of a loss that is the same on all ranks is as in one
     process.
     """
-    return _Total.apply(tensor) if distributed.is_initialized() else tensor
+    return _Total.apply(tensor) if _several_ranks() else tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -59,12 +59,16 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if tensor.is_meta:
         return torch.cat([tensor] * _meta_ranks)
-    return _Gather.apply(tensor) if distributed.is_initialized() else tensor
+    return _Gather.apply(tensor) if _several_ranks() else tensor
 
 
 def rank() -> int:
     """The number of this rank: its rows in what `gathered` returns begin at rank() * B."""
     return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def _several_ranks() -> bool:
+    return distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class _Total(torch.autograd.Function):
