@@ -225,7 +225,7 @@ def use_flat_gradients(engine: Any) -> None:
     """Replace how the optimizer of stage 1 in bf16 handles gradients. No-op for DeepSpeed's other optimizers.
 
     It adds, measures and clips the gradient of each parameter by itself: five kernels each, which a host can take
-    longer to launch than a GPU to run. It clears all gradients twice after a step, and copies them three times to
+    longer to launch than a GPU to run. It clears all gradients twice after a step, and copies them several times to
     reduce them, even on one rank. Here one call adds, measures or clips all of them, the first micro-batch's replace
     those of the step before, and the ranks reduce the flat tensors in place.
     """
@@ -239,16 +239,19 @@ def use_flat_gradients(engine: Any) -> None:
         """Move the gradients of a micro-batch, in 16 bits, to those of the step, in fp32."""
         nonlocal is_first
         assert not clear_lp_grads
-        pairs, unused = [], []
-        for parameters, totals in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-            for parameter, total in zip(parameters, totals, strict=True):
+        pairs: list[tuple[Tensor, Tensor]] = []
+        unused: list[Tensor] = []
+        for parameters, group in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+            for parameter, total in zip(parameters, group, strict=True):
                 if parameter.grad is None:
                     unused.append(total)
                 else:
                     pairs.append((total, parameter.grad.view(total.shape)))
                     parameter.grad = None
         if pairs:
-            (torch._foreach_copy_ if is_first else torch._foreach_add_)(*map(list, zip(*pairs, strict=True)))
+            totals, moved = zip(*pairs, strict=True)
+            move = torch._foreach_copy_ if is_first else torch._foreach_add_
+            move(totals, moved)
         if unused and is_first:
             torch._foreach_zero_(unused)
         is_first = False
