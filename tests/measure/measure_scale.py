@@ -2,13 +2,16 @@
 
     python tests/measure/measure_scale.py FOLDER 14200000 4057
     python tests/measure/measure_scale.py - 14200000 1000 balance
+    python tests/measure/measure_scale.py - 64 0 lines
 
 The numbers are of samples, and of samples a shard; FOLDER is made once. The second is of data.balance=0.5, of labels in
-memory. Keys and checksums are all alike, and the shards are empty files.
+memory; the third, of the collective call of a log line on 64 ranks (docs/performance.md). Keys and checksums are all
+alike, and the shards are empty files.
 """
 
 import hashlib
 import json
+import os
 import resource
 import sys
 import time
@@ -119,10 +122,44 @@ def balanced(num_samples: int, per_shard: int) -> None:
         print(f"epoch {epoch}: {started - begin:.2f} s of CPU, then {each:.2f} ms a step; {memory()}", flush=True)
 
 
+def lines(num_ranks: int) -> None:
+    """The call that gathers the numbers of a log line, of ranks on this machine."""
+    import torch
+
+    from pipeline.process.distributed import Ranks
+    from pipeline.process.launcher import free_port
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    children = [os.fork()]
+    while children[-1] and len(children) < num_ranks:
+        children.append(os.fork())
+    if children[-1]:
+        for _ in children:
+            os.wait()
+        return
+    rank = len(children) - 1
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    ranks = Ranks(rank, rank, num_ranks, torch.device("cpu"))
+    taken = []
+    for _ in range(6):
+        ranks.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        ranks.gather_numbers({"a line": [0.5] * 40})
+        taken.append((time.perf_counter() - begin, time.process_time() - cpu))
+    seconds, cpu = np.median(taken[1:], 0)
+    total = ranks.sum(float(cpu))[0]
+    if ranks.is_main:
+        print(f"{seconds * 1e3:.0f} ms, {total * 1e3:.0f} ms of CPU of all ranks", flush=True)
+    ranks.barrier()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if sys.argv[4:] == ["balance"]:
         balanced(num_samples, per_shard)
+    elif sys.argv[4:] == ["lines"]:
+        lines(num_samples)
     elif folder.exists():
         start_up(folder)
     else:  # What making it took is not what opening it takes: the next start measures.
