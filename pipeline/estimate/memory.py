@@ -32,7 +32,7 @@ from pipeline.settings.run import OptimizerConfig, RunConfig, TrainPrecision
 # Sizes in elements: DeepSpeed's defaults, which train/zero/engine.py sets explicitly.
 REDUCE_BUCKET = 500_000_000  # upper limit, see reduce_bucket
 PERSISTENCE_THRESHOLD = 100_000  # stage 3: smaller parameters are not sharded
-MAX_LIVE_PARAMETERS = 1_000_000_000  # stage 3: most elements gathered at a time
+_PREFETCH_BUCKET = 50_000_000  # stage 3: upper limit, see live_parameters
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,15 @@ def reduce_bucket(num_parameters: int) -> int:
     It need not be larger than the model: a bucket of all gradients is reduced after the last one, with the same sums.
     """
     return min(REDUCE_BUCKET, num_parameters)
+
+
+def live_parameters(num_parameters: int) -> tuple[int, int]:
+    """Stage 3: elements that are (gathered ahead of their use, kept from the forward to the backward pass).
+
+    DeepSpeed's defaults, 5e7 and those of which 1e9 come back, keep all of a model of 5e8, so that stage 3 would save
+    nothing over stage 2 when memory is short.
+    """
+    return min(_PREFETCH_BUCKET, num_parameters // 16), num_parameters // 16
 
 
 def refuse_too_large(config: RunConfig, plan: Plan, model: Config, limit: int, of: str = "its GPU") -> None:
@@ -162,7 +171,7 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     found = parameters(config, model)
     P = found.trained
     p = math.ceil(P / world_size)
-    full = _backward_activations(model, config, micro_batch, world_size)
+    full, num_uses = _backward_activations(model, config, micro_batch, world_size)
     # If gradients exceed one bucket, it is reduced before the backward pass has finished.
     left = int(full * (1 - reduce_bucket(P) / P)) if engine.zero_stage >= 2 else 0
     inputs = _input_bytes(model, config, micro_batch)
@@ -178,10 +187,13 @@ def moments(model: Config, config: RunConfig, micro_batch: int, accumulation: in
     )
     weights = gathered = e * P + frozen
     if engine.zero_stage == 3:
-        # Parameters are gathered when used, and stay for the backward pass up to a limit.
         untrained = found.frozen + found.published + found.teacher
         weights = e * (p + found.persistent + math.ceil(untrained / world_size))
-        gathered = e * (p + math.ceil(untrained / world_size) + min(P + untrained, MAX_LIVE_PARAMETERS))
+        # Two more tensors: the one at work, and the one by which a prefetch exceeds its limit.
+        live = found.persistent + sum(live_parameters(P + untrained)) + 2 * found.largest
+        if num_uses > 1:  # DeepSpeed releases a layer after the last of its backward passes.
+            live = max(live, found.backbone + found.persistent)
+        gathered = e * (p + math.ceil(untrained / world_size) + min(P + untrained, live))
     gradients, buffers = _gradients_and_buffers(config, found, P, p, accumulation > 1, world_size)
     return [
         Memory("backward", gathered, optimizer, gradients[0], full, inputs, buffers[0]),
@@ -235,8 +247,9 @@ def _gradients_and_buffers(
     return (4 * p, 4 * p, 4 * p), (bucket, 2 * bucket + as_fp32, bucket + 4 * group + work)
 
 
-def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> int:
-    """Bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass.
+def _backward_activations(model: Config, config: RunConfig, micro_batch: int, world_size: int) -> tuple[int, int]:
+    """Returns (bytes of saved tensors and of temporary ones, at the largest of these moments of the backward pass; how
+    often a loss uses the model).
 
     At its start, with the largest tensor outside of blocks, its gradient, and those of the largest kernels (of those
     that an objective adds, where it reaches them); and where it reaches the last block of each use of the model: with
@@ -275,7 +288,7 @@ def _backward_activations(model: Config, config: RunConfig, micro_batch: int, wo
     inside = [saved_bytes(one, micro_batch, dtype, False).uses[0].block for one in frozen]
     if found.teacher:  # It runs after the student, whose tensors are kept.
         moments.append(saved.total + saved_bytes(model, micro_batch, dtype, False).uses[0].block)
-    return max([max(moments) + loss, *inside])
+    return max([max(moments) + loss, *inside]), len(saved.uses)
 
 
 def _input_bytes(model: Config, config: RunConfig, micro_batch: int) -> int:

@@ -31,6 +31,8 @@ from pipeline.objectives.parts.step_norm import Projector
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
+# Angles that SIGReg computes at a time. More would be slower on a CPU; a GPU starts few kernels for small batches.
+_ANGLES = 2**20
 _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
@@ -148,9 +150,13 @@ def sigreg(
     number = summed(kept.sum())
     along = projections.float() @ directions.float()  # (..., N, M)
     t = torch.linspace(0, t_max, knots, device=along.device)
-    # A knot at a time, so that no tensor is (..., N, M, K).
-    sums = torch.stack([torch.stack([kept @ (knot * along).cos(), kept @ (knot * along).sin()]) for knot in t])
-    sums = sums.flatten(2)  # (K, 2, M of all statistics)
+    sums = torch.cat(
+        [
+            torch.stack([kept @ angles.cos(), kept @ angles.sin()], 1)
+            for some in t.split(max(1, _ANGLES // max(1, along.numel())))
+            for angles in [some.view(-1, *[1] * along.ndim) * along]  # (some of K, ..., N, M)
+        ]
+    ).flatten(2)  # (K, 2, M of all statistics)
     real, imaginary = (total(sums) / number.clamp(min=1)).unbind(1)  # (K, M) each
     normal = (-t.square() / 2).exp()
     spacing = torch.full_like(t, 2 * t_max / (knots - 1))

@@ -136,6 +136,16 @@ def test_no_more_is_given_up_than_must_be(cluster: str, model: str, expected: tu
     assert (found.zero_stage, found.activation_checkpointing, found.micro_batch) == expected
 
 
+@pytest.mark.parametrize("model", ["ViT-L/16", "ViT-H/14", "ViT-g/14"])
+def test_stage_3_holds_a_part_of_the_weights_when_memory_is_short(model: str) -> None:
+    forecast = make_forecast(load(f"model.name={model}", "cluster=8x8xA100-40GB", "train.micro_batch=16"))
+    second, third = (
+        layout.memory for layout in forecast.layouts if layout.activation_checkpointing and layout.zero_stage > 1
+    )
+    assert third.weights < second.weights / 3
+    assert third.total < second.total
+
+
 def test_a_stage_that_the_optimizer_cannot_use_is_never_advised() -> None:
     """The advice for Muon was stage 3 where the others did not fit, and training refused it."""
     forecast = make_forecast(load("optimizer.name=muon"))

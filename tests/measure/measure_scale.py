@@ -4,11 +4,13 @@
     python tests/measure/measure_scale.py FOLDER 14200000 4057 ranks 512
     python tests/measure/measure_scale.py FOLDER 1000000000 4057 host 1
     python tests/measure/measure_scale.py - 14200000 1000 balance 8
+    python tests/measure/measure_scale.py - 64 0 lines
 
 The numbers are of samples, and of samples a shard; FOLDER is made once. Keys and checksums repeat, and the shards are
 empty files. "ranks" counts what 512 ranks ask a file system for at their start; "host" starts 8 ranks at a late step,
 and counts their memory. Its last number is data.balance, and a set that it makes has almost nothing on disk: of its
 samples, a tenth has labels. "balance" is of data.balance=0.5 on a host of 8 ranks; its labels repeat after 134 million.
+"lines" is of the collective call of a log line on 64 ranks (docs/performance.md).
 """
 
 import builtins
@@ -328,10 +330,44 @@ def balanced_rank(labels: str, num_samples: int, per_shard: int, rank: int) -> N
     os._exit(0)
 
 
+def lines(num_ranks: int) -> None:
+    """The call that gathers the numbers of a log line, of ranks on this machine."""
+    import torch
+
+    from pipeline.process.distributed import Ranks
+    from pipeline.process.launcher import free_port
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    children = [os.fork()]
+    while children[-1] and len(children) < num_ranks:
+        children.append(os.fork())
+    if children[-1]:
+        for _ in children:
+            os.wait()
+        return
+    rank = len(children) - 1
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    ranks = Ranks(rank, rank, num_ranks, torch.device("cpu"))
+    taken = []
+    for _ in range(6):
+        ranks.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        ranks.gather_numbers({"a line": [0.5] * 40})
+        taken.append((time.perf_counter() - begin, time.process_time() - cpu))
+    seconds, cpu = np.median(taken[1:], 0)
+    total = ranks.sum(float(cpu))[0]
+    if ranks.is_main:
+        print(f"{seconds * 1e3:.0f} ms, {total * 1e3:.0f} ms of CPU of all ranks", flush=True)
+    ranks.barrier()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if sys.argv[4:5] == ["balance"]:
         balanced(num_samples, per_shard, int(sys.argv[5]))
+    elif sys.argv[4:] == ["lines"]:
+        lines(num_samples)
     elif folder.exists():
         match sys.argv[4:]:
             case ["ranks", num_ranks]:

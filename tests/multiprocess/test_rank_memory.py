@@ -30,6 +30,8 @@ DINO = [
     "objective.local_views=2",
     "objective.local_size=32",
 ]
+# Most of its tensors are sharded at stage 3, and few of them gathered at a time.
+DEEP = ["model.width=320", "model.mlp_width=1280", "model.depth=8"]
 # stage, precision, micro-batches a step, bucket, more settings. Of 16-bit ones fewer: this project's CPUs are slow at
 # it.
 CASES: list[tuple[int, str, int, int, list[str]]] = [
@@ -50,6 +52,9 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
     (1, "fp32", 1, ALL, DINO),
     (2, "bf16", 1, ALL, [*DINO, CKPT]),
     (3, "bf16", 1, ALL, DINO),
+    (3, "fp32", 1, ALL, DEEP),
+    (3, "bf16", 2, ALL, [*DEEP, CKPT]),
+    (3, "bf16", 1, ALL, [*DEEP, *DINO]),
 ]
 
 

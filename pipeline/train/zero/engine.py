@@ -121,8 +121,9 @@ class Engine:
         self._norm: float | None = None  # This step's gradient norm at stage 0.
         self._training: bool | None = None  # What _set_mode set.
         self.dtype = memory.dtype_of(config.precision)
-        num_parameters = sum(parameter.numel() for _, parameter in trained_parameters(objective))
-        self.settings = deepspeed_settings(config, optimizer_config, plan, num_parameters)
+        num_trained = sum(parameter.numel() for _, parameter in trained_parameters(objective))
+        num_parameters = sum(parameter.numel() for parameter in objective.parameters())
+        self.settings = deepspeed_settings(config, optimizer_config, plan, num_trained, num_parameters)
         internals.restore_linear()
         with _without_prints():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -392,9 +393,10 @@ def _fill(sharded: ShardedTensors, state: str, targets: Iterable[tuple[str, int,
 
 
 def deepspeed_settings(
-    config: EngineConfig, optimizer: OptimizerConfig, plan: Plan, num_parameters: int
+    config: EngineConfig, optimizer: OptimizerConfig, plan: Plan, num_trained: int, num_parameters: int
 ) -> dict[str, Any]:
-    """Generate DeepSpeed's configuration for a run."""
+    """Generate DeepSpeed's configuration for a run. num_parameters: with frozen ones."""
+    ahead, kept = memory.live_parameters(num_parameters)
     settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -402,9 +404,11 @@ def deepspeed_settings(
         "gradient_clipping": optimizer.clip if config.zero_stage else 0.0,  # Stage 0: see _guard_gradient.
         "zero_optimization": {
             "stage": config.zero_stage,
-            "reduce_bucket_size": memory.reduce_bucket(num_parameters),
+            "reduce_bucket_size": memory.reduce_bucket(num_trained),
             "stage3_param_persistence_threshold": memory.PERSISTENCE_THRESHOLD,
-            "stage3_max_live_parameters": memory.MAX_LIVE_PARAMETERS,
+            "stage3_prefetch_bucket_size": ahead,
+            "stage3_max_live_parameters": ahead + kept,  # Beyond, nothing is gathered ahead.
+            "stage3_max_reuse_distance": 2 * kept,  # The way to the end of the model, and back.
             "memory_efficient_linear": not config.compile,  # See internals.restore_linear.
         },
         # torch's AdamW and SGD are not on DeepSpeed's list of tested optimizers; the tests compare them with plain
