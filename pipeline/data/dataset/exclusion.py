@@ -8,6 +8,8 @@ indexed again may have other rows, if more of its images are skipped.
 
 import io
 import json
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +39,8 @@ NEAR_COPIES = "near_copies"
 EXCLUDED = pa.schema([("split", "string"), ("row", "int64"), ("key", "string"), ("reason", "string")])
 # Metadata of a list's file. samples: SHA-256 of the samples.parquet it was made for.
 _CHECKSUM, _SAMPLES = b"checksum", b"samples"
+# Rows of a list that are read at a time.
+_BATCH = 2**18
 
 
 def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
@@ -46,7 +50,8 @@ def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
         of_split = table.filter(pc.equal(table["split"], split))
         found = dataset.table(split).keys(of_split["row"].to_numpy())
         assert found == of_split["key"].to_pylist(), f"list {name}: rows of {split!r} are not those of the manifest"
-    metadata = {_CHECKSUM: _checksum(table), _SAMPLES: dataset.info["files"][SAMPLES_FILE]}
+    checksum, _ = _scan(table.to_batches(), "")
+    metadata = {_CHECKSUM: checksum, _SAMPLES: dataset.info["files"][SAMPLES_FILE]}
     content = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), content)
     folder, file = dataset.path / FOLDER, f"{name}.parquet"
@@ -55,10 +60,22 @@ def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
 
 
 def read_lists(dataset: "Dataset", choice: str = "all") -> dict[str, pa.Table]:
-    """The chosen lists of a data set, by name, in the order of names.
+    """The chosen lists of a data set, by name, in the order of names, with keys and reasons.
 
-    choice: "all", "none", or names with commas between, as settings have it. Raises UserError for a list that is
-    missing, damaged or made for other data.
+    choice, and errors: as of `excluded_rows`.
+    """
+    tables = {}
+    for name, path in _chosen(dataset, choice).items():
+        _rows(dataset, path, "")
+        with reading(path, "Remove it, and make it again."):
+            tables[name] = open_parquet(path).read().select(EXCLUDED.names).cast(EXCLUDED)
+    return tables
+
+
+def _chosen(dataset: "Dataset", choice: str) -> dict[str, AnyPath]:
+    """Name -> path of the chosen lists.
+
+    choice: "all", "none", or names with commas between, as settings have it. Raises UserError for a missing list.
     """
     paths = paths_of_lists(dataset)
     by_word = {"all": list(paths), "none": []}
@@ -67,7 +84,7 @@ def read_lists(dataset: "Dataset", choice: str = "all") -> dict[str, pa.Table]:
         if name not in paths:
             known = ", ".join(paths) or "none"
             raise UserError(f"{dataset.path} has no list {name!r} of excluded samples. It has: {known}.")
-    return {name: _read(dataset, paths[name]) for name in chosen}
+    return {name: paths[name] for name in chosen}
 
 
 def earlier_list(dataset: "Dataset", name: str) -> pa.Table:
@@ -85,13 +102,15 @@ def earlier_list(dataset: "Dataset", name: str) -> pa.Table:
 def excluded_rows(dataset: "Dataset", split: str, choice: str) -> tuple[np.ndarray, dict[str, int]]:
     """(rows of a split in the manifest that the chosen lists exclude, how many of them each list has).
 
-    The rows are int64, ascending, without repetition; a sample may be in several lists. Raises UserError as
-    `read_lists`.
+    The rows are int64, ascending, without repetition; a sample may be in several lists. choice: as of `_chosen`.
+    Raises UserError for a list that is missing, damaged or made for other data.
     """
-    lists = read_lists(dataset, choice).items()
-    rows = {name: np.unique(table.filter(pc.equal(table["split"], split))["row"].to_numpy()) for name, table in lists}
-    together = np.unique(np.concatenate([np.empty(0, np.int64), *rows.values()]))
-    return together, {name: len(in_list) for name, in_list in rows.items()}
+    together, counts = np.empty(0, np.int64), {}
+    for name, path in _chosen(dataset, choice).items():
+        rows = _rows(dataset, path, split)
+        counts[name] = len(rows)
+        together = np.union1d(together, rows) if len(together) else rows
+    return together, counts
 
 
 def rows_beyond_limit(num_rows: int, excluded: np.ndarray, limit: Limit, seed: int) -> np.ndarray:
@@ -117,24 +136,30 @@ def paths_of_lists(dataset: "Dataset") -> dict[str, AnyPath]:
     return {path.stem: path for path in sorted(lists, key=str)}
 
 
-def _read(dataset: "Dataset", path: AnyPath) -> pa.Table:
+def _rows(dataset: "Dataset", path: AnyPath, split: str) -> np.ndarray:
+    """The rows of a split in a list: int64, ascending, without repetition. Reads neither keys nor reasons."""
     with reading(path, "Remove it, and make it again."):
-        table = open_parquet(path).read()
-        made_for, checksum = (table.schema.metadata[name] for name in (_SAMPLES, _CHECKSUM))
-        table = table.select(EXCLUDED.names).cast(EXCLUDED)
-        if checksum != _checksum(table):
+        file = open_parquet(path)
+        made_for, checksum = (file.schema_arrow.metadata[name] for name in (_SAMPLES, _CHECKSUM))
+        found, rows = _scan(file.iter_batches(_BATCH, columns=["split", "row"]), split)
+        if checksum != found:
             raise ValueError("it does not match its checksum")
     if made_for.decode() != dataset.info["files"][SAMPLES_FILE]:
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
-    return table
+    return rows if (np.diff(rows) > 0).all() else np.unique(rows)
 
 
-def _checksum(table: pa.Table) -> bytes:
-    """Hex XXH3-128 of the rows and splits of a list (EXCLUDED)."""
-    splits = table["split"].combine_chunks().dictionary_encode()
-    digest = xxhash.xxh3_128(table["row"].to_numpy().astype("<i8").tobytes())
-    digest.update(splits.indices.to_numpy(zero_copy_only=False).astype("<i4").tobytes())
-    digest.update(json.dumps(splits.dictionary.to_pylist()).encode())
-    return digest.hexdigest().encode()
+def _scan(batches: Iterable[pa.RecordBatch], split: str) -> tuple[bytes, np.ndarray]:
+    """(checksum of the rows and splits of a list, hex XXH3-128; the rows of one split)."""
+    digest, counts = xxhash.xxh3_128(), Counter[str]()
+    found = [np.empty(0, np.int64)]
+    for batch in batches:
+        rows, splits = batch["row"].to_numpy().astype("<i8"), batch["split"].dictionary_encode()
+        digest.update(rows.tobytes())
+        numbers, names = splits.indices.to_numpy(), splits.dictionary.to_pylist()
+        counts.update(dict(zip(names, np.bincount(numbers, minlength=len(names)).tolist(), strict=True)))
+        found += [rows[numbers == names.index(split)]] if split in names else []
+    digest.update(json.dumps(counts).encode())
+    return digest.hexdigest().encode(), np.concatenate(found)
