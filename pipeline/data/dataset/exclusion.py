@@ -144,7 +144,7 @@ def _rows(dataset: "Dataset", path: AnyPath, split: str) -> np.ndarray:
         found, rows = _scan(file.iter_batches(_BATCH, columns=["split", "row"]), split)
         if checksum != found:
             raise ValueError("it does not match its checksum")
-    if made_for.decode() != dataset.info["files"][SAMPLES_FILE]:
+    if made_for != dataset.info["files"][SAMPLES_FILE].encode():
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
