@@ -210,7 +210,8 @@ def _is_file(name: str) -> bool:
     """By its ending, as `model.safetensors`."""
     return len(name.rpartition(".")[2]) < 12 and bool(
         re.search(
-            r"\.(py|md|pt|db|gz|mat|hdf5|JPEG|(json|yaml|csv|txt|log|html|png|zip|toml|parquet|safetensors|chunks)l?)$", name
+            r"\.(py|md|pt|db|gz|mat|hdf5|JPEG|(json|yaml|csv|txt|log|html|png|zip|toml|parquet|safetensors|chunks)l?)$",
+            name,
         )
     )
 
