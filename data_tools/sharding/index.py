@@ -131,13 +131,8 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         for number, (split, _, path) in enumerate(files)
     ]
     remove_leftovers(out / PARTS)
-    for name in (
-        INFO,
-        SAMPLES_FILE,
-        CHUNKS_FILE,
-        SHARDS_FILE,
-        SKIPPED,
-    ):  # Exactly these: the folder may have other files.
+    # Exactly these: the folder may have other files.
+    for name in (INFO, SAMPLES_FILE, CHUNKS_FILE, SHARDS_FILE, SKIPPED):
         remove_leftovers(out, pattern=f".{name}.*.tmp")
     if finished:
         # To verify the manifest, every tar is read again.

@@ -15,6 +15,8 @@ from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
+from pipeline.data.storage.cache import Storage
+from pipeline.data.storage.tars import check_tars_on_all_ranks
 
 
 def rows(first: int, labels: list[list[int]]) -> pa.Table:
@@ -146,3 +148,29 @@ def test_bad_images_of_a_small_folder_have_a_larger_share() -> None:
     assert BadBudget(0.001).allowed(1_000) == 1  # A share that is given counts alone.
     assert BadBudget(0.0).allowed(1_000) == 0
     assert BadBudget(None, least=10).allowed(20) == 10
+
+
+def test_ranks_with_the_same_files_share_the_check_of_the_tars(tmp_path: Path) -> None:
+    """Hosts with copies of their own check these."""
+    write(tmp_path)
+    storage = Storage(unchecked=[])
+    open_dataset(tmp_path, storage).split("train")
+    (tars,) = storage.unchecked
+    for tar in tars.paths:
+        Path(tar).unlink()
+    asked = []
+
+    class Ranks:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def gather(self, value: object) -> list[object]:
+            return [value, "a copy", value] if self.rank != 1 else ["another", value, "another"]
+
+        def sum(self, count: float) -> list[float]:
+            asked.append(int(count))
+            return [0]
+
+    for rank in range(3):
+        check_tars_on_all_ranks(Ranks(rank), [tars])
+    assert asked == [1, 2, 1]
