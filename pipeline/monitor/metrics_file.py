@@ -82,9 +82,9 @@ def open_to_append(path: Path) -> BinaryIO:
 def read_metrics(path: Path) -> tuple[list[Record], int]:
     """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError."""
     with open(path, "rb") as file:
-        lines = [line for line in file if line.strip()]
-    records = [record for line in lines if (record := parse_line(line))]
-    return records, len(lines) - len(records)
+        parsed = [parse_line(line) for line in file if line.strip()]
+    records = [record for record in parsed if record]
+    return records, len(parsed) - len(records)
 
 
 def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
