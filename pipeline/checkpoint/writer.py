@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -206,7 +206,7 @@ class _Flushing:
     def __init__(self, file: io.FileIO, thread: ThreadPoolExecutor) -> None:
         self.file, self._thread = file, thread
         self._unflushed = 0
-        self._flush = thread.submit(int)
+        self._flush: Future[Any] = thread.submit(int)
 
     def write(self, data: Any) -> None:
         view = memoryview(data)
@@ -214,7 +214,7 @@ class _Flushing:
             view = view[self.file.write(view) :]
         self._unflushed += memoryview(data).nbytes
         if self._unflushed > _FLUSH and self._flush.done():
-            self._flush.result()  # An error is reported to one call only.
+            self._flush.result()  # The system reports an error to one call only.
             self._unflushed, self._flush = 0, self._thread.submit(os.fdatasync, self.file.fileno())
 
     def finish(self) -> None:
