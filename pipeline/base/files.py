@@ -49,9 +49,15 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
     durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
-    hidden = path.with_name(f".{path.name}.tmp")
-    with _replacing(path, hidden, durable=durable) as file:
+    with replacing_own(path, durable) as file:
         file.write(as_bytes(text))
+
+
+@contextmanager
+def replacing_own(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """`write_text` of a large file: the new file, to be written in the block."""
+    with _replacing(path, path.with_name(f".{path.name}.tmp"), durable=durable) as file:
+        yield file
 
 
 @contextmanager

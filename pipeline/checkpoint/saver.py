@@ -19,6 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -27,7 +28,7 @@ import torch
 from pipeline.base import json_record
 from pipeline.base.errors import CrashError, OneRankCrashError, UserError
 from pipeline.base.words import how_to_resume
-from pipeline.checkpoint.sharded_tensors import RankPart
+from pipeline.checkpoint.sharded_tensors import BYTES, RankPart
 from pipeline.checkpoint.writer import Best, Commit, Reply, Request, SaveJob
 from pipeline.process.distributed import Ranks
 from pipeline.process.start import child_environment
@@ -48,7 +49,8 @@ _LAST_WAIT_SECONDS = 10.0
 
 
 class Saver:
-    """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
+    """Saves checkpoints in the background. All methods but reserve, mark_best, check_writer and close are
+    collective.
 
     A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second
     death during the same save raises CrashError.
@@ -79,6 +81,8 @@ class Saver:
         self._notes: list[str] = []
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
+        self._thread = ThreadPoolExecutor(1)
+        self._reserved: Future[None] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         self._start_writer()
 
@@ -98,6 +102,12 @@ class Saver:
         # Unbuffered: select does not see what a buffer holds.
         self._from = cast(io.RawIOBase, spawner.stdout)
         self._to = io.BufferedWriter(cast(io.RawIOBase, spawner.stdin))
+
+    def reserve(self, part: RankPart) -> None:
+        """Allocate the memory of a part in the background, so that the first save takes no longer than later ones. Not
+        collective.
+        """
+        self._reserved = self._thread.submit(self._reserve, part.num_elements)
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""
@@ -164,27 +174,38 @@ class Saver:
         while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
         self._close_pipes()
+        self._thread.shutdown()
         self._unlock()
         os.close(self._memory)
         self._errors.close()
 
     # ---------------------------------------------------------------- inside
     def _copy(self, part: RankPart) -> None:
-        tensors = part.all_tensors()
-        count = sum(tensor.numel() for tensor in tensors)
+        if self._reserved is not None:
+            self._reserved.result()
+            self._reserved = None
+        count = part.num_elements
         if not count:
             return
         if count != len(self._host):
             self._map(count)
         at = 0
-        for tensor in tensors:
+        for tensor in part.all_tensors():
             self._host[at : at + tensor.numel()].copy_(tensor.detach(), non_blocking=True)
             at += tensor.numel()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
+    def _reserve(self, count: int) -> None:
+        if not count:
+            return
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # Of this thread.
+        self._map(count)
+        self._host.numpy()[:: mmap.PAGESIZE // BYTES] = 0  # Each page is there once it is written to.
+
     def _map(self, count: int) -> None:
-        """Resize the buffer to `count` elements: at the first save, and once the optimizer has its states."""
+        """Resize the buffer to `count` elements: when reserved, and at a save whose optimizer has other states."""
         self._unlock()
         os.ftruncate(self._memory, 4 * count)
         host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)

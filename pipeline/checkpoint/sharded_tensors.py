@@ -13,7 +13,7 @@ ranks, each reads only the ranges it owns.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -34,8 +34,9 @@ WEIGHTS, EMA = "weights", "ema"
 INDEX = "index.json"
 BYTES = 4
 _READ_AHEAD = 2**23
-# Before the names of LoRA's factors: NAME/OF/LAYER.up, .down and .scale.
-_FACTORS = "objective.lora."
+# Before and after the names of LoRA's factors: objective.lora.NAME/OF/LAYER.up.
+_FACTORS, _ENDS = "objective.lora.", (".up", ".down", ".scale")
+_BATCH = 2**25
 
 
 class Range(NamedTuple):
@@ -59,6 +60,10 @@ class RankPart:
     tensors: dict[str, Sequence["Tensor"]]
     constant_ranges: Ranges = field(default_factory=list)
     constants: Sequence["Tensor"] = ()
+
+    @property
+    def num_elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.all_tensors())
 
     def all_tensors(self) -> list["Tensor"]:
         """The tensors in the order of the rank's file."""
@@ -161,11 +166,32 @@ class ShardedTensors:
         except FileNotFoundError:
             raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
 
-    def full_tensors(self, state: str) -> dict[str, np.ndarray]:
-        """Return every tensor of one state, by name."""
-        flat = {name: np.empty(prod(shape), np.float32) for name, shape in self.index.shapes.items()}
+    def full_tensors(self, state: str, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Return the tensors of one state, by name. names: of some of them; default: all."""
+        shapes = {name: self.index.shapes[name] for name in (self.index.shapes if names is None else names)}
+        flat = {name: np.empty(prod(shape), np.float32) for name, shape in shapes.items()}
         self.read(Range(state, name, 0, array) for name, array in flat.items())
-        return {name: flat[name].reshape(shape) for name, shape in self.index.shapes.items()}
+        return {name: flat[name].reshape(shape) for name, shape in shapes.items()}
+
+    def model_tensors(self, state: str) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the tensors of the model, `with_factors`, in the order of the index.
+
+        Memory: a tensor, or several of _BATCH bytes together, which take a request of an object store together.
+        """
+        names, size = list[str](), 0
+        for name in self.model_shapes():
+            shape = self.index.shapes[name]
+            if names and size + BYTES * prod(shape) > _BATCH:
+                yield from with_factors(self.full_tensors(state, names)).items()
+                names, size = [], 0
+            factors = _FACTORS + stored_layer(name.removesuffix(".weight"))
+            names += [name, *(factor for end in _ENDS if (factor := factors + end) in self.index.shapes)]
+            size += BYTES * prod(shape)
+        yield from with_factors(self.full_tensors(state, names)).items()
+
+    def model_shapes(self) -> dict[str, list[int]]:
+        """The shapes of `model_tensors`."""
+        return {name: shape for name, shape in self.index.shapes.items() if not name.startswith(_FACTORS)}
 
 
 def stored_layer(name: str) -> str:

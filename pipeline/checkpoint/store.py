@@ -4,7 +4,7 @@
     checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
     checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
     checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
-    checkpoints/step-00001000/checksums.json           size and SHA-256 of every file above; written last
+    checkpoints/step-00001000/checksums.json           size and checksum of every file above; written last
     checkpoints/latest                                 the name of the newest, replaced atomically
     checkpoints/kept.json                              checkpoints exempt from retention, and why
 
@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, is_outage
@@ -104,8 +106,7 @@ class WrittenPart:
 
     file: str
     ranges: Ranges
-    bytes: int
-    sha256: str
+    checksum: Checksum
     constants: Ranges = field(default_factory=list)
 
 
@@ -169,7 +170,8 @@ class Checkpoints:
 
     def commit(self, path: AnyPath, checksums: dict[str, Checksum]) -> AnyPath:
         """Commit the flushed files in `path` as a checkpoint and make `latest` name it. checksums: of every file."""
-        write_atomically(path / CHECKSUMS, json.dumps({name: asdict(c) for name, c in checksums.items()}, indent=1))
+        known = {name: {key: value for key, value in asdict(c).items() if value != ""} for name, c in checksums.items()}
+        write_atomically(path / CHECKSUMS, json.dumps(known, indent=1))
         if isinstance(path, BucketPath):
             final: AnyPath = path
             for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Left by a failed save.
@@ -358,7 +360,8 @@ def verify(path: AnyPath, share: int = 0, shares: int = 1) -> str | None:
         if missing := needed - expected.keys():
             return f"{min(missing)} has no checksum"
         for name, known in sorted(expected.items())[share::shares]:
-            if Retry().read_file(str(path / name), partial(checksum, path / name)) != known:
+            kind = xxhash.xxh3_128 if known.xxh128 else hashlib.sha256
+            if Retry().read_file(str(path / name), partial(checksum, path / name, kind)) != known:
                 return f"{name} does not match its checksum"
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return f"{name} is missing"
@@ -393,11 +396,12 @@ class _CheckpointFormat:
     format: int = 0
 
 
-def checksum(file: AnyPath) -> Checksum:
-    """Return size and SHA-256 of a file."""
+def checksum(file: AnyPath, kind: Callable[[], Any] = hashlib.sha256) -> Checksum:
+    """Return size and checksum of a file. kind: hashlib.sha256 or xxhash.xxh3_128."""
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-        return Checksum(stream.tell(), digest)
+        digest = hashlib.file_digest(stream, kind).hexdigest()  # type: ignore[arg-type]
+        size = stream.tell()
+    return Checksum(size, digest) if kind is hashlib.sha256 else Checksum(size, xxh128=digest)
 
 
 def write_atomically(path: AnyPath, text: str, durable: bool = True) -> None:

@@ -12,18 +12,23 @@ each start.
 import contextlib
 import errno
 import hashlib
+import io
 import json
+import math
 import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from pipeline.base import json_record
 from pipeline.base.errors import CrashError, UserError, is_outage, mistake_in_words
@@ -36,7 +41,6 @@ from pipeline.checkpoint.sharded_tensors import (
     CheckpointIndex,
     Ranges,
     ShardedTensors,
-    with_factors,
 )
 from pipeline.checkpoint.store import (
     BEAT_SECONDS,
@@ -59,7 +63,7 @@ from pipeline.process.committed import Checksum
 
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
-_CHUNK = 2**23
+_CHUNK, _FLUSH = 2**20, 2**26
 
 
 @dataclass(frozen=True)
@@ -175,15 +179,14 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
 
 def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
     """Write the rank's file."""
-    name = f"rank-{job.rank:04d}.{job.token}.bin"
-    size, digest = job.bytes, hashlib.sha256()
+    name, digest = f"rank-{job.rank:04d}.{job.token}.bin", xxhash.xxh3_128()
     with contextlib.ExitStack() as stack:
         data = memoryview(b"")
-        if size:
-            shared = stack.enter_context(mmap.mmap(memory, size, prot=mmap.PROT_READ))
+        if job.bytes:
+            shared = stack.enter_context(mmap.mmap(memory, job.bytes, prot=mmap.PROT_READ))
             data = stack.enter_context(memoryview(shared))
-        file = None if isinstance(path, BucketPath) else stack.enter_context(open(path / name, "wb"))
-        for begin in range(0, size, _CHUNK):
+        file = None if isinstance(path, BucketPath) else stack.enter_context(_flushed(path / name))
+        for begin in range(0, job.bytes, _CHUNK):
             with data[begin : begin + _CHUNK] as chunk:
                 if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
                     raise UserError(
@@ -192,12 +195,40 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
                 digest.update(chunk)
                 if file is not None:
                     file.write(chunk)
-        if file is not None:
-            file.flush()
-            os.fsync(file.fileno())
     if isinstance(path, BucketPath):
         (path / name).upload(f"/proc/self/fd/{memory}")
-    return WrittenPart(name, job.ranges, size, digest.hexdigest(), job.constants)
+    return WrittenPart(name, job.ranges, Checksum(job.bytes, xxh128=digest.hexdigest()), job.constants)
+
+
+class _Flushing:
+    """A new local file that the disk receives while more is written, in another thread."""
+
+    def __init__(self, file: io.FileIO, thread: ThreadPoolExecutor) -> None:
+        self.file, self._thread = file, thread
+        self._unflushed = 0
+        self._flush: Future[Any] = thread.submit(int)
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data)
+        while len(view):
+            view = view[self.file.write(view) :]
+        self._unflushed += memoryview(data).nbytes
+        if self._unflushed > _FLUSH and self._flush.done():
+            self._flush.result()  # The system reports an error to one call only.
+            self._unflushed, self._flush = 0, self._thread.submit(os.fdatasync, self.file.fileno())
+
+    def finish(self) -> None:
+        self._flush.result()
+        os.fsync(self.file.fileno())
+
+
+@contextlib.contextmanager
+def _flushed(path: Path) -> Iterator[_Flushing]:
+    """A new local file, which is on the disk when the block ends."""
+    with ThreadPoolExecutor(1) as thread, open(path, "wb", buffering=0) as file:
+        flushing = _Flushing(file, thread)
+        yield flushing
+        flushing.finish()
 
 
 def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
@@ -235,7 +266,7 @@ def _write_rest(path: AnyPath, job: SaveJob, commit: Commit, parts: list[Written
     index = CheckpointIndex(commit.shapes, job.states, {part.file: part.ranges for part in parts}, constants)
     write_atomically(path / INDEX, json.dumps(index.to_dict()))
     write_atomically(path / "state.json", json.dumps({"format": FORMAT, **commit.state}, indent=1))
-    checksums = {part.file: Checksum(part.bytes, part.sha256) for part in parts}
+    checksums = {part.file: part.checksum for part in parts}
     checksums[MODEL] = _write_model(path / MODEL, ShardedTensors(path, index), commit)
     checksums |= {name: checksum(path / name) for name in (INDEX, "state.json")}
     return checksums
@@ -251,23 +282,30 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     """Write model.safetensors from the parts; returns its checksum.
 
     By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an
-    object store, and needs a second copy of all weights; this writes tensor by tensor. Format: header length, header in
-    JSON, data.
+    object store, and needs all weights in memory; this writes tensor by tensor, and another thread hashes what is
+    being written. Format: header length, header in JSON, data.
     """
-    weights = with_factors(sharded.full_tensors(EMA if EMA in sharded.states else WEIGHTS))
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
-    for name, array in weights.items():
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
+    for name, shape in sharded.model_shapes().items():
+        end = at + BYTES * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # Aligns the data.
-    with file.replacing() if isinstance(file, BucketPath) else open(file, "wb") as stream:
-        for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for array in weights.values())):
+    tensors = sharded.model_tensors(EMA if EMA in sharded.states else WEIGHTS)
+    digest = hashlib.sha256()
+    with (
+        ThreadPoolExecutor(1) as thread,
+        file.replacing() if isinstance(file, BucketPath) else _flushed(file) as stream,
+    ):
+        hashing = thread.submit(digest.update, b"")
+        for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for _, array in tensors)):
+            hashing.result()  # Of the tensor before: no more than two are in memory.
+            hashing = thread.submit(digest.update, part)
             stream.write(part)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return checksum(file)
+        hashing.result()
+    return Checksum(8 + len(text) + at, digest.hexdigest())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.base.files import write_text
+from pydantic_core import from_json
+
+from pipeline.base.files import replacing_own
 from pipeline.base.words import counted
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,21 +47,25 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
 
     Returns (the metrics that this step has, lines for the log that say what was removed).
     """
-    old: list[bytes] = []
+    logged, removed, num_bytes = dict[str, float](), Counter[tuple[str, str]](), 0
+    kept = [(0, 0)]  # (first byte, end) of what stays.
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        old = file.readlines()
-    lines, logged, removed = list[bytes](), dict[str, float](), Counter[tuple[str, str]]()
-    for line in old:
-        record = parse_line(line)
-        if record is None:
-            removed["damaged line", ""] += 1
-        elif record.step > last_step:
-            removed["record", f" after step {last_step:,}, from which the run continues"] += 1
-        else:
-            lines.append(line.rstrip(b"\n") + b"\n")
-            logged |= record.metrics if record.step == last_step else {}
-    if lines != old:
-        write_text(path, b"".join(lines).decode())
+        for line in file:
+            begin, num_bytes = num_bytes, num_bytes + len(line)
+            record = parse_line(line)
+            if record is None:
+                removed["damaged line", ""] += 1
+            elif record.step > last_step:
+                removed["record", f" after step {last_step:,}, from which the run continues"] += 1
+            else:
+                kept[-1:] = [(kept[-1][0], num_bytes)] if kept[-1][1] == begin else [kept[-1], (begin, num_bytes)]
+                logged |= record.metrics if record.step == last_step else {}
+        if removed:
+            with replacing_own(path) as new:
+                for begin, end in kept:
+                    file.seek(begin)
+                    while chunk := file.read(min(2**20, end - file.tell())):
+                        new.write(chunk)
     return logged, [f"{path}: removed {counted(count, what)}{rest}" for (what, rest), count in removed.items()]
 
 
@@ -76,9 +82,9 @@ def open_to_append(path: Path) -> BinaryIO:
 def read_metrics(path: Path) -> tuple[list[Record], int]:
     """Returns (records, number of damaged lines) of a metrics.jsonl. Raises FileNotFoundError."""
     with open(path, "rb") as file:
-        lines = [line for line in file if line.strip()]
-    records = [record for line in lines if (record := parse_line(line))]
-    return records, len(lines) - len(records)
+        parsed = [parse_line(line) for line in file if line.strip()]
+    records = [record for record in parsed if record]
+    return records, len(parsed) - len(records)
 
 
 def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
@@ -93,7 +99,7 @@ def by_name(records: Iterable[Record]) -> dict[str, dict[int, float]]:
 def parse_line(line: bytes) -> Record | None:
     """One line of metrics.jsonl; None if it is damaged, for example cut short by a kill."""
     try:
-        found = json.loads(line)
+        found = from_json(line)  # A quarter of the time of json.loads.
         metrics = {name: float(value) for name, value in found["metrics"].items()}
         return Record(operator.index(found["step"]), operator.index(found["time"]), metrics)
     except (ValueError, TypeError, KeyError, AttributeError):

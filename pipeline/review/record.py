@@ -36,8 +36,10 @@ class Series:
     @classmethod
     def of(cls, points: Mapping[int, float]) -> "Series":
         """points: step -> value."""
-        steps = sorted(points)
-        return cls(np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64))
+        steps = np.fromiter(points.keys(), np.int64, len(points))
+        values = np.fromiter(points.values(), np.float64, len(points))
+        order = np.argsort(steps)
+        return cls(steps[order], values[order])
 
     def __len__(self) -> int:
         return len(self.steps)

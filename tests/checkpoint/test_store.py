@@ -538,6 +538,20 @@ def test_a_full_disk_leaves_the_old_text_and_names_the_file(tmp_path: Path, monk
     assert names(tmp_path) == ["state.json"]
 
 
+def test_a_flush_that_fails_during_a_save_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reports the error to that call only: the last flush of the file succeeds."""
+
+    def broken(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    save_all(tmp_path, 1)
+    monkeypatch.setattr(writer, "_FLUSH", 0)
+    monkeypatch.setattr(os, "fdatasync", broken)
+    with pytest.raises((UserError, CrashError)):
+        save_all(tmp_path, 2, world_size=1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
 def test_everything_is_flushed_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: set[str] = set()
     fsync, rename = os.fsync, os.rename

@@ -34,6 +34,25 @@ def test_later_steps_and_damage_are_removed(tmp_path: Path) -> None:
     assert by_name(read_metrics(path)[0])["loss"] == {1: 1.0, 2: 0.5, 3: 0.4}
 
 
+def test_what_stays_between_damaged_lines_keeps_its_bytes(tmp_path: Path) -> None:
+    """However lines that stay and lines that go alternate, with forms of JSON that another program may write."""
+    lines = [
+        Record(1, 1001, {"loss": float("nan"), "lr": -float("inf"), "skipped": 2}).to_line(),
+        b"\n",
+        b'{"metrics":{"\xc3\xa4\\u00e9":1e-3},"time":5,"step":2}\n',
+        b'{"step": 2, "time": 5, "metrics": {"a": 1.0, }}\n',
+        b'{"step": 2, "time": 5, "metrics": {"a": 01}}\n',
+        b'{"step": 2, "time": 5, "metrics": {"\xff": 1}}\n',
+        b'{"step": 2, "time": 5, "metrics": {"a": null}}\n',
+        Record(3, 1002, {}).to_line(),
+        Record(2, 1003, {"loss": 0.25}).to_line(),
+    ]
+    (path := tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    logged, notes = repair(path, 2)
+    assert (logged, len(notes)) == ({"äé": 0.001, "loss": 0.25}, 2)
+    assert path.read_bytes() == b"".join(lines[i] for i in (0, 2, 8))
+
+
 def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
     """They were damaged lines: nothing of a study of R50+ViT arrived, and a resumed run removed them."""
     declared = {"photos (2)_20nn": Metric("share", "higher", "probe")}

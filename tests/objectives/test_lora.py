@@ -1,10 +1,13 @@
 """LoRA: nothing changes at first, factors alone are trained, and a checkpoint's weights have their product."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
 from pipeline import objectives
-from pipeline.checkpoint.sharded_tensors import with_factors
+from pipeline.checkpoint.sharded_tensors import CheckpointIndex, ShardedTensors, with_factors
 from pipeline.model import build, configure
 from pipeline.objectives.objective import Objective, constants, stored_name
 from pipeline.settings import schema
@@ -70,6 +73,23 @@ def test_the_exported_weights_compute_the_same() -> None:
     plain = build(MODEL).eval()
     plain.load_state_dict(merged)
     torch.testing.assert_close(plain(images), objective.backbone(images), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 3000, 2**30])
+def test_the_exported_weights_are_the_same_if_read_piece_by_piece(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = with_trained_factors("train.lora_layers=[qkv,down]")
+    tensors = [*objective.named_parameters(), *objective.named_buffers()]
+    stored = {stored_name(name): tensor.detach().numpy() for name, tensor in tensors}
+    (tmp_path / "rank-0.bin").write_bytes(b"".join(array.tobytes() for array in stored.values()))
+    shapes = {name: list(array.shape) for name, array in stored.items()}
+    ranges = [(name, 0, array.size) for name, array in stored.items()]
+    sharded = ShardedTensors(tmp_path, CheckpointIndex(shapes, ["weights"], {"rank-0.bin": ranges}))
+    monkeypatch.setattr("pipeline.checkpoint.sharded_tensors._BATCH", batch)
+    found, expected = dict(sharded.model_tensors("weights")), with_factors(stored)
+    assert list(found) == list(expected) == list(sharded.model_shapes())
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
 def test_another_alpha_is_another_run() -> None:
