@@ -28,7 +28,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, Weights, build
 from pipeline.model.convert.mae import DECODER, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
-from pipeline.model.layers import Dense, run_block, take_tokens
+from pipeline.model.layers import Dense, patches_of, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.objectives.objective import BACKBONE, Facts, Images, Inputs, Objective
@@ -79,14 +79,6 @@ def errors(images: Tensor, predictions: Tensor, patch_size: int, normalise: bool
         variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
         targets = (targets - mean) / (variance + 1e-6).sqrt()
     return (predictions.float() - targets).square().mean(-1)
-
-
-def patches_of(images: Tensor, patch_size: int) -> Tensor:
-    """(B, C, H, W) -> (B, N, C P P): patches row by row, each in the order row, column, channel."""
-    P = patch_size
-    B, C, H, W = images.shape
-    cut = images.view(B, C, H // P, P, W // P, P)
-    return cut.permute(0, 2, 4, 3, 5, 1).reshape(B, (H // P) * (W // P), P * P * C)
 
 
 class Mae(Objective):
@@ -231,7 +223,7 @@ class Mae(Objective):
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
         """(B, C, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, C P P)."""
         vit = cast(VisionTransformer, self.backbone)
-        return self.decode(vit.encode(vit.embed(images), kept=kept), places)
+        return self.decode(vit.encode(vit.embed(images, kept=kept), kept=kept), places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens of class token, registers and kept patches -> predictions (B, N, C P P). Registers are left out."""
