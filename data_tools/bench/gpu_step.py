@@ -241,6 +241,7 @@ def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> Ca
 
     def of(size: int) -> Step:
         batch = noise_views(shapes, size)
+        batch.drawn.update(trained.draw(batch, training=True))
         if case.device == "cuda":
             batch = replace(batch, views=tuple(view.pin_memory() for view in batch.views))
         return lambda: training_step(engine, [batch], next(numbers), _LR).loss

@@ -10,7 +10,7 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
-from pipeline.data.loading.loader import Batch, Loader
+from pipeline.data.loading.loader import Batch, Draw, Loader
 from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_by, train_views
 from pipeline.process.distributed import Ranks, StopRequest
 from pipeline.process.waits import Work
@@ -29,6 +29,7 @@ class SplitReader:
     views: those of an objective; if there are several, they are read instead of the evaluation view, drawn from (seed,
     epoch, sample, view). The requests of `eval_requests` are of epoch 0, so these views are the same at each
     evaluation.
+    draw: the objective's, for what it measures; None where only images are read.
     left_out: filled while images are read that no data set counts (`noting_left_out`).
     """
 
@@ -43,6 +44,7 @@ class SplitReader:
     pixels: Pixels = RGB8
     views: tuple[Views, ...] = ()
     seed: int = 0
+    draw: Draw | None = None
     left_out: dict[int, set[str]] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +56,7 @@ class SplitReader:
         pixels: Pixels,
         stop: StopRequest | None = None,
         views: tuple[Views, ...] = (),
+        draw: Draw | None = None,
     ) -> "SplitReader":
         """A reader by the settings of a run."""
         return cls(
@@ -68,6 +71,7 @@ class SplitReader:
             pixels=pixels,
             views=views,
             seed=config.seed,
+            draw=draw,
         )
 
     @contextmanager
@@ -92,7 +96,7 @@ class SplitReader:
         ) as loader:
 
             def counted() -> Iterator[Batch]:
-                batches = loader.batches(requests)
+                batches = loader.batches(requests, self.draw)
                 with Work(f"reading {self.split.name}", num_samples) as work:
                     for batch in self.stop.together(batches) if self.stop else batches:
                         if len(loader.bad) > self.budget.allowed(num_samples):

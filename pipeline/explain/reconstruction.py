@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pipeline.model import ViTConfig
 from pipeline.model.convert.preprocessing import HALF
-from pipeline.objectives.mae import Mae, draw_masks, errors, patches_of
+from pipeline.model.layers import patches_of
+from pipeline.objectives.mae import Mae, draw_masks, errors
 
 _GREY = 0.5
 

@@ -93,6 +93,17 @@ def take_tokens(tokens: Tensor, numbers: Tensor) -> Tensor:
     return tokens.reshape(B * N, D).index_select(0, rows.flatten()).view(*numbers.shape, D)
 
 
+def patches_of(images: Tensor, patch_size: int) -> Tensor:
+    """(B, C, height, width) -> (B, N, P P C): patches row by row, the values of each in the order row, column, channel.
+
+    Pixels at the right and at the bottom that fill no patch are left out.
+    """
+    rows, columns = (side // patch_size for side in images.shape[2:])
+    covered = images[:, :, : rows * patch_size, : columns * patch_size]
+    cut = covered.unflatten(3, (columns, patch_size)).unflatten(2, (rows, patch_size))  # (B, C, rows, P, columns, P)
+    return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
 def kernel_names(model: nn.Module) -> set[str]:
     """Names of the kernels of dense layers and convolutions, the only parameters with weight decay.
 

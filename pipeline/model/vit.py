@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import Size, ViTConfig
@@ -37,6 +38,7 @@ from pipeline.model.layers import (
     initialize_head,
     layer_norm,
     lecun_normal,
+    patches_of,
     run_block,
     take_tokens,
 )
@@ -46,7 +48,13 @@ from pipeline.model.rope import Rotation
 
 
 class PatchEmbedding(nn.Conv2d):
-    """The linear projection of each patch, as a convolution with a P x P kernel and stride P."""
+    """The linear projection of each patch: on a CPU a convolution with a P x P kernel and stride P, else a product.
+
+    They differ by rounding. A CPU's convolution takes two thirds of the product's time at P = 16; a GPU's reaches a
+    fraction of the product's speed.
+    """
+
+    convolved_on: tuple[str, ...] = ("cpu",)  # Types of device.
 
     def __init__(self, channels: int, config: ViTConfig):
         super().__init__(channels, config.width, kernel_size=config.patch_size, stride=config.patch_size)
@@ -54,9 +62,17 @@ class PatchEmbedding(nn.Conv2d):
     def reset_parameters(self) -> None:
         nn.init.zeros_(cast(Tensor, self.bias))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, C, height, width) -> (B, rows*columns, D)"""
-        return super().forward(images).flatten(2).transpose(1, 2)
+    def forward(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
+        """(B, C, height, width) -> (B, rows*columns, D); with `kept`, int64 (B, K), the patches with these numbers
+        alone.
+        """
+        if images.device.type in self.convolved_on:
+            embedded = super().forward(images).flatten(2).transpose(1, 2)
+            return embedded if kept is None else take_tokens(embedded, kept)
+        patches = patches_of(images, self.kernel_size[0])
+        if kept is not None:
+            patches = take_tokens(patches, kept)
+        return F.linear(patches, self.weight.permute(0, 2, 3, 1).flatten(1), self.bias)
 
 
 class SelfAttention(nn.Module):
@@ -320,10 +336,13 @@ class VisionTransformer(ImageModel):
             pooled = self.norm(pooled)
         return pooled if self.representation is None else torch.tanh(self.representation(pooled))
 
-    def embed(self, images: Tensor, *, any_size: bool = False) -> Tensor:
-        """(B, C, height, width) -> (B, rows*columns, D) patch embeddings, without positions."""
+    def embed(self, images: Tensor, *, any_size: bool = False, kept: Tensor | None = None) -> Tensor:
+        """(B, C, height, width) -> (B, rows*columns, D) patch embeddings, without positions.
+
+        kept: int64 (B, K), the numbers of some patches in each image: these alone, (B, K, D).
+        """
         check_images(images, self.config.pixels.num_channels, None if any_size else self.config.image_size)
-        return self.patch_embedding(images if self.stem is None else self.stem(images))
+        return self.patch_embedding(images if self.stem is None else self.stem(images), kept)
 
     def grid_of(self, images: Tensor) -> Size:
         """(rows, columns) of the patches of images (B, C, height, width)."""
@@ -333,15 +352,11 @@ class VisionTransformer(ImageModel):
         """(B, rows*columns, D) patch embeddings -> (B, N, D) tokens after the last block and the final LayerNorm.
 
         grid: (rows, columns) of the patches; None is that of `config.image_size`.
-        kept: int64 (B, K), the numbers of some patches in each image: the blocks run on these only, at their places,
-        and on class token and registers, which come first. For models that `check_encodes_kept` of objectives/mae.py
-        accepts.
+        kept: as of `embed`: `patches` are these alone, (B, K, D), and get the positions of their places. For models
+        that `check_encodes_kept` of objectives/mae.py accepts.
         """
-        x = self.add_positions(self.add_class_token(patches), block=0, grid=grid)
+        x = self.add_positions(self.add_class_token(patches), block=0, grid=grid, kept=kept)
         rotation = self.rotation(x.device, grid)
-        if kept is not None:
-            first = x.shape[1] - self.config.num_patches
-            x = torch.cat([x[:, :first], take_tokens(x, first + kept)], dim=1)
         x = self.add_registers(x)
         if kept is not None and rotation is not None:
             rotation = rope.of_patches(rotation, kept, x.shape[1] - kept.shape[1])
@@ -380,11 +395,11 @@ class VisionTransformer(ImageModel):
         first = 0 if self.class_token is None else 1
         return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
-    def add_positions(self, x: Tensor, block: int, grid: Size | None = None) -> Tensor:
+    def add_positions(self, x: Tensor, block: int, grid: Size | None = None, kept: Tensor | None = None) -> Tensor:
         """Adds the position embeddings that belong before this block; by default only before the first. x -> same
         shape.
 
-        grid: (rows, columns) of the patches; None is that of `config.image_size`.
+        grid: (rows, columns) of the patches; None is that of `config.image_size`. kept: as of `encode`.
         """
         if grid not in (None, self.config.grid):
             self.config.check_any_grid()
@@ -392,7 +407,11 @@ class VisionTransformer(ImageModel):
             return x
         tables = position.per_token(self.positions, self.config, grid)  # one, or one for each block
         # DeepSpeed leaves buffers, such as fixed positions, in float32.
-        return x + tables[block % len(tables)].to(x.dtype)
+        table = tables[block % len(tables)].to(x.dtype)
+        if kept is not None:
+            first = x.shape[1] - kept.shape[1]  # 1 with a class token, whose position is number 0, else 0
+            table = take_tokens(table.expand(len(x), -1, -1), F.pad(first + kept, (first, 0)))
+        return x + table
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

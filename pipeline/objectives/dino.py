@@ -29,14 +29,12 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import finite
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.loading.loader import Batch, to_device
-from pipeline.data.loading.mix import Mixing
+from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.views import Views
 from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.objective import (
     Facts,
     Images,
-    Inputs,
     Metrics,
     Objective,
     embedding_std,
@@ -233,12 +231,8 @@ class Dino(GramAnchored):
         return super().frozen_steps() | prototypes
 
     # ------------------------------------------------------------------ from a batch to the loss
-    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        found = super().inputs(batch, device, mixing)
-        if self.masks and self.training:
-            for name, array in zip(("masked", "indices", "weights"), self.masks.draw(batch), strict=True):
-                found.facts[name] = to_device(torch.from_numpy(array), device)
-        return found
+    def draw(self, batch: Batch, training: bool) -> dict[str, Tensor]:
+        return self.masks.draw(batch) if self.masks and training else {}
 
     def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
         given, valid = self.given, facts["valid"]
@@ -463,7 +457,7 @@ class BlockMasks:
     shares: tuple[float, float]
     seed: int
 
-    def draw(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw(self, batch: Batch) -> dict[str, Tensor]:
         """Returns what is masked of a batch. All images have as many indices, so that shapes are fixed.
 
         masked: bool (2B, N), the patches that the student sees as the mask token, of all first views and then all
@@ -483,7 +477,8 @@ class BlockMasks:
             places = np.flatnonzero(masked[row])
             indices[i] = row * N + np.pad(places, (0, M - len(places)), mode="edge")
             weights[i, : len(places)] = 1 / len(places)
-        return masked, indices, weights
+        found = {"masked": masked, "indices": indices, "weights": weights}
+        return {name: torch.from_numpy(array) for name, array in found.items()}
 
     def _count(self, share: float) -> int:
         return max(1, int(share * math.prod(self.grid)))

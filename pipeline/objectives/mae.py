@@ -28,7 +28,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, DecoderFacts, Model, ViTConfig, Weights, build
 from pipeline.model.convert.mae import DECODER, decoder_depth, fold_pixels
 from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD
-from pipeline.model.layers import Dense, run_block, take_tokens
+from pipeline.model.layers import Dense, patches_of, run_block, take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 from pipeline.objectives.objective import BACKBONE, Facts, Images, Inputs, Objective
@@ -79,14 +79,6 @@ def errors(images: Tensor, predictions: Tensor, patch_size: int, normalise: bool
         variance, mean = torch.var_mean(targets, dim=-1, keepdim=True)
         targets = (targets - mean) / (variance + 1e-6).sqrt()
     return (predictions.float() - targets).square().mean(-1)
-
-
-def patches_of(images: Tensor, patch_size: int) -> Tensor:
-    """(B, C, H, W) -> (B, N, C P P): patches row by row, each in the order row, column, channel."""
-    P = patch_size
-    B, C, H, W = images.shape
-    cut = images.view(B, C, H // P, P, W // P, P)
-    return cut.permute(0, 2, 4, 3, 5, 1).reshape(B, (H // P) * (W // P), P * P * C)
 
 
 class Mae(Objective):
@@ -209,15 +201,17 @@ class Mae(Objective):
         return "init.weights: continued with its decoder"
 
     # ------------------------------------------------------------------ from a batch to the loss
-    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
-        """Adds to the default: the pixels in float32; `kept`, int64 (B, K), the kept patches in the order of the image;
-        and `places`, int64 (B, N): the number of each patch among the kept ones, or K for a removed one."""
-        views, facts = super().inputs(batch, device, mixing)
+    def draw(self, batch: Batch, training: bool) -> dict[str, Tensor]:
+        """`kept`, int64 (B, K): the kept patches in the order of the image. `places`, int64 (B, N): the number of each
+        patch among the kept ones, or K for a removed one.
+        """
         kept, places = draw_masks(self.seed, batch.epochs, batch.rows, self.num_patches, self.num_kept)
-        images = self.as_predicted(views[0])
-        return Inputs(
-            views, facts | {"images": images, "kept": to_device(kept, device), "places": to_device(places, device)}
-        )
+        return {"kept": kept, "places": places}
+
+    def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
+        """Adds to the default: `images`, the pixels in float32."""
+        views, facts = super().inputs(batch, device, mixing)
+        return Inputs(views, facts | {"images": self.as_predicted(views[0])})
 
     def as_predicted(self, images: Tensor) -> Tensor:
         """(B, C, H, W) as the backbone reads them -> the same images with the mean and deviation of the pixels that are
@@ -229,9 +223,9 @@ class Mae(Objective):
         return (images * 0.5 + 0.5 - mean) / std
 
     def predict(self, images: Tensor, kept: Tensor, places: Tensor) -> Tensor:
-        """(B, C, H, W), `kept` and `places` as `inputs` gives them -> the pixels of all patches, (B, N, C P P)."""
+        """(B, C, H, W), `kept` and `places` as `draw` gives them -> the pixels of all patches, (B, N, C P P)."""
         vit = cast(VisionTransformer, self.backbone)
-        return self.decode(vit.encode(vit.embed(images), kept=kept), places)
+        return self.decode(vit.encode(vit.embed(images, kept=kept), kept=kept), places)
 
     def decode(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens of class token, registers and kept patches -> predictions (B, N, C P P). Registers are left out."""
@@ -294,14 +288,14 @@ def num_kept(num_patches: int, mask_share: float) -> int:
 def draw_masks(
     seed: int, epochs: np.ndarray, rows: np.ndarray, num_patches: int, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """(`kept`, `places`) of `Mae.inputs` for samples by their epochs and rows, int64 (B,)."""
+    """(`kept`, `places`) of `Mae.draw` for samples by their epochs and rows, int64 (B,)."""
     sample = (epochs[:, None], rows[:, None], np.arange(num_patches))
     order = np.argsort(random_numbers.bits(seed, _REMOVED, *sample), axis=1, kind="stable")
     return as_places(np.sort(order[:, :num_kept], axis=1), num_patches)
 
 
 def as_places(kept: np.ndarray, num_patches: int) -> tuple[Tensor, Tensor]:
-    """(`kept`, `places`) of `Mae.inputs` from the kept patches, int64 (B, K)."""
+    """(`kept`, `places`) of `Mae.draw` from the kept patches, int64 (B, K)."""
     places = np.full((len(kept), num_patches), kept.shape[1], np.int64)
     np.put_along_axis(places, kept, np.broadcast_to(np.arange(kept.shape[1]), kept.shape), axis=1)
     return torch.from_numpy(kept), torch.from_numpy(places)

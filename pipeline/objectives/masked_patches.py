@@ -7,6 +7,7 @@ epoch, sample), so it is the same on any number of ranks and after a restart.
 Shapes: B batch, N patches, C corrupted patches, P patch side in pixels, T targets per patch.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.loading.loader import Batch, images_to_device, normalise, to_device
+from pipeline.data.loading.loader import Batch, images_to_device, normalise
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
@@ -72,11 +73,9 @@ class MaskedPatches(Objective):
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         assert mixing is None
-        pixels, valid = images_to_device(batch.images, device), to_device(batch.valid, device)
-        sources, corrupted = self.draw(batch, device)
-        targets = self.targets(pixels, corrupted)
-        facts = {"sources": sources, "corrupted": corrupted, "targets": targets, "valid": valid}
-        return Inputs((self.normalised(pixels, device),), facts)
+        moved = replace(batch, views=(images_to_device(batch.views[0], device),))
+        views, facts = super().inputs(moved, device, mixing)
+        return Inputs(views, facts | {"targets": self.targets(moved.images, facts["corrupted"])})
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
         return self.patch_losses(self.predict(views, facts), facts["targets"])
@@ -92,8 +91,8 @@ class MaskedPatches(Objective):
         """float32 (B, C, outputs): what the corrupted patches are predicted to be."""
         return self.backbone(views[0], facts["sources"], facts["corrupted"]).float()
 
-    def draw(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The model's inputs in addition to the images: (sources int64 (B, N), corrupted int64 (B, C)); see
+    def draw(self, batch: Batch, training: bool) -> dict[str, Tensor]:
+        """The model's inputs in addition to the images: `sources`, int64 (B, N), and `corrupted`, int64 (B, C); see
         MaskedViT.
         """
         N, C = self.config.num_patches, self.config.num_corrupted
@@ -107,7 +106,7 @@ class MaskedPatches(Objective):
         drawn = np.where(how < _MASK_TOKEN, N, np.where(how < _MASK_TOKEN + _OTHER_PATCH, other, patch))
         sources = np.tile(patch, (len(batch.rows), 1))
         np.put_along_axis(sources, corrupted, np.take_along_axis(drawn, corrupted, axis=1), axis=1)
-        return to_device(torch.from_numpy(sources), device), to_device(torch.from_numpy(corrupted), device)
+        return {"sources": torch.from_numpy(sources), "corrupted": torch.from_numpy(corrupted)}
 
     def targets(self, images: Tensor, corrupted: Tensor) -> Tensor:
         """Targets (B, C, T) of the corrupted patches of a batch's images (B, height, width, K).

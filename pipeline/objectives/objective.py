@@ -340,15 +340,25 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ from a batch to the loss
+    def draw(self, batch: Batch, training: bool) -> dict[str, Tensor]:
+        """Returns what is drawn at random of each sample, such as masks, in host memory: `inputs` gets it as
+        `batch.drawn`.
+
+        Threads of the loader call it while the module trains, so it depends on (seed, epoch, sample) alone. training:
+        False for what `measure` reads.
+        """
+        return {}
+
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         """Returns what `loss` and `measure` read. mixing: how images are mixed in pairs, None for not at all.
 
-        By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, and which
-        samples are valid; with `mixing`, the one view mixed, and how much of each is its own (`mix_images`).
+        By default, of each group of V `views` (V * B, C, H, W), all first views before all second ones, which samples
+        are valid, and what was drawn; with `mixing`, the one view mixed, and how much of each is its own
+        (`mix_images`).
         """
         groups = [images_to_device(group, device) for group in batch.views]
         views = tuple(self.normalised(group.flatten(0, 1), device) for group in groups)
-        facts = {"valid": to_device(batch.valid, device)}
+        facts = {name: to_device(values, device) for name, values in {"valid": batch.valid, **batch.drawn}.items()}
         if mixing is not None:
             (view,) = views
             mixed, facts["own"] = mix_images(view, facts["valid"], mixing)

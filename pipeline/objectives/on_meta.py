@@ -111,6 +111,7 @@ def inputs(objective: "Objective", config: RunConfig, images: int, dtype: torch.
     labels, valid = torch.zeros((images, 1), dtype=torch.int64), torch.ones(images, dtype=torch.bool)
     targets = torch.zeros(images, len(config.data.target_names))
     batch = Batch(views, labels, valid, np.arange(images), np.zeros(images, np.int64), targets)
+    batch.drawn.update(objective.draw(batch, training=True))
     found = objective.inputs(batch, META, None)
     return found._replace(views=tuple(view.to(dtype) for view in found.views))
 

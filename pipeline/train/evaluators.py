@@ -8,6 +8,7 @@ to make up an evaluation that was due but did not finish.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pipeline import objectives
@@ -150,7 +151,8 @@ class SplitEvaluator(Evaluator):
     ) -> tuple[ClassificationScores | RegressionScores | Means, Predictions | TargetPredictions | None]:
         config, engine, objective = self.run.config, self.run.engine, self.run.engine.objective
         views = () if objective.predicts else objective.views(config)
-        reader = SplitReader.of_run(config, split, self.run.ranks, objective.pixels, self.run.stop, views)
+        draw = partial(objective.draw, training=False)
+        reader = SplitReader.of_run(config, split, self.run.ranks, objective.pixels, self.run.stop, views, draw)
         if not objective.predicts:
             return means(self.watched(step, "evaluation", engine.measure), reader), None
         if isinstance(objective, Regression):

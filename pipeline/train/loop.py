@@ -6,6 +6,7 @@ Read it from top to bottom. `setup.py` prepares what the loop uses, `start.py` s
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from pipeline.architecture.pixels import Pixels
 from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.loader import Batch, Loader, train_requests
+from pipeline.data.loading.loader import Batch, Draw, Loader, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing
 from pipeline.data.loading.order import batch_of_step
 from pipeline.data.loading.views import read_by, train_views
@@ -37,7 +38,8 @@ if TYPE_CHECKING:  # `training_step` is also used without it.
 def train_on_all_ranks(run: "TrainingRun") -> None:
     """Train from `run.progress.step` to the end of the plan. Raises Stopped on all ranks when they agree to stop."""
     config, plan, feed, progress = run.config, run.plan, run.feed, run.progress
-    feed.go_to(progress.step, progress.skipped_batches)
+    draw = partial(run.engine.objective.draw, training=True)
+    feed.go_to(progress.step, progress.skipped_batches, draw)
     run.meter.restart()  # What came before, an evaluation that was made up, is not training.
     while progress.step < plan.steps:
         micro_batches = feed.next_on_all_ranks()
@@ -55,7 +57,7 @@ def train_on_all_ranks(run: "TrainingRun") -> None:
 
         # ------------------------------------------------------------------ loss spikes: continue, skip, or roll back
         if (due.record or due.save) and run.rolled_back_after_spikes_on_all_ranks():
-            feed.go_to(progress.step, progress.skipped_batches)
+            feed.go_to(progress.step, progress.skipped_batches, draw)
             continue
 
         # ------------------------------------------------------------------ log, save, score
@@ -161,14 +163,14 @@ class Feed:
         self._steps: Iterator[list[Batch]] = iter(())
         self._line_clock = LineClock(plan.log_seconds)
 
-    def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]]) -> None:
-        """Continue with step `step` (from 0). skipped_batches: see `Progress`."""
+    def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]], draw: Draw) -> None:
+        """Continue with step `step` (from 0). skipped_batches: see `Progress`. draw: the objective's."""
         first = batch_of_step(step, skipped_batches)
         last = first + self.plan.steps - step
         ranks = self.ranks
         requests = train_requests(self.order, first, last, self.plan.micro_batch, ranks.rank, ranks.world_size)
         is_due = self._line_clock.is_due if ranks.is_main else lambda: False
-        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests)), is_due)
+        self._steps = self.stop.together(self._of_steps(self.loader.batches(requests, draw)), is_due)
 
     def epochs(self, batches: int) -> float:
         """How often the training split of data.path was used in the first `batches` batches."""

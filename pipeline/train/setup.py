@@ -447,7 +447,7 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
         return torch.zeros(*shape, pixels.num_channels, dtype=getattr(torch, pixels.batch_type))
 
     def blank(count: int, num_labels: int) -> Batch:
-        return Batch(
+        batch = Batch(
             tuple(zeros(group.count, count, *ImageSize.parse(group.size)) for group in views),
             torch.zeros(count, num_labels, dtype=torch.int64),
             torch.ones(count, dtype=torch.bool),
@@ -455,6 +455,8 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
             np.zeros(count, dtype=np.int64),
             torch.zeros(count, data.split.num_targets),
         )
+        batch.drawn.update(objective.draw(batch, training=True))
+        return batch
 
     # The second has gradients and activations in memory.
     micro_batches = [blank(plan.micro_batch, data.split.max_labels)] * min(2, plan.accumulation)

@@ -11,6 +11,7 @@ import torch
 from crops_step import tiny_lejepa
 from distillation import SETTINGS
 from live_tensors import LiveTensors, operators_of_a_gpu
+from loaded import inputs_of
 from torch import nn
 
 from data_tools.bench.noise import noise_views
@@ -102,7 +103,7 @@ def _check_backward_pass(config: RunConfig, model: Config, checkpointing: bool) 
         for p in objective.parameters():
             if p.grad is not None:
                 live._meet(p.grad.untyped_storage())
-        read = objective.inputs(pixels, torch.device("cpu"), None)
+        read = inputs_of(objective, pixels)
         objective(*read)[0].backward()
     predicted = backward.weights + backward.gradients + backward.activations + backward.inputs
     assert predicted == pytest.approx(live.peak, rel=0.10), backward

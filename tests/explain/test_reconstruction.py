@@ -14,7 +14,8 @@ from pipeline.explain import explain
 from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import read_weights
 from pipeline.model.files import write_safetensors
-from pipeline.objectives.mae import Mae, MaeSettings, patches_of
+from pipeline.model.layers import patches_of
+from pipeline.objectives.mae import Mae, MaeSettings
 from pipeline.objectives.objective import stored_name
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig

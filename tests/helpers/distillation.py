@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from loaded import inputs_of
 from torch import Tensor, nn
 
 from pipeline import objectives
@@ -197,7 +198,7 @@ def batch_of_rank(rank: int, world_size: int) -> Batch:
 def step_of_tiny_dinov2(rank: int, world_size: int) -> dict[str, Tensor]:
     """Loss, gradients and centres of a step on a rank's part, and what it logs."""
     objective = tiny_dinov2()
-    loss, values = objective(*objective.inputs(batch_of_rank(rank, world_size), torch.device("cpu"), None))
+    loss, values = objective(*inputs_of(objective, batch_of_rank(rank, world_size)))
     loss.backward()
     objective.after_step()
     gradients = {f"gradient of {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}

@@ -251,6 +251,7 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
                 (group.count, plan.micro_batch, *ImageSize.parse(group.size), 3) for group in objective.views(config)
             ]
             views = tuple(torch.zeros(shape, dtype=torch.uint8).pin_memory() for shape in shapes)
+            batch.drawn.update(objective.draw(batch, training=True))
             batches = [replace(batch, views=views)] * plan.accumulation  # As `Loader` with pin=True.
             if not number:  # One micro-batch does that: DeepSpeed steps where this counter reaches a multiple.
                 engine.engine.micro_steps, batches = plan.accumulation - 1, batches[:1]

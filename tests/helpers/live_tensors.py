@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.model.vit import PatchEmbedding
+
 
 class LiveTensors(TorchDispatchMode):
     """bytes: of all storages that operators have met and that live. peak: the most since `restart`."""
@@ -44,10 +46,14 @@ class LiveTensors(TorchDispatchMode):
 
 @contextmanager
 def operators_of_a_gpu() -> Iterator[None]:
-    """Dropout with a mask of bytes, as on a GPU; the CPU's keeps one float for each element."""
-    kept = nn.Dropout.forward
+    """Dropout with a mask of bytes, as on a GPU, where the CPU's keeps one float for each element; and the product that
+    embeds patches there.
+    """
+    kept, convolved_on = nn.Dropout.forward, PatchEmbedding.convolved_on
+    PatchEmbedding.convolved_on = ()
     nn.Dropout.forward = lambda self, x: torch.native_dropout(x, self.p, True)[0] if self.p else x  # type: ignore
     try:
         yield
     finally:
         nn.Dropout.forward = kept  # type: ignore[method-assign]
+        PatchEmbedding.convolved_on = convolved_on

@@ -59,6 +59,8 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
             group["foreach"] = True
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in type(engine.objective).views(config)]
     batches = [noise_views(shapes, plan.micro_batch, num_classes, seed) for seed in range(plan.accumulation)]
+    for batch in batches:
+        batch.drawn.update(engine.objective.draw(batch, training=True))
     with live if ranks.is_main else contextlib.nullcontext(), operators_of_a_gpu():  # To count takes half of a step.
         training_step(engine, batches, 0, 1e-3)  # The optimizer makes its state.
         between = live.bytes

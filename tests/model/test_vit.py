@@ -1,12 +1,15 @@
+import copy
 import subprocess
 import sys
 
 import pytest
 import torch
 from model_parts import randomised
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.model import create, to_npz
-from pipeline.model.layers import attention, kernel_names
+from pipeline.model.layers import attention, kernel_names, take_tokens
+from pipeline.model.vit import PatchEmbedding
 
 
 def tiny(**changes):
@@ -26,6 +29,51 @@ def test_forward_is_the_equations_of_the_paper(equations, gelu, representation):
     expected = equations(to_npz(model), images.permute(0, 2, 3, 1).double().numpy(), gelu)
     with torch.no_grad():
         assert model(images) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("kept", [None, [[0, 3], [5, 1], [2, 4]]])
+@pytest.mark.parametrize(
+    ("patch", "channels", "size"),
+    [(16, 3, (32, 48)), (14, 5, (28, 42)), (4, 1, (8, 12)), (8, 3, (17, 30)), (1, 24, (2, 3))],
+)
+def test_the_product_that_embeds_patches_is_the_convolution(
+    monkeypatch: pytest.MonkeyPatch, patch: int, channels: int, size: tuple[int, int], kept: list, dtype, tolerance
+) -> None:
+    """Outputs and gradients against float64, relative to their largest value; also where pixels at the edge fill no
+    patch.
+    """
+    layer = PatchEmbedding(channels, tiny(patch_size=patch, image_size=(2 * patch, 3 * patch)).config)
+    torch.nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5, generator=torch.Generator().manual_seed(0))
+    images = random_images(3, *size, channels).permute(0, 3, 1, 2).to(dtype)
+    layer = layer.to(dtype)
+    numbers = None if kept is None else torch.tensor(kept)
+    gradient = random_images(3, 6 if kept is None else 2, 24, seed=3).to(dtype)
+
+    def results(dtype: torch.dtype) -> list[torch.Tensor]:
+        read, embedding = images.to(dtype).requires_grad_(), copy.deepcopy(layer).to(dtype)
+        out = embedding(read, numbers)
+        gradients = torch.autograd.grad(out, [read, embedding.weight, embedding.bias], gradient.to(dtype))
+        return [out.detach(), *gradients]
+
+    if numbers is not None:
+        assert torch.equal(layer(images, numbers), take_tokens(layer(images), numbers))
+    expected = results(torch.float64)
+    monkeypatch.setattr(PatchEmbedding, "convolved_on", ())
+    for of_product, of_convolution in zip(results(dtype), expected, strict=True):
+        assert of_product.shape == of_convolution.shape
+        assert (of_product - of_convolution).abs().max() <= tolerance * of_convolution.abs().max()
+
+
+def test_a_gpu_multiplies_and_embeds_kept_patches_alone() -> None:
+    """The meta device takes its path. Multiply-adds of one patch: 24 * 3 * 4 * 4."""
+    model = tiny().to("meta")
+    images, kept = torch.empty(2, 3, 8, 12, device="meta"), torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    for numbers, patches in ((None, 12), (kept, 2)):
+        with FlopCounterMode(display=False) as counter:
+            model.embed(images, kept=numbers)
+        counts = counter.get_flop_counts()["Global"]
+        assert {str(name): count for name, count in counts.items()} == {"aten.addmm": 2 * patches * 24 * 48}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from loaded import inputs_of
 from torch import Tensor
 
 from data_tools.bench.noise import noise_views
@@ -80,7 +81,7 @@ def batch_of(config: RunConfig, valid: tuple[bool, ...] = (True, False, True), f
 def step(objective: Objective, batch: Batch) -> tuple[Tensor, Facts, Facts]:
     """Loss, logged values, and gradients."""
     objective.zero_grad()
-    loss, values = objective(*objective.inputs(batch, torch.device("cpu"), None))
+    loss, values = objective(*inputs_of(objective, batch))
     loss.backward()
     return loss.detach(), values, {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
 
@@ -123,7 +124,7 @@ def test_a_step_adds_the_loss_of_each_large_view(weights: Path, loss: str, size:
     config = run(weights, loss, *ON, *size)
     objective, batch = moved(create(config)), batch_of(config)
     found, values, _ = step(objective, batch)
-    views, facts = objective.inputs(batch, torch.device("cpu"), None)
+    views, facts = inputs_of(objective, batch)
     assert [view.shape[0] for view in views] == [3 * group.count for group in objective.views(config)[:-1]]
     with torch.no_grad():
         masked = {"masked": (facts["masked"], objective.mask_token)} if loss == "dino" else {}

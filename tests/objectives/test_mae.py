@@ -7,15 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loaded import inputs_of
 from model_parts import ALL_PARTS
 from torch import Tensor
 
 from pipeline.architecture.config import ViTConfig
+from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import DecoderFacts, build, configure, read_weights, rope
 from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.convert.mae import read_decoder, split, write_decoder
+from pipeline.model.layers import take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.objectives import mae
 from pipeline.objectives.mae import Mae, MaeSettings, as_places
@@ -36,7 +39,7 @@ def batch_of(rows: list[int], epoch: int = 0, size: int = 32) -> Batch:
 
 
 def given(objective: Mae, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    return objective.inputs(batch, torch.device("cpu"), None)
+    return inputs_of(objective, batch)
 
 
 def test_masks_are_drawn_from_seed_epoch_and_sample() -> None:
@@ -50,6 +53,37 @@ def test_masks_are_drawn_from_seed_epoch_and_sample() -> None:
     assert torch.equal(alone["kept"][0], kept[1])
     assert not torch.equal(given(objective, batch_of([3, 7, 5], epoch=1))[1]["kept"], kept)
     assert len({tuple(row.tolist()) for row in kept}) > 1
+
+
+def test_a_step_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader's threads have drawn the masks."""
+    objective, batch = small(), batch_of([3, 7, 5])
+    batch.drawn.update(objective.draw(batch, training=True))
+    for name in ("bits", "uniform", "draws", "splitmix"):
+        monkeypatch.setattr(random_numbers, name, None)
+    before = torch.get_rng_state()
+    objective.loss(*objective.inputs(batch, torch.device("cpu"), None))[0].backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos2d_mae"])
+def test_kept_patches_get_the_positions_of_their_places(positions: str) -> None:
+    """Bits and gradients of embedding all patches, adding all positions, and leaving the removed ones out then."""
+    objective = small(registers=2)
+    vit = build(configure("ViT-mu/8", 32, 0, positions=positions, registers=2))
+    views, facts = given(objective, batch_of([3, 7, 5]))
+    kept, found = facts["kept"], []
+    for embedded in (vit.embed(views[0], kept=kept), take_tokens(vit.embed(views[0]), kept)):
+        x = vit.add_positions(vit.add_class_token(embedded), block=0, kept=kept)
+        found.append(x)
+    whole = vit.add_positions(vit.add_class_token(vit.embed(views[0])), block=0)
+    found.append(torch.cat([whole[:, :1], take_tokens(whole, 1 + kept)], dim=1))
+    gradient = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(0))
+    parameters = [vit.patch_embedding.weight, vit.class_token, *([vit.positions] * (positions == "learned"))]
+    gradients = [torch.autograd.grad(x, parameters, gradient) for x in found]
+    for x, of_x in zip(found, gradients, strict=True):
+        assert torch.equal(x, found[-1])
+        assert all(torch.equal(a, b) for a, b in zip(of_x, gradients[-1], strict=True))
 
 
 @pytest.mark.parametrize("pool", ["token", "gap"])

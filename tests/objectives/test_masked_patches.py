@@ -88,7 +88,7 @@ def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
     config = masked("mean_color", "ViT-mu/4", 56)  # 14 x 14 patches
     N, count = 196, 400
     batch = batch_of(np.zeros((count, 1, 1, 3), np.uint8))
-    sources, corrupted = MaskedPatches(build(config), 5).draw(batch, CPU)
+    sources, corrupted = MaskedPatches(build(config), 5).draw(batch, training=True).values()
     assert sources.shape == (count, N)
     assert corrupted.shape == (count, 98)
     is_corrupted = torch.zeros(count, N, dtype=torch.bool).scatter(1, corrupted, True)
@@ -112,14 +112,14 @@ def test_half_of_the_patches_are_corrupted_in_three_ways() -> None:
 def test_a_sample_is_corrupted_alike_wherever_it_is() -> None:
     masking = MaskedPatches(build(masked("mean_color")), 1)
     images = noise(4)
-    whole = masking.draw(batch_of(images, [3, 9, 27, 81]), CPU)
-    part = masking.draw(batch_of(images[:2], [27, 81]), CPU)
-    assert all(torch.equal(a[2:], b) for a, b in zip(whole, part, strict=True))
+    whole = masking.draw(batch_of(images, [3, 9, 27, 81]), True)
+    part = masking.draw(batch_of(images[:2], [27, 81]), True)
+    assert all(torch.equal(whole[name][2:], values) for name, values in part.items())
     for other in (
-        masking.draw(batch_of(images, [3, 9, 27, 81], 1), CPU),
-        MaskedPatches(masking.backbone, 2).draw(batch_of(images, [3, 9, 27, 81]), CPU),
+        masking.draw(batch_of(images, [3, 9, 27, 81], 1), True),
+        MaskedPatches(masking.backbone, 2).draw(batch_of(images, [3, 9, 27, 81]), True),
     ):
-        assert not torch.equal(whole[1], other[1])
+        assert not torch.equal(whole["corrupted"], other["corrupted"])
 
 
 def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> None:
@@ -132,7 +132,7 @@ def test_the_model_reads_the_mask_token_another_patch_and_the_patch_itself() -> 
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) * 0.1
             )
     batch = batch_of(noise(2))
-    sources, corrupted = MaskedPatches(build(config), 0).draw(batch, CPU)
+    sources, corrupted = MaskedPatches(build(config), 0).draw(batch, training=True).values()
     images = normalise(batch.images, CPU, torch.float32, RGB8)
     found = model(images, sources, corrupted)
     for i in range(2):
@@ -193,5 +193,5 @@ def test_a_hybrid_predicts_the_pixels_of_its_cells() -> None:
     assert (config.patch_pixels, config.num_corrupted, config.num_outputs) == (32, 2, 2 * 3 * 32 * 32)
     model = build(config)
     batch = batch_of(noise(2, 64, 64))
-    inputs = MaskedPatches(build(config), 0).draw(batch, CPU)
-    assert model(normalise(batch.images, CPU, torch.float32, RGB8), *inputs).shape == (2, 2, 3072)
+    inputs = MaskedPatches(build(config), 0).draw(batch, training=True)
+    assert model(normalise(batch.images, CPU, torch.float32, RGB8), **inputs).shape == (2, 2, 3072)

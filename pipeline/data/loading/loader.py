@@ -25,8 +25,10 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import ViewWriter
 from pipeline.data.loading.workers import Batch, WorkerProcesses, empty_batch, fill
 
-__all__ = ["Batch", "Loader", "eval_requests", "images_to_device", "normalise", "to_device", "train_requests"]
+__all__ = ["Batch", "Draw", "Loader", "eval_requests", "images_to_device", "normalise", "to_device", "train_requests"]
 
+# Returns random numbers of a batch by name, of its rows and epochs alone (`Objective.draw`).
+Draw = Callable[[Batch], dict[str, Tensor]]
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
 # Whole steps of about so many rows are ordered in one call: for each call there is work that does not depend on their
@@ -81,21 +83,25 @@ class Loader:
             self.processes.close()
         self.reader.close()
 
-    def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[Batch]:
+    def batches(self, requests: Iterable[tuple[np.ndarray, np.ndarray]], draw: Draw | None = None) -> Iterator[Batch]:
         """Yield one Batch per (rows, epochs), in order; `prefetch` batches are decoded ahead.
+
+        draw: fills `drawn` of each, on the threads that decode.
 
         Raises OneRankError when more distinct samples are unreadable than max_bad_share of the split, or of its set,
         allows, and Interrupted when a stop is requested before the next batch is ready.
         """
         ahead: deque[tuple[Batch, list[Future[dict[int, str]]]]] = deque()
         for rows, epochs in self.reader.ahead(requests):
-            ahead.append(self._start(rows, epochs))
+            ahead.append(self._start(rows, epochs, draw))
             if len(ahead) > self.prefetch:
                 yield self._finish(*ahead.popleft())
         while ahead:
             yield self._finish(*ahead.popleft())
 
-    def _start(self, rows: np.ndarray, epochs: np.ndarray) -> tuple[Batch, list[Future[dict[int, str]]]]:
+    def _start(
+        self, rows: np.ndarray, epochs: np.ndarray, draw: Draw | None
+    ) -> tuple[Batch, list[Future[dict[int, str]]]]:
         C = self.writer.pixels.num_channels
         views = tuple(self._new_images(num, len(rows), height, width, C) for num, height, width in self.writer.shapes)
         batch = empty_batch(views, rows, epochs, self.split.max_labels, self.split.num_targets)
@@ -105,7 +111,8 @@ class Loader:
             num_parts = max(num_parts, -(-len(rows) // self.processes.most_at_once))
         ends = [len(rows) * n // num_parts for n in range(num_parts + 1)]
         parts = [range(first, last) for first, last in pairwise(ends) if first < last]
-        return batch, [self.pool.submit(self._fill, batch, part) for part in parts]
+        drawing = [self.pool.submit(self._draw, batch, draw)] if draw else []
+        return batch, drawing + [self.pool.submit(self._fill, batch, part) for part in parts]
 
     def _new_images(self, *shape: int) -> Tensor:
         """Returns images of this shape in memory of an earlier batch that is no longer referenced, if there is any.
@@ -122,6 +129,11 @@ class Loader:
         view = memory[:]
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
+
+    def _draw(self, batch: Batch, draw: Draw) -> dict[int, str]:
+        for name, values in draw(batch).items():
+            batch.drawn[name] = values.pin_memory() if self.pin else values
+        return {}
 
     def _fill(self, batch: Batch, part: range) -> dict[int, str]:
         """Decode some of its samples into their places of a batch. Returns row -> why it cannot be read."""

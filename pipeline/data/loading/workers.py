@@ -45,7 +45,7 @@ class Batch:
     M is 0 when no sample of the split has a label. valid: bool (B,), False for an unreadable image, whose views are all
     zeros.
     rows, epochs: int64 (B,), as of `Order.rows`. targets: float32 (B, T), the numbers to predict; NaN for a missing
-    one, and for those of an unreadable image.
+    one, and for those of an unreadable image. drawn: what `Objective.draw` returns for this batch, (B, ...) by name.
     """
 
     views: tuple[Tensor, ...]
@@ -54,6 +54,7 @@ class Batch:
     rows: np.ndarray
     epochs: np.ndarray
     targets: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    drawn: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def images(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +43,22 @@ def requests(epoch: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
 def load(split: Split, threads: int = 2, max_bad_share: float = 0.0, epoch: int = 0) -> tuple[list[Batch], Loader]:
     with Loader(split, train_view(AugmentConfig(), 3, 24), threads, 2, max_bad_share) as loader:
         return list(loader.batches(requests(epoch))), loader
+
+
+def test_threads_draw_what_each_batch_of_the_objective_reads(dataset: Dataset) -> None:
+    names = set[str]()
+
+    def draw(batch: Batch) -> dict[str, torch.Tensor]:
+        names.add(threading.current_thread().name)
+        return {"drawn": torch.from_numpy(100 * batch.epochs + batch.rows)}
+
+    with Loader(dataset.split("train"), train_view(AugmentConfig(), 3, 24), 2, 2, 0.0) as loader:
+        batches = list(loader.batches(requests(epoch=3), draw))
+    assert len(batches) == 4
+    for batch in batches:
+        assert batch.drawn["drawn"].tolist() == (300 + batch.rows).tolist()
+    assert names
+    assert all(name.startswith("decode") for name in names)
 
 
 def spoil(split: Split, row: int) -> None:
