@@ -36,9 +36,9 @@ _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@22
 _MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
 # A measurement is not begun with less time left, and that for the report is kept.
 _LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
-_PART_SECONDS = 120.0
+_PART_SECONDS = 90.0
 # DINO's prototypes alone take a CPU ten seconds.
-_OBJECTIVES = {"cuda": ("mae", "dino", "lejepa"), "cpu": ("mae", "lejepa")}
+_OBJECTIVES = {"cuda": ("dino", "lejepa"), "cpu": ("lejepa",)}
 
 
 def run(config: GpuBenchConfig) -> None:
@@ -76,6 +76,7 @@ class GpuBench:
             "cpu": cpu[1] if cpu else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "gpu": "none",
+            "clocks": "none",
             "torch": torch.__version__,
         }
         self.facts: dict[str, Any] = {
@@ -93,12 +94,23 @@ class GpuBench:
     def measure(self) -> None:
         """Everything, in order of worth: what a run has with its defaults first, then what would be faster."""
         first, others = self.cases[0], self.cases[1:]
+        compiled = replace(DEFAULTS, compile=True)
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
             self.device_memory = row.get("device_memory")
-            self.machine["gpu"] = row.get("gpu", self.machine["gpu"])
-        self.steps(first, Setup(), DEFAULTS, replace(DEFAULTS, compile=True))
+            self.machine |= {name: row[name] for name in ("gpu", "clocks") if name in row}
+        self.steps(first, Setup(), Setup(deterministic=True), DEFAULTS, compiled)
+        for setup in (DEFAULTS, compiled):
+            self.apart(f"profile {first.name}, batch {first.batch}, {setup}", gpu_step.profile, first, setup)
+        self.apart(f"product of {first.name}", gpu_step.block_products, first)
+        for deterministic in (True, False):
+            name = "deterministic" if deterministic else "any"
+            self.apart(f"attention {name}", gpu_step.attention_kernels, first, deterministic)
+        images = replace(first, batch=4 * first.batch)
+        self.apart(f"objectives {first.name}, mae", gpu_step.objective, images, "mae")
+        for setup in (DEFAULTS, compiled):
+            self._same_bits(first, setup)
         for case in others[:1]:
-            self.steps(case, DEFAULTS)
+            self.steps(case, DEFAULTS, compiled)
         self._from_shards(first)
         for loss in _OBJECTIVES[first.device]:
             self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
@@ -110,6 +122,13 @@ class GpuBench:
             self.steps(case, Setup(), best)
         for case in others:
             self._largest_batch(case)
+
+    def _same_bits(self, case: Case, setup: Setup) -> None:
+        """The same steps in two processes; the second one's row also says whether they gave the same bits."""
+        name = f"bits {case.name}, {setup}"
+        rows = [row for _ in range(2) for row in self.apart(name, gpu_step.bits, case, setup) if "sha256" in row]
+        if len(rows) == 2:
+            self.add(name, {"same_bits": str(rows[0]["sha256"] == rows[1]["sha256"]).lower()})
 
     def steps(self, case: Case, *setups: Setup) -> None:
         for setup in setups:
@@ -194,7 +213,7 @@ class GpuBench:
                 f" {sheet:,.0f} (0: unknown)."
             )
         ]
-        for part in ("step", "shards", "objectives", "fit"):
+        for part in ("step", "profile", "product", "attention", "bits", "shards", "objectives", "fit"):
             rows = [row for row in self.rows if row["name"].split()[0] == part and "made" not in row]
             columns = [*dict.fromkeys(name for row in rows for name in row if isinstance(row[name], int | float | str))]
             if rows:

@@ -6,15 +6,20 @@ process. Models start from the same weights, and see one batch.
 """
 
 import copy
+import hashlib
 import itertools
 import math
+import os
+import re
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +31,7 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
+from pipeline.base.words import on_one_line
 from pipeline.data.loading.loader import normalise
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import make_plan
@@ -41,7 +47,17 @@ from pipeline.settings.run import OptimizerConfig, RunConfig
 
 Step = Callable[[], Tensor]
 _LR = 1e-4
-_CHECKED_STEPS = 5
+_CHECKED_STEPS, _PROFILED_STEPS = 5, 5
+_SHOWN_KERNELS, _NAME_LENGTH = 25, 90
+# Words in the names of kernels; the first kind that fits counts.
+_KINDS = {
+    "attention": r"flash|fmha|sdpa|attention|softmax",
+    "norms": r"norm",
+    "optimizer and gradients": r"adam|multi_tensor|foreach",
+    "products": r"gemm|cutlass|nvjet|xmma|addmm|::mm|bmm|conv|linear",
+    "copies": r"memcpy|memset|copy|cat|fill|zero_|contiguous",
+    "elementwise and sums": r"elementwise|triton|reduce|gelu|::(add|mul|div|sub|sum|mean)|normal",
+}
 
 
 @dataclass(frozen=True)
@@ -116,26 +132,158 @@ def matrix_product(device: str) -> Iterator[Row]:
     yield {
         "gpu": torch.cuda.get_device_name() if is_gpu else "none",
         "device_memory": device_memory(torch.device(device, 0)) if is_gpu else None,
+        "clocks": _clocks() if is_gpu else "none",
     }
     side = 8192 if is_gpu else 256
-    a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
-    seconds = _median_seconds(lambda: torch.mm(a, b), 2.0 if is_gpu else 0.2)
+    seconds = _median_seconds(_product(side, side, side, device), 2.0 if is_gpu else 0.2)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
 
 
-def measure(case: Case, setup: Setup) -> Iterator[Row]:
-    """One row: speed, memory, and losses of the first steps."""
+def _clocks() -> str:
+    """Clocks and power of the GPU now, and their limits, as nvidia-smi names them."""
+    query = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv", f"--id={torch.cuda.current_device()}"]
+    try:
+        return "; ".join(
+            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not measured: {error}"
+
+
+def _product(rows: int, inner: int, columns: int, device: str) -> Callable[[], Tensor]:
+    a, b = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
+    return lambda: torch.mm(a, b)
+
+
+def block_products(case: Case) -> Iterator[Row]:
+    """A row for each dense layer of a block, in TFLOP/s: its product, and those of its two gradients."""
+    rows, D, M = case.batch * case.config.num_tokens, case.config.width, case.config.mlp_width
+    for name, (inner, columns) in {"qkv": (D, 3 * D), "out": (D, D), "up": (D, M), "down": (M, D)}.items():
+        shapes = {"forward": (rows, inner, columns), "input": (rows, columns, inner), "weight": (columns, rows, inner)}
+        found = {}
+        for of, shape in shapes.items():
+            seconds = _median_seconds(_product(*shape, case.device), case.seconds / 10)
+            found[f"{of}_tflops"] = 2 * math.prod(shape) / seconds / 1e12
+        yield {"layer": name, "rows": rows, **found}
+
+
+def attention_kernels(case: Case, deterministic: bool) -> Iterator[Row]:
+    """A row for each kernel of attention and number of tokens: forward and backward pass of one layer in bf16.
+
+    197 and 257 are the tokens of L/16 and H/14, 256 those of H/14 without a class token, 37 those of a small view.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if deterministic:
+        use_exact_arithmetic(torch.device(case.device))
+    is_gpu, H = case.device == "cuda", case.config.num_heads
+    names = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "flex", "flex, tiles of 32", "MATH")
+    for tokens, width in ((197, 64), (257, 80), (256, 80), (37, 64)):
+        shape = (case.batch, H, tokens, width)
+        inputs = [torch.randn(shape, device=case.device).to(torch.bfloat16).requires_grad_() for _ in range(3)]
+        for name in names:
+            row = {"tokens": tokens, "head_dim": width, "kernel": name, "deterministic": deterministic}
+            is_flex = name.startswith("flex")
+            attend = _flex(name) if is_flex else F.scaled_dot_product_attention
+            backends = [SDPBackend.MATH if is_flex else getattr(SDPBackend, name)]
+
+            def step(attend: Callable[..., Tensor] = attend, inputs: list[Tensor] = inputs) -> None:
+                torch.autograd.grad(attend(*inputs).sum(), inputs)
+
+            try:
+                with sdpa_kernel(backends):
+                    step()
+                    seconds = _median_seconds(step, case.seconds / (4 if is_gpu else 40))
+            except Exception as error:  # What this machine or this mode does not have.
+                yield row | {"refused": f"{type(error).__name__}: {on_one_line(error)}"[:200]}
+                continue
+            yield row | {"ms": 1e3 * seconds, "tflops": 14 * math.prod(shape) * tokens / seconds / 1e12}
+
+
+def _flex(name: str) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tiles = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
+    given = {"kernel_options": tiles} if name.endswith("32") else {}
+    return partial(cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False)), **given)
+
+
+def profile(case: Case, setup: Setup) -> Iterator[Row]:
+    """One row of a step: ms of its parts by the engine's clock, the share of each kind of kernel in their time, and the
+    slowest kernels. "other" kernels are those of no known name.
+    """
+    from torch.profiler import ProfilerActivity
+
     if setup.deterministic:
         use_exact_arithmetic(torch.device(case.device))
-    step = _engine(case, settings(case), _vit(case), setup)(case.batch) if setup.engine else _plain_step(case)
+    engine, steps = _engine(case, settings(case), _vit(case), setup)
+    step = steps(case.batch)
+    for _ in range(3):
+        float(step())
+    engine.clock.read()
+    for _ in range(_PROFILED_STEPS):
+        float(step())
+    parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
+    is_gpu = case.device == "cuda"
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if is_gpu else [ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(_PROFILED_STEPS):
+            float(step())
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        micros = event.self_device_time_total if is_gpu else event.self_cpu_time_total
+        if micros and (not is_gpu or event.device_type == torch.autograd.DeviceType.CUDA):
+            found[event.key] = micros / 1e3 / _PROFILED_STEPS
+    kinds = dict.fromkeys([*_KINDS, "other"], 0.0)
+    for name, ms in found.items():
+        kinds[kind_of(name)] += ms
+    total = sum(found.values())
+    slowest = sorted(found, key=lambda name: -found[name])[:_SHOWN_KERNELS]
+    yield {
+        "setup": asdict(setup),
+        "kernels_ms": total,
+        **parts,
+        **{f"{kind}_share": ms / total for kind, ms in kinds.items()},
+        "attention_kernels": sorted(name[:_NAME_LENGTH] for name in found if kind_of(name) == "attention"),
+        "slowest_ms": {name[:_NAME_LENGTH]: found[name] for name in slowest},
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel of a GPU, or an operator of a CPU, computes: a key of `_KINDS`, or "other"."""
+    return next((kind for kind, words in _KINDS.items() if re.search(words, kernel, re.IGNORECASE)), "other")
+
+
+def measure(case: Case, setup: Setup) -> Iterator[Row]:
+    """One row: speed, memory and losses of the first steps."""
+    if setup.deterministic:
+        use_exact_arithmetic(torch.device(case.device))
+    step = _engine(case, settings(case), _vit(case), setup)[1](case.batch) if setup.engine else _plain_step(case)
     flops = models.training_flops_per_image(case.config)
     losses, speed = _timed(case, step, flops)
     yield speed | {"setup": asdict(setup), "losses": losses, "gflops": flops / 1e9}
 
 
+def bits(case: Case, setup: Setup) -> Iterator[Row]:
+    """One row: a hash of the weights after the first steps, in a process that begins with an empty cache of compiled
+    code.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        use_exact_arithmetic(torch.device(case.device))
+        engine, steps = _engine(case, settings(case), _vit(case), setup)
+        step, digest = steps(case.batch), hashlib.sha256()
+        for _ in range(_CHECKED_STEPS):
+            digest.update(step().cpu().numpy().tobytes())
+        for shard in engine.shards:
+            digest.update(shard.weights.detach().cpu().numpy().tobytes())
+        yield {"setup": asdict(setup), "sha256": digest.hexdigest()}
+
+
 def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
     """Rows of the engine's peak memory at growing micro-batches, until one does not fit."""
-    steps = _engine(case, settings(case), _vit(case), Setup(engine=True))
+    _, steps = _engine(case, settings(case), _vit(case), Setup(engine=True))
     for size in sizes:
         try:
             step = steps(size)
@@ -158,7 +306,7 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
         case = replace(case, batch=case.batch // 2)
     use_exact_arithmetic(torch.device(case.device))
     flops = objectives.training_flops(run, config)
-    losses, speed = _timed(case, _engine(case, run, models.build(config), DEFAULTS)(case.batch), flops)
+    losses, speed = _timed(case, _engine(case, run, models.build(config), DEFAULTS)[1](case.batch), flops)
     yield speed | {
         "setup": asdict(DEFAULTS),
         "first_losses": losses,
@@ -212,7 +360,8 @@ def _plain_step(case: Case) -> Step:
     for weight, grad in zip(masters, grads, strict=True):
         weight.grad = grad
     batch = noise_views([(1, case.pixels, case.pixels)], case.batch)
-    images, labels = normalise(batch.images, device, torch.bfloat16, RGB8).contiguous(), batch.labels[:, 0].to(device)
+    # As the engine gets them: channels last.
+    images, labels = normalise(batch.images, device, torch.bfloat16, RGB8), batch.labels[:, 0].to(device)
 
     def step() -> Tensor:
         for weight in weights:
@@ -229,12 +378,12 @@ def _plain_step(case: Case) -> Step:
     return step
 
 
-def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> Callable[[int], Step]:
-    """Returns a function from a number of images to the engine's step on so much noise, of the run's objective."""
+def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> tuple[Any, Callable[[int], Step]]:
+    """The engine, and a function from a number of images to its step on so much noise, of the run's objective."""
     from pipeline.train.loop import training_step  # Late, as in `pipeline_engine`.
 
     trained = objectives.create(run, model).to(case.device)
-    run = replace(run, engine=replace(run.engine, compile=setup.compile))
+    run = replace(run, engine=replace(run.engine, compile=setup.compile, deterministic=setup.deterministic))
     engine = pipeline_engine(run, trained, optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused))
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in objectives.kind(run.train.loss).views(run)]
     numbers = itertools.count()
@@ -246,7 +395,7 @@ def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> Ca
             batch = replace(batch, views=tuple(view.pin_memory() for view in batch.views))
         return lambda: training_step(engine, [batch], next(numbers), _LR).loss
 
-    return of
+    return engine, of
 
 
 def pipeline_engine(run: RunConfig, objective: Objective, optimizer: torch.optim.Optimizer) -> Any:

@@ -172,11 +172,16 @@ class DropPath(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
+        # A tensor, because a number would be a constant of the compiled code: each block would be compiled by itself.
+        self.share_kept = torch.tensor(1 - rate, device="cpu") if rate else None
 
     def forward(self, branch: Tensor) -> Tensor:
         """(B, N, D) -> same"""
-        if not self.training or self.rate == 0:
+        if not self.training or self.share_kept is None:
             return branch
+        if torch.compiler.is_compiling():
+            kept = torch.rand_like(branch[:, :1, :1], dtype=torch.float32) < self.share_kept
+            return branch * (kept / self.share_kept).to(branch.dtype)
         kept = branch.new_empty(len(branch), 1, 1).bernoulli_(1 - self.rate)
         return branch * (kept / (1 - self.rate))
 

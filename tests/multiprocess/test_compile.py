@@ -11,6 +11,9 @@ from forked import Forge
 from ranks import STEPS, metrics, settings
 from test_train import plain_losses
 
+from pipeline import model as models
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
+
 
 def begin_again(run: Path, copy: Path) -> None:
     shutil.copytree(run, copy)
@@ -30,35 +33,50 @@ def without_trials() -> None:
     config.compile_threads, config.cpp.vec_isa_ok, config.cpp.simdlen = 1, True, 256
 
 
-def train_compiled(overrides: list[str]) -> None:
+def train_compiled(runs: list[list[str]]) -> None:
     """In a rank; says how many graphs were made."""
     from forked import train
     from torch._dynamo.utils import counters
-    from torch._inductor import config
+    from torch._inductor import config, graph
 
     without_trials()
-    train([overrides])
-    assert not config.triton.mix_order_reduction, "Its kernels lose gradients without a word."
+    generate = graph.GraphLowering.codegen
+
+    def generate_and_look(lowering: Any) -> Any:
+        assert not config.triton.mix_order_reduction, "Its kernels lose gradients without a word."
+        assert config.deterministic, "Kernels are not chosen by timing."
+        return generate(lowering)
+
+    graph.GraphLowering.codegen = generate_and_look
+    train(runs)
     print("graphs", counters["stats"]["unique_graphs"])
 
 
-def train_and_say_whose_linear(runs: tuple[list[str], list[str]]) -> None:
-    """In a rank: a run that is not compiled, then one whose graphs are made and not compiled."""
+def train_twice(argument: tuple[str, dict[str, list[str]]]) -> None:
+    """In a rank: each run as it is, then with compiled blocks, whose graphs run as the backend says. Prints how many
+    graphs each has, and whose linear layer torch's is in each step.
+    """
     import torch
-    from deepspeed import DeepSpeedEngine
     from forked import train
+    from torch._dynamo.utils import counters
 
     from pipeline.train import loop
 
-    compile_, step = DeepSpeedEngine.compile, loop.training_step
+    backend, runs = argument
+    compile_, step = torch.compile, loop.training_step
 
     def step_and_say(*arguments: Any) -> Any:
         print("linear", torch.nn.functional.linear.__name__)
         return step(*arguments)
 
-    DeepSpeedEngine.compile = lambda self: compile_(self, backend="eager")
+    torch.compile = lambda function, **given: compile_(function, backend=backend, **given | {"options": None})
     loop.training_step = step_and_say
-    train(list(runs))
+    for name, overrides in runs.items():
+        train([overrides])
+        counters.clear()
+        torch._dynamo.reset()
+        train([[*overrides, f"name={name}-compiled", "engine.compile=true"]])
+        print("graphs", name, counters["stats"]["unique_graphs"], flush=True)
 
 
 def train_without_compiler(overrides: list[str]) -> None:
@@ -94,34 +112,104 @@ def test_compiled_graphs_hold_no_layer_of_deepspeed(forge: Forge, dataset: Path,
     """torch 2.11 loses gradients when it compiles the linear layer that DeepSpeed puts into torch at stage 3, for all
     later runs too.
     """
-    plain, compiled = (
-        settings(dataset, tmp_path, name, "engine.zero_stage=3", "train.micro_batch=24", "evaluate.every=100%", *more)
-        for name, more in (("plain", []), ("compiled", ["engine.compile=true"]))
-    )
-    said = forge.start_work(1, "test_compile:train_and_say_whose_linear", [plain, compiled]).finish()
+    more = ["engine.zero_stage=3", "train.micro_batch=24", "evaluate.every=100%"]
+    runs = {"plain": settings(dataset, tmp_path, "plain", *more)}
+    said = forge.start_work(1, "test_compile:train_twice", ("eager", runs)).finish()
     assert [line for line in said.splitlines() if line.startswith("linear")] == (
         ["linear zero3_linear_wrap"] * STEPS + ["linear linear"] * STEPS
     )
-    for name in ("loss", "grad_norm"):
-        expected, found = metrics(tmp_path / "plain", name), metrics(tmp_path / "compiled", name)
+    assert_same_losses(tmp_path, "plain")
+
+
+def assert_same_losses(folder: Path, name: str) -> None:
+    for metric in ("loss", "grad_norm"):
+        expected, found = (metrics(folder / run, metric) for run in (name, f"{name}-compiled"))
         np.testing.assert_allclose([found[s] for s in expected], list(expected.values()), rtol=2e-5)
 
 
+SMALL_VIEWS = ("model.representation=false", "objective.local_views=2", "objective.local_size=8")
+DINO = ("train.loss=dino", "objective.prototypes=8", "objective.hidden=16", "objective.bottleneck=8")
+FROM_WEIGHTS = tuple(f"model.{name}=null" for name in ("name", "width", "depth", "mlp_width", "num_heads"))
+LORA = ("train.freeze=backbone", "train.lora_rank=2", *FROM_WEIGHTS)
+DECODER = ("objective.decoder_width=16", "objective.decoder_depth=2", "objective.decoder_heads=2")
+MAE = ("train.loss=mae", "model.name=ViT-Ti/4", "model.representation=false", *DECODER)
+# The most graphs: their number is that of shapes, not of blocks, in training and in evaluation.
+COMPILED = {
+    "deep": (3, ("model.depth=24", "engine.activation_checkpointing=true")),
+    "parts": (3, ("model.depth=3", "model.rope_base=100", "model.swiglu=true", "model.layer_scale=0.1")),
+    "mae": (4, MAE),
+    "dino": (
+        10,
+        (*DINO, *SMALL_VIEWS, "model.depth=5", "probe.every=3 steps", "probe.shots=0", "probe.neighbours=5"),
+    ),
+    "anchored": (10, (*DINO, *SMALL_VIEWS[1:], *FROM_WEIGHTS, "objective.gram_weight=5", "objective.gram_size=32")),
+    "lejepa": (
+        4,
+        ("train.loss=lejepa", *SMALL_VIEWS, "objective.hidden=32", "objective.width=16", "train.micro_batch=12"),
+    ),
+    "lora": (4, LORA),
+    "frozen": (6, ("train.freeze=1 block", *FROM_WEIGHTS)),
+    "hybrid": (4, ("model.name=R+Ti/16", "model.image_size=64", "model.pool=map", "model.positions=sincos2d")),
+    "small stem": (4, ("model.name=ViT-Ti/1", "model.small_stem=[16,32]")),
+    "stage 3": (3, ("model.depth=5", "engine.zero_stage=3")),
+    "stage 3, mae": (4, (*MAE, "engine.zero_stage=3")),
+    "stage 3, dino": (10, (*DINO, *SMALL_VIEWS, "engine.zero_stage=3", "engine.activation_checkpointing=true")),
+}
+
+
 @pytest.mark.slow
-def test_losses_of_a_compiled_model_equal_plain_pytorch_and_resume_bit_for_bit(
+@pytest.mark.ranks
+def test_every_objective_is_that_of_its_plain_run_in_few_graphs(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """On two ranks, with blocks that are compiled to operators: what rounds otherwise is Inductor's code alone."""
+    begun = tmp_path / "begun.pt"
+    models.save(models.build(models.configure("ViT-mu/8", 16, 10, width=48, depth=3)), begun)
+    runs = {
+        name: settings(
+            dataset, tmp_path, name, *more, *([f"init.weights={begun}"] if "model.name=null" in more else [])
+        )
+        for name, (_, more) in COMPILED.items()
+    }
+    said = forge.start_work(2, "test_compile:train_twice", ("aot_eager", runs)).finish()
+    graphs = dict(
+        line.removeprefix("graphs ").rsplit(" ", 1) for line in said.splitlines() if line.startswith("graphs")
+    )
+    for name, (most, _) in COMPILED.items():
+        assert_same_losses(tmp_path, name)
+        assert 2 <= int(graphs[name]) <= most, (name, graphs[name])
+
+
+@pytest.mark.slow
+def test_blocks_that_drop_at_different_rates_share_their_graphs(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+    """The first, which drops none, has one of its own."""
+    runs = {"drops": settings(dataset, tmp_path, "drops", "model.depth=24", "model.drop_path=0.3")}
+    said = forge.start_work(1, "test_compile:train_twice", ("eager", runs)).finish()
+    assert int(said.split("graphs drops ")[1]) == 3
+
+
+@pytest.mark.slow
+def test_a_compiled_run_equals_plain_pytorch_and_resumes_to_the_same_bits_with_an_empty_cache(
     forge: Forge, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ["model.depth=1", "train.micro_batch=24", "evaluate.every=100%"]
-    run = settings(dataset, tmp_path, "compiled", "engine.compile=true", *more)
+    """Each process compiles everything again, for what is on its way: the resumed one begins with another shape."""
+    more = ["engine.compile=true", "train.micro_batch=24"]
+    plain = settings(dataset, tmp_path, "compiled", *more, "model.depth=1", "evaluate.every=100%")
+    dropping = [*more, "model.depth=3", "model.drop_path=0.3", "model.dropout=0.1"]
+    whole = settings(dataset, tmp_path, "whole", *dropping, "evaluate.every=1 steps")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    said = forge.start_work(1, "test_compile:train_compiled", run).finish()
-    assert int(said.split("graphs ")[1]) >= 1, "it was compiled"
+    said = forge.start_work(1, "test_compile:train_compiled", [plain, whole]).finish()
+    assert int(said.split("graphs ")[1]) >= 4, "both were compiled"
     found = metrics(tmp_path / "compiled")
     expected = plain_losses(settings(dataset, tmp_path, "plain", "model.depth=1"))
     np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
     # As a kill after step 3 leaves it, begun again by another process.
-    begin_again(tmp_path / "compiled", tmp_path / "cut")
-    resumed = settings(dataset, tmp_path, "cut", "engine.compile=true", *more)
-    assert "resumed from" in forge.start_work(1, "test_compile:train_compiled", resumed).finish()
-    assert metrics(tmp_path / "cut") == {step: loss for step, loss in found.items() if step > 3}
-    assert metrics(tmp_path / "cut", "val_loss") == metrics(tmp_path / "compiled", "val_loss")
+    begin_again(tmp_path / "whole", tmp_path / "cut")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+    resumed = settings(dataset, tmp_path, "cut", *dropping, "evaluate.every=1 steps")
+    assert "resumed from" in forge.start_work(1, "test_compile:train_compiled", [resumed]).finish()
+    for name in ("loss", "grad_norm", "val_loss"):
+        of_whole, of_cut = metrics(tmp_path / "whole", name), metrics(tmp_path / "cut", name)
+        assert [of_cut[step] for step in (4, 5, 6)] == [of_whole[step] for step in (4, 5, 6)]
+    ends = [ShardedTensors.open(tmp_path / run / "checkpoints" / f"step-{STEPS:08d}") for run in ("whole", "cut")]
+    for state in ends[0].states:
+        one, other = (end.full_tensors(state) for end in ends)
+        assert all(np.array_equal(one[name], other[name]) for name in one), state

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline import objectives
+from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, ShardedTensors, with_factors
 from pipeline.model import build, configure
 from pipeline.objectives.objective import Objective, constants, stored_name
@@ -51,6 +52,12 @@ def test_nothing_changes_before_the_first_step() -> None:
     torch.nn.init.normal_(model.head.weight)
     expected = model(images).detach()
     assert torch.equal(objectives.create(run_of(), model).backbone(images), expected)
+
+
+def test_stage_3_does_not_compile_it() -> None:
+    run_of("engine.compile=true", "engine.zero_stage=2")
+    with pytest.raises(UserError, match=r"engine\.compile.*lora_rank"):
+        run_of("engine.compile=true", "engine.zero_stage=3")
 
 
 def test_the_exported_weights_compute_the_same() -> None:

@@ -63,6 +63,7 @@ NAMES = {
 MODULES = (
     "runtime.compiler.compile",
     "runtime.zero.muon.original_muon",
+    "runtime.zero.stage3.z3_leaf_parameter",
     "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses",
 )
 CASES = [(stage, precision, name) for (stage, precision), names in NAMES.items() for name in names]

@@ -19,11 +19,11 @@ class GpuBenchConfig(Settings):
     """
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu runs the same code in seconds on a tiny model, as a test of it."""
-    seconds: PositiveFloat = 540.0
+    seconds: PositiveFloat = 470.0
     """Time for everything; what is left out for lack of time is listed."""
     candidate_seconds: PositiveFloat = 2.0
     """Time in which each configuration's steps are timed."""
-    only: list[Literal["product", "step", "shards", "objectives", "fit"]] = []
+    only: list[Literal["product", "step", "profile", "attention", "bits", "shards", "objectives", "fit"]] = []
     """Parts to measure, by the first word of their names; empty measures all."""
     batch: NonNegativeInt = 0
     """Images per step; 0 is the power of two with at most 32,768 tokens."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from pipeline.base import random_numbers
@@ -30,6 +30,8 @@ from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.model import rope
+from pipeline.model.resnet import PreActivationUnit, Stem
+from pipeline.model.vit import Block
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.objectives.parameters import optimizers
@@ -44,6 +46,8 @@ from pipeline.train.zero.internals import OptimizerShard, deepspeed
 _LOG_LEVEL = "DEEPSPEED_LOG_LEVEL"
 _FIRST_SCALE_POWER = 12
 _LET_GO_SECONDS = 0.02
+# Of compiled blocks: one for each shape, in training and in evaluation.
+_MAX_GRAPHS = 64
 
 
 def start_ranks(
@@ -125,7 +129,8 @@ class Engine:
         num_parameters = sum(parameter.numel() for parameter in objective.parameters())
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_trained, num_parameters)
         internals.restore_linear()
-        with _without_prints():
+        blocks = [part for part in objective.modules() if isinstance(part, Block | PreActivationUnit | Stem)]
+        with _without_prints(), internals.gathered_at_once(blocks if config.compile else []):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
@@ -134,8 +139,7 @@ class Engine:
         if isinstance(optimizer, Muon) and self.stage:
             optimizer.lay_out({shard.key: shard.places for shard in self.shards}, ranks.gather)
         if config.compile:
-            _without_joint_reductions()
-            self.engine.compile()
+            compile_blocks(blocks, config.deterministic)
         if optimizer_config.ema_decay or objective.teacher is not None:
             self.ema = Ema(self.shards)
             if objective.teacher is not None:
@@ -259,8 +263,7 @@ class Engine:
         read: list[Tensor] = []
         hook = self.objective.backbone.head.register_forward_pre_hook(lambda head, inputs: read.append(inputs[0]))
         try:
-            with torch.compiler.set_stance("force_eager"):  # Compiled code ignores the hook.
-                output = self.forward(images)
+            output = self.forward(images)
         finally:
             hook.remove()
         return (read[0] if read else output).float()  # A MaskedViT reads whole images without its head.
@@ -437,12 +440,19 @@ def deepspeed_settings(
     return settings
 
 
-def _without_joint_reductions() -> None:
-    """Make Inductor compute the sums over rows and over columns of a gradient of a norm in a GPU kernel each.
+def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool) -> None:
+    """Compile each block by itself, at its first call with each shape; blocks with the same shapes share their code.
 
-    Its kernel for both silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue
-    193061).
+    deterministic: choose nothing by timing that changes bits, so that another process makes the same code. A block that
+    cannot be compiled in one piece, or that was compiled for too many shapes, raises an error.
     """
-    from torch._inductor import config
-
-    config.triton.mix_order_reduction = False
+    # As options, because torch keeps what is set in its configuration for the thread that sets it, and compiles the
+    # backward pass in another one. Inductor's kernel for the sums over rows and over columns of a norm's gradient
+    # silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue 193061).
+    options: dict[str, Any] = {"deterministic": deterministic, "triton.mix_order_reduction": False}
+    for block in blocks:
+        # dynamic=False: torch would make code for any shape when it sees a second one, and the bits of a step would
+        # depend on what the process computed before. Not `block.compile`, which would compile DeepSpeed's hooks too.
+        block.forward = torch.compile(
+            block.forward, dynamic=False, fullgraph=True, recompile_limit=_MAX_GRAPHS, options=options
+        )

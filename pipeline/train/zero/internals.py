@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,6 +219,24 @@ def restore_linear() -> None:
     """
     patches = deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses
     torch.nn.functional.linear = getattr(patches, "linear_bk", torch.nn.functional.linear)
+
+
+@contextlib.contextmanager
+def gathered_at_once(blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Context in which an engine is made that gathers all parameters of a block together at stage 3, not layer by
+    layer: the hooks at each layer would cut compiled code into pieces.
+
+    DeepSpeed also reduces the gradients of such a module together, after each backward pass of it, and fails when there
+    are several in a step, of views of several sizes. Here they are reduced one by one, as those of all others.
+    """
+    for block in blocks:
+        deepspeed.utils.set_z3_leaf_module(block, True)
+    stage3 = deepspeed.runtime.zero.stage3
+    is_leaf, stage3.z3_leaf_parameter = stage3.z3_leaf_parameter, lambda parameter: False
+    try:
+        yield
+    finally:
+        stage3.z3_leaf_parameter = is_leaf
 
 
 def use_flat_gradients(engine: Any) -> None:
