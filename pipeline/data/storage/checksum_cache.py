@@ -56,11 +56,16 @@ def digest_of(path: AnyPath, algorithm: Callable = hashlib.sha256) -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]
 
 
+def state_of(path: AnyPath) -> str:
+    """Changes when the file is written: its size, times and inode, or the version of an object. Raises
+    FileNotFoundError.
+    """
+    if not isinstance(path, Path):
+        return version(path)
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
 def _proof(name: bytes, path: AnyPath, digest: str) -> bytes:
     """What is remembered: it changes when the file is written."""
-    if isinstance(path, Path):
-        stat = path.stat()
-        state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-    else:
-        state = version(path)
-    return b" ".join((name, state.encode(), digest.encode()))
+    return b" ".join((name, state_of(path).encode(), digest.encode()))
