@@ -247,7 +247,7 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
 
     from data_tools.sharding import shard
     from data_tools.sharding.holdout import hold_out
-    from data_tools.sharding.write_shard import part_path, read_rows, write_shard
+    from data_tools.sharding.write_shard import part_path, read_rows, write_planned
     from data_tools.sources import list_source
     from data_tools.sources.split_files import PARTS
     from pipeline.data.dataset.manifest import write_dataset
@@ -265,8 +265,8 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
         path.write_bytes(jpegs[number % len(jpegs)])
     config = ShardConfig(source=str(source), out=str(out), holdout_per_class=2, samples_per_shard=256, inspect="header")
     listing = hold_out(list_source(source, config, folder / "staging"), config)
-    jobs = shard.make_jobs(listing, shard.make_plan(listing, config), config, out, {})
-    shards = [write_shard(job).shard for job in jobs]
+    jobs = shard.make_jobs(listing, shard.make_plan(listing, config, out), config, out, {})
+    shards = [write_planned(job).shard for job in jobs]
     tables = (read_rows(part_path(out, one.name)) for one in shards)
     write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
     yield {"made": len(shards)}

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
-from data_tools.dedup.search_shard import Pairs, SearchJob, read_pairs, write_images
+from data_tools.dedup.search_shard import IndexJob, Pairs, SearchJob, read_pairs, write_images, write_index
 from data_tools.dedup.thumbnails import (
     BAD,
     FOLDER,
@@ -51,7 +52,7 @@ from pipeline.data.dataset.exclusion import (
 )
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.settings.commands.data import DedupConfig
 
 TESTS = "tests.npz"
@@ -177,7 +178,14 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
         f"searched earlier for these test images: {len(every) - len(missing):,} of {counted(len(every), 'shard')}",
         flush=True,
     )
+    index = search_shard.index_folder(folder / TESTS)
+    if missing and isinstance(index, Path) and not index.exists():
+        for leftover in folder.glob(f".{index.name}*"):  # Of a killed task.
+            remove_tree(leftover)
+        amount = sum(len(job.sizes) for job in test_jobs), sum(int(job.sizes.sum()) for job in test_jobs)
+        run_tasks(write_index, [IndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
     run_tasks(search_shard.search_shard, missing, "searched", searched, config)
+    remove_tree(index)
     found = [read_pairs(job.out, job.shard.first_row) for job in every]
     return Pairs(*map(np.concatenate, zip(*found, strict=True))).within(config.max_distance)
 

@@ -11,6 +11,7 @@ each image that is searched for, of which there are many more, has one hash.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import cv2
 import faiss
@@ -21,7 +22,9 @@ _FREQUENCIES = 16
 # The hashes (64 bits) of most copies differ in at most 7 bits, so that at least one of four tables of 16 bits has at
 # most one wrong bit. Many copies with 8 or 9 wrong bits are found as well.
 _MAX_BITS = 9
-_TABLES, _TABLE_BITS, _TABLE_FLIPS = 4, 16, 1
+_TABLES, _TABLE_BITS = 4, 16
+# XORed with the number of a list: itself, and those with one other bit.
+_NEAR_LISTS = np.array([0, *(1 << bit for bit in range(_TABLE_BITS))])
 # Crops remove up to 10 % of each side, in coarse steps for hashing and in fine steps for correlation (shares of a
 # side).
 _HASH_STEP, _FINE_STEP = 0.05, 0.02
@@ -122,24 +125,44 @@ class Likely:
 class ImageIndex:
     """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found;
     None is all.
+
+    Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike
+    `IndexBinaryHash`, it can be mapped from a file.
     """
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:
         self._thumbs = thumbs
-        self._added, self._num_added = np.empty(len(thumbs), np.int64), 0
-        self._tables = [faiss.IndexBinaryHash(64, _TABLE_BITS) for _ in range(_TABLES)]
-        for index in self._tables:
-            index.nflip = _TABLE_FLIPS
+        self._tables = [_empty_table() for _ in range(_TABLES)]
         self.add(np.arange(len(thumbs)) if rows is None else rows)
+
+    @classmethod
+    def mapped(cls, thumbs: np.ndarray, folder: Path) -> "ImageIndex":
+        """The index that `write` wrote of these thumbnails. The processes of a host share its memory. Raises
+        FileNotFoundError or RuntimeError for missing or damaged files.
+        """
+        index = cls(thumbs, np.empty(0, np.int64))
+        paths = [folder / f"{table}.ivf" for table in range(_TABLES)]
+        index._tables = [faiss.read_index_binary(str(path), faiss.IO_FLAG_MMAP) for path in paths]
+        return index
+
+    @staticmethod
+    def write(thumbs: np.ndarray, rows: np.ndarray, folder: Path) -> None:
+        """Write the index of these images into a folder, for `mapped`. One table is in memory at a time."""
+        starts = range(0, len(rows), _BATCH)
+        hashes = [_crop_hashes(thumbs[rows[start : start + _BATCH]]) for start in starts]
+        for table in range(_TABLES):
+            index = _empty_table()
+            for start, codes in zip(starts, hashes, strict=True):
+                _add(index, table, codes, rows[start : start + _BATCH])
+            faiss.write_index_binary(index, str(folder / f"{table}.ivf"))
 
     def add(self, rows: np.ndarray) -> None:
         """Find these images too. rows: (k,) int64, of thumbs."""
         for start in range(0, len(rows), _BATCH):
-            codes = _crop_hashes(self._thumbs[rows[start : start + _BATCH]])
+            some = rows[start : start + _BATCH]
+            codes = _crop_hashes(self._thumbs[some])
             for table, index in enumerate(self._tables):
-                index.add(_rotated(codes, table))
-        self._added[self._num_added : self._num_added + len(rows)] = rows
-        self._num_added += len(rows)
+                _add(index, table, codes, some)
 
     def find(self, thumbs: np.ndarray) -> Likely:
         """Returns the pairs of thumbs ((n, SIDE, SIDE) uint8) and indexed images to verify, ordered by row of
@@ -168,10 +191,14 @@ class ImageIndex:
         # (query, test image, bits, crop), so that the nearest crop of a pair comes first.
         parts = []
         for table, index in enumerate(self._tables):
-            limits, bits, ids = index.range_search(_rotated(hashes, table), _MAX_BITS + 1)
+            rotated = _rotated(hashes, table)
+            lists = _first_bits(rotated)[:, None] ^ _NEAR_LISTS
+            index.nprobe = len(_NEAR_LISTS)
+            unused = np.zeros(lists.shape, np.int32)
+            limits, bits, ids = index.range_search_preassigned(rotated, _MAX_BITS + 1, lists, unused)
             starts = limits.astype(np.int64)
             query = np.repeat(np.arange(len(hashes)), starts[1:] - starts[:-1])
-            parts.append(np.stack([query, self._added[ids // NUM_CROPS], bits.astype(np.int64), ids % NUM_CROPS]))
+            parts.append(np.stack([query, ids // NUM_CROPS, bits.astype(np.int64), ids % NUM_CROPS]))
         rows = np.concatenate(parts, axis=1)
         rows = rows[:, np.lexsort(rows[::-1])]
         is_first = np.ones(rows.shape[1], bool)
@@ -225,10 +252,26 @@ def _crop_hashes(thumbs: np.ndarray) -> np.ndarray:
 
 
 def _rotated(hashes: np.ndarray, table: int) -> np.ndarray:
-    """Hashes as (n, 8) uint8 with the bits of one table first: faiss's IndexBinaryHash builds its only table from
-    them.
-    """
+    """Hashes as (n, 8) uint8 with the bits of one table first."""
     return np.roll(hashes.view(np.uint8).reshape(-1, 8), -2 * table, axis=1)
+
+
+def _first_bits(rotated: np.ndarray) -> np.ndarray:
+    """(n,) int64: the bits of the table, which are the number of the list."""
+    return rotated.view(f"<u{_TABLE_BITS // 8}")[:, 0].astype(np.int64)
+
+
+def _empty_table() -> faiss.IndexBinaryIVF:
+    index = faiss.IndexBinaryIVF(faiss.IndexBinaryFlat(64), 64, 2**_TABLE_BITS)
+    index.is_trained = True
+    return index
+
+
+def _add(index: faiss.IndexBinaryIVF, table: int, codes: np.ndarray, rows: np.ndarray) -> None:
+    """Add the crops of images to a table. codes: from `_crop_hashes`. rows: of the images."""
+    rotated = _rotated(codes, table)
+    ids, lists = (rows[:, None] * NUM_CROPS + np.arange(NUM_CROPS)).ravel(), _first_bits(rotated)
+    index.add_core(len(ids), faiss.swig_ptr(rotated), faiss.swig_ptr(ids), faiss.swig_ptr(lists))
 
 
 def _weighted(coefficients: np.ndarray) -> np.ndarray:

@@ -2,10 +2,12 @@
 each other.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import cv2
@@ -17,6 +19,8 @@ from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, read_arrays,
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
+from pipeline.base.errors import UserError
+from pipeline.base.files import hidden_folder
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, to_path
 
@@ -24,6 +28,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 KEPT_DISTANCE = 0.5
 # Format of the results, part of their path. Increase it when the search would find other pairs in the same thumbnails.
 FORMAT = 3
+_MAPPED_THUMBS = "thumbs.npy"
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,30 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
         np.savez(file, **of_jobs, **columns)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class IndexJob:
+    """images: path of the file of `write_images`. out: folder of their index. amount: as of `SearchJob`."""
+
+    images: str
+    out: str
+    amount: tuple[int, int]
+
+
+def write_index(job: IndexJob) -> None:
+    """Write the thumbnails and the index of images, from which all workers of a host map them into shared memory."""
+    cv2.setNumThreads(1)
+    images = _StoredImages(job.images)
+    with hidden_folder(Path(job.out)) as folder:
+        np.save(folder / _MAPPED_THUMBS, images.thumbs)
+        ImageIndex.write(images.thumbs, images.comparable, folder)
+        folder.rename(job.out)
+
+
+def index_folder(images: AnyPath) -> AnyPath:
+    """The folder of the index of a file of `write_images`, if there is one."""
+    return images.parent / f"{images.name}.index"
+
+
 def search_shard(job: SearchJob) -> None:
     """Write the pairs of one shard. Raises UserError for a damaged shard or file of thumbnails."""
     cv2.setNumThreads(1)
@@ -170,9 +199,11 @@ class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str) -> None:
-        found = read_arrays(path, *ARRAYS, "tar", "offsets", "sizes", "tars", "pixels")
-        self.thumbs, self.states = found["thumbs"], found["states"]
-        self.by_digest = _by_digest(found["hashes"], np.arange(len(self.states)), "test")
+        mapped, others = _mapped_thumbs(path), [name for name in ARRAYS if name != "thumbs"]
+        found = read_arrays(path, *(ARRAYS if mapped is None else others), "tar", "offsets", "sizes", "tars", "pixels")
+        self.thumbs = found["thumbs"] if mapped is None else mapped
+        self.comparable = np.flatnonzero(found["states"] == FINE)
+        self.by_digest = _by_digest(found["hashes"], np.arange(len(self.thumbs)), "test")
         pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
         self._shards = list(zip(found["tars"].tolist(), pixels, strict=True))
         self._places = np.stack([found[name] for name in ("tar", "offsets", "sizes")], axis=1)
@@ -183,11 +214,31 @@ class _StoredImages:
         return _read_reduced(tar, offset, size, pixels)
 
 
-@lru_cache(maxsize=1)  # Per worker: building the index of 100,000 images takes half a minute.
+@lru_cache(maxsize=1)  # Per worker: building an index that is not stored takes half a minute for 100,000 images.
 def _searched_for(path: str) -> tuple[_StoredImages, ImageIndex]:
     """The images whose copies are searched for, and their index."""
-    images = _StoredImages(path)
-    return images, ImageIndex(images.thumbs, rows=np.flatnonzero(images.states == FINE))
+    images, folder = _StoredImages(path), index_folder(to_path(path))
+    if isinstance(folder, Path) and folder.exists():
+        with _undamaged(folder):
+            return images, ImageIndex.mapped(images.thumbs, folder)
+    return images, ImageIndex(images.thumbs, images.comparable)
+
+
+def _mapped_thumbs(path: str) -> np.ndarray | None:
+    folder = index_folder(to_path(path))
+    if not (isinstance(folder, Path) and folder.exists()):
+        return None
+    with _undamaged(folder):
+        return np.asarray(np.load(folder / _MAPPED_THUMBS, mmap_mode="r"))
+
+
+@contextlib.contextmanager
+def _undamaged(folder: Path) -> Iterator[None]:
+    """Raises UserError for damaged files of an index."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError):
+        raise UserError(f"{folder} is damaged. Remove it, and run the same command again.") from None
 
 
 def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray]) -> np.ndarray:

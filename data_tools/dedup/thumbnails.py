@@ -7,6 +7,7 @@ Images of any channels and type are compared as the picture that is shown of the
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import cv2
@@ -153,7 +154,8 @@ def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
 def read_arrays(path: str, *names: str) -> dict[str, np.ndarray]:
     """Read arrays of an .npz file that a task wrote. Raises UserError for a damaged file."""
     try:
-        return npz.read_arrays(to_path(path).read_bytes(), path, names)
+        file = to_path(path)
+        return npz.read_arrays(file if isinstance(file, Path) else file.read_bytes(), path, names)
     except StorageError:
         raise
     except (UserError, OSError):

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from data_tools.sources import Listing
 from data_tools.sources.labels import names_of_synsets, read_names
-from data_tools.sources.listing import label_lists, with_columns
+from data_tools.sources.listing import label_lists, label_pairs, with_columns
+from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, first_of, printable
 from pipeline.process.installed import read_lines
@@ -108,18 +109,24 @@ def _choose(listing: Listing, classes: list[str], reason: str) -> Listing:
 
 def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str) -> Listing:
     """The listing with new `classes`. new: (old classes,) new number of each old class, -1 for a removed one."""
-    rows, labels = listing.label_pairs()
-    stays = new[labels] >= 0
-    table = with_columns(listing.table, labels=label_lists(rows[stays], new[labels][stays], len(listing)))
-    # Samples that had no label before are kept.
-    lost = np.zeros(len(listing), bool)
-    lost[rows] = True
-    lost[rows[stays]] = False
-    notes = list(listing.notes)
-    if lost.any():
-        table = table.filter(pa.array(~lost)).combine_chunks()
+    num_lost = 0
+
+    def relabelled(table: pa.Table) -> pa.Table:
+        nonlocal num_lost
+        rows, labels = label_pairs(table)
+        stays = new[labels] >= 0
+        # Samples that had no label before are kept.
+        lost = np.zeros(len(table), bool)
+        lost[rows] = True
+        lost[rows[stays]] = False
+        num_lost += int(lost.sum())
+        lists = label_lists(rows[stays], new[labels][stays], len(table))
+        return with_columns(table, labels=lists).filter(pa.array(~lost))
+
+    table, notes = listing.changed(relabelled), list(listing.notes)
+    if num_lost:
         num_classes = int((new < 0).sum())
-        notes.append(f"left out {counted(int(lost.sum()), 'image')} with {counted(num_classes, 'class')} {reason}")
+        notes.append(f"left out {counted(num_lost, 'image')} with {counted(num_classes, 'class')} {reason}")
     if not len(table):
         raise UserError(f"{listing.source}: no image is left, all are of classes {reason}.")
     return replace(listing, classes=classes, table=table, notes=notes)
@@ -127,9 +134,12 @@ def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str)
 
 def _count(listing: Listing, split: int) -> np.ndarray:
     """(classes,) int64: number of images of each class in a split."""
-    rows, labels = listing.label_pairs()
-    in_split = listing.table["split"].to_numpy()[rows] == split
-    return np.bincount(labels[in_split], minlength=len(listing.classes))
+    counts = np.zeros(len(listing.classes), np.int64)
+    for table in slices(listing.table):
+        rows, labels = label_pairs(table)
+        in_split = table["split"].to_numpy()[rows] == split
+        counts += np.bincount(labels[in_split], minlength=len(counts))
+    return counts
 
 
 def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 
 from data_tools.sources import Listing
 from data_tools.sources.listing import with_columns
+from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.groups import GROUP, group_finder, refuse_one_group
+from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.settings.commands.data import ShardConfig
 
 _BATCH = 2**18
@@ -30,26 +31,13 @@ def with_groups(listing: Listing, pattern: str) -> Listing:
     if not pattern:
         return listing
     find = group_finder(pattern)
-    found = [pa.array(find(keys), pa.large_string()) for keys in _keys(listing)]
-    groups = pa.chunked_array(found, pa.large_string())
-    refuse_one_group(pattern, pc.unique(groups)[:2].to_pylist(), len(listing))
-    return replace(listing, table=with_columns(listing.table, group=groups).combine_chunks())
 
+    def grouped(table: pa.Table) -> pa.Table:
+        return with_columns(table, group=pa.array(find(table["key"].to_pylist()), pa.large_string()))
 
-def _keys(listing: Listing) -> Iterator[list[str]]:
-    """The keys, some at a time."""
-    for start in range(0, len(listing), _BATCH):
-        yield listing.table["key"].slice(start, _BATCH).to_pylist()
-
-
-def add_groups(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
-    """The manifest's rows of a shard with the column `group`, if the listing has groups. rows: of these in the
-    listing.
-    """
-    if not listing.has_groups:
-        return table
-    groups = listing.table["group"].take(pa.array(rows)).combine_chunks()
-    return table.append_column(GROUP, groups.cast(pa.string()).cast(GROUP.type))
+    table = listing.changed(grouped)
+    refuse_one_group(pattern, pc.unique(table["group"])[:2].to_pylist(), len(listing))
+    return replace(listing, table=table)
 
 
 def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[str]:
@@ -133,9 +121,10 @@ def hold_out(listing: Listing, config: ShardConfig) -> Listing:
     return replace(listing, splits=[*listing.splits, "val"], table=table)
 
 
-def hash_keys(listing: Listing, prefix: str) -> np.ndarray:
-    """(samples,) uint64: the first 8 bytes of sha256(prefix + key)."""
-    return np.concatenate([_hash([prefix + key for key in keys]) for keys in _keys(listing)])
+def hash_keys(keys: pa.ChunkedArray, prefix: str) -> np.ndarray:
+    """(keys,) uint64: the first 8 bytes of sha256(prefix + key)."""
+    some = (keys.slice(start, _BATCH).to_pylist() for start in range(0, len(keys), _BATCH))
+    return np.concatenate([_hash([prefix + key for key in of_batch]) for of_batch in some])
 
 
 def _hash(texts: Sequence[str]) -> np.ndarray:
@@ -148,12 +137,13 @@ def _share(listing: Listing, train: np.ndarray, share: float) -> np.ndarray:
     """Chosen by a hash of the key or of the group alone, so that more images or another seed do not change the
     choice.
     """
+    limit = int(share * 2**64)
     if listing.has_groups:
         groups = pc.dictionary_encode(listing.table["group"].combine_chunks())
-        hashes = _hash(groups.dictionary.to_pylist())[groups.indices.to_numpy()]
+        chosen = (_hash(groups.dictionary.to_pylist()) < limit)[groups.indices.to_numpy()]
     else:
-        hashes = hash_keys(listing, "")
-    chosen = train & (hashes < int(share * 2**64))
+        chosen = np.concatenate([hash_keys(table["key"], "") < limit for table in slices(listing.table)])
+    chosen &= train
     num_val, num_train = int(chosen.sum()), int((train & ~chosen).sum())
     if not num_val or not num_train:
         raise UserError(

@@ -9,30 +9,28 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
-from data_tools.sharding.holdout import (
-    add_groups,
-    describe_groups,
-    describe_mixed_groups,
-    groups_of,
-    hash_keys,
-    hold_out,
-    with_groups,
-)
+from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
+from data_tools.sharding.plan import PlannedShard, make_plan
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.targets import add_targets, describe_targets, with_targets
+from data_tools.sharding.targets import describe_targets, with_targets
 from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import Done, ShardingJob, load_part, part_path, read_rows, write_shard
+from data_tools.sharding.write_shard import (
+    Done,
+    PlannedJob,
+    ShardingJob,
+    load_part,
+    part_path,
+    read_rows,
+    write_planned,
+)
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, reasons
@@ -81,14 +79,6 @@ _DECISIVE_IF_SET = (
     "nodata",
 )
 _DEFAULTS = ShardConfig(source="", out="")
-
-
-class PlannedShard(NamedTuple):
-    """name: of its tar. rows: of the listing, in tar order."""
-
-    name: str
-    split: str
-    rows: np.ndarray
 
 
 def run(config: ShardConfig, list_samples: Lister = list_source) -> Dataset:
@@ -165,13 +155,13 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
             for note in odd_classes(listing, config.val_share):
                 if note not in odd:
                     print(f"without the copies: {note}")
-        plan = make_plan(listing, config)
+        plan = make_plan(listing, config, out)
         jobs = make_jobs(listing, plan, config, out, known, pixels)
         results = _run_jobs(listing, jobs, plan, config, out, bool(known))
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, plan, names, copies, identity, pixels)
+            dataset = _finish(out, results, listing, names, copies, identity, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
         if not dataset.pixels.is_measured or (config.values and not known):
@@ -195,19 +185,6 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     return dataset
 
 
-def make_plan(listing: Listing, config: ShardConfig) -> list[PlannedShard]:
-    """Shuffle each split by a hash of seed and key, and divide it into shards."""
-    of_split, mix = listing.table["split"].to_numpy(), hash_keys(listing, f"{config.seed}:")
-    plan = []
-    for number, split in enumerate(listing.splits):
-        rows = np.flatnonzero(of_split == number)
-        rows = rows[np.argsort(mix[rows], kind="stable")]
-        for shard, first in enumerate(range(0, len(rows), config.samples_per_shard)):
-            some = rows[first : first + config.samples_per_shard]
-            plan.append(PlannedShard(f"{split}-{shard:06d}.tar", split, some))
-    return plan
-
-
 def make_jobs(
     listing: Listing,
     plan: list[PlannedShard],
@@ -215,17 +192,17 @@ def make_jobs(
     out: AnyPath,
     known: dict[str, Shard],
     pixels: Pixels = RGB8,
-) -> Iterator[ShardingJob]:
+) -> Iterator[PlannedJob]:
     """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its
     images.
     """
-    for name, split, numbers in plan:
-        yield ShardingJob(
+    for number, (name, split, _) in enumerate(plan):
+        job = ShardingJob(
             source=str(listing.source),
             out=str(out),
             name=name,
             split=split,
-            images=listing.images(numbers),
+            images=[],
             config=config,
             known=known.get(name),
             convert=listing.convert,
@@ -233,11 +210,12 @@ def make_jobs(
             pixels=pixels,
             targets=listing.targets,
         )
+        yield PlannedJob(job, number, listing.root)
 
 
 def _run_jobs(
     listing: Listing,
-    jobs: Iterator[ShardingJob],
+    jobs: Iterator[PlannedJob],
     plan: list[PlannedShard],
     config: ShardConfig,
     out: AnyPath,
@@ -248,11 +226,11 @@ def _run_jobs(
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
     shown = (len(listing), len(plan), out, "sharded")
-    with tasks_on_cluster(write_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
+    with tasks_on_cluster(write_planned, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
-            progress.add(len(plan[number].rows), done.shard.bytes, made=done.made or is_known)
+            progress.add(plan[number].samples, done.shard.bytes, made=done.made or is_known)
             _check_budget(skipped, listing, config, progress.done)
     return [results[number] for number in range(len(plan))]
 
@@ -276,7 +254,6 @@ def _finish(
     out: AnyPath,
     results: list[Done],
     listing: Listing,
-    plan: list[PlannedShard],
     names: list[str] | None,
     copies: Copies | None,
     identity: dict[str, Any],
@@ -309,16 +286,7 @@ def _finish(
     if copies is not None:
         write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
         source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
-    planned = {shard.name: shard.rows for shard in plan}
-
-    def known(shard: Shard) -> pa.Table:
-        """The manifest's rows of a shard, which has no bad images, with what the listing knows of them."""
-        table, rows = read_rows(part_path(out, shard.name)), planned[shard.name]
-        keys = listing.table["key"].take(pa.array(rows)).combine_chunks()
-        rows = rows[pc.index_in(table["key"].cast(pa.large_string()), keys).to_numpy()]
-        return add_targets(add_groups(table, listing, rows), listing, rows)
-
-    tables = map(known, kept)
+    tables = (read_rows(part_path(out, shard.name)) for shard in kept)
     about = names, pixels, unread, listing.targets
     return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], *about)
 
@@ -431,7 +399,7 @@ def _print_done(
         print(f"already complete: {len(results) - len(made)} of {counted(len(results), 'shard')}")
     if changed := _changed(results):
         print(f"{changed} since the last start: their shards were written again")
-    num_images = sum(len(plan[number].rows) for number in made)
+    num_images = sum(plan[number].samples for number in made)
     rate = f" ({significant(num_images / seconds)} images/s)" if num_images else ""
     print_summary(dataset, results, f"{duration(seconds)}{rate}", None if verified else listing.skipped)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
@@ -36,13 +37,15 @@ def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Li
 
     In all rows if compare_all, or if path cannot be read.
     """
-    mtimes = listing.table["mtime"].to_numpy()
     is_same = np.zeros(len(listing), bool)
     if not compare_all:
         with contextlib.suppress(OSError, pa.ArrowInvalid, KeyError):
-            is_same = mtimes == open_parquet(path).read(columns=["mtime"])["mtime"].to_numpy()
-    marked = pa.array(np.where(is_same, mtimes, COMPARE))
+            before = open_parquet(path).read(columns=["mtime"])["mtime"]
+            is_same = pc.equal(before, listing.table["mtime"]).to_numpy()
     rows = np.flatnonzero(~is_same)
+    if not len(rows):
+        return listing, ""
+    marked = pc.if_else(pa.array(is_same), listing.table["mtime"], COMPARE)
     what = (
         f"{counted(len(rows), 'image')}"
         f" {'to compare' if compare_all else 'with another time of change than at the last start'}"

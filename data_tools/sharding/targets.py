@@ -1,4 +1,4 @@
-"""Numbers to predict of each image: found in file names, described, and added to the manifest's rows."""
+"""Numbers to predict of each image: found in file names, and described."""
 
 import os
 import re
@@ -14,7 +14,6 @@ from data_tools.sources.labels import as_number
 from data_tools.sources.listing import TABLE, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.manifest import targets_field
 
 
 def with_targets(listing: Listing, pattern: str) -> Listing:
@@ -40,7 +39,7 @@ def describe_targets(listing: Listing) -> Iterator[str]:
     """Lines to print: the values of each number in each split. Raises UserError for one that no image has."""
     if not listing.targets:
         return
-    values = _values(listing, np.arange(len(listing)))
+    values = _values(listing)
     split = listing.table["split"].to_numpy()
     for place, name in enumerate(listing.targets):
         if not np.isfinite(values[:, place]).any():
@@ -54,19 +53,7 @@ def describe_targets(listing: Listing) -> Iterator[str]:
             yield line
 
 
-def add_targets(table: pa.Table, listing: Listing, rows: np.ndarray) -> pa.Table:
-    """The manifest's rows of a shard with the numbers to predict, if the listing has some. rows: of these in the
-    listing.
-    """
-    if not listing.targets:
-        return table
-    flat = pa.array(_values(listing, rows).ravel(), pa.float32(), from_pandas=True)  # A NaN becomes null.
-    field = targets_field(len(listing.targets))
-    return table.append_column(field, pa.FixedSizeListArray.from_arrays(flat, len(listing.targets)))
-
-
-def _values(listing: Listing, rows: np.ndarray) -> np.ndarray:
-    """float32 (rows, T), NaN for a missing one."""
-    lists = listing.table["targets"].take(pa.array(rows)).combine_chunks()
-    flat = pc.fill_null(pc.list_flatten(lists), float("nan")).to_numpy()
-    return flat.reshape(len(rows), len(listing.targets))
+def _values(listing: Listing) -> np.ndarray:
+    """float32 (samples, T), NaN for a missing one."""
+    flat = pc.fill_null(pc.list_flatten(listing.table["targets"]), float("nan")).to_numpy()
+    return flat.reshape(len(listing), len(listing.targets))

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.sharding.kinds import ShardImage, encoded, joined
+from data_tools.sharding.plan import read_images
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Reader
 from data_tools.sources.images import shrink
@@ -26,11 +27,11 @@ from data_tools.sources.split_files import PARTS
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.manifest import ROWS, Shard
+from pipeline.data.dataset.manifest import ROWS, Shard, targets_field
 from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path, version
+from pipeline.data.storage.bucket import AnyPath, file_size, state_of, to_path
 from pipeline.data.storage.checksums import digest_of
 from pipeline.data.storage.content import HASH_BYTES, content_hash
 from pipeline.settings.commands.data import ShardConfig
@@ -70,22 +71,37 @@ class Done:
     """The result of a task that writes or indexes a shard. skipped: (key, where, reason) of each bad image. made: False
     for an existing shard.
 
-    etag: of the object in an object store, else ''. read: digest of what the job has read. filled: (key, where) of each
-    image that a conversion could not read completely. changed: keys of images that an existing shard has otherwise than
-    the source. num_classes, has_labels: of an indexed tar: 1 + its largest label, and whether any sample has a label,
-    also a bad one. All but `made` and `changed` is the metadata of its part file.
+    state: of the tar when it was written, see `state_of`. read: digest of what the job has read. filled: (key, where)
+    of each image that a conversion could not read completely. changed: keys of images that an existing shard has
+    otherwise than the source. num_classes, has_labels: of an indexed tar: 1 + its largest label, and whether any sample
+    has a label, also a bad one. All but `made` and `changed` is the metadata of its part file.
     """
 
     shard: Shard
     skipped: list[tuple[str, str, str]]
     made: bool = False
-    etag: str = ""
+    state: str = ""
     read: str = ""
     filled: list[tuple[str, str]] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     num_classes: int = 0
     has_labels: bool = True
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job whose images are those of the shard `number` of the plan (`read_images`). root: see `Listing`."""
+
+    job: ShardingJob
+    number: int
+    root: AnyPath
+
+
+def write_planned(planned: PlannedJob) -> Done:
+    """Ray task: `write_shard` of a shard of the plan."""
+    job = planned.job
+    return write_shard(replace(job, images=read_images(to_path(job.out), planned.number, planned.root)))
 
 
 def write_shard(job: ShardingJob) -> Done:
@@ -105,13 +121,13 @@ def write_shard(job: ShardingJob) -> Done:
     if job.known and _is_complete(out, job.known):
         return Done(job.known, [], changed=_changed(job, to_compare))
     changed: list[str] = []
-    known = [(image.key, image.labels, image.targets) for image in job.images]
+    known = [(image.key, image.labels, image.targets, image.group) for image in job.images]
     read = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     if (
         (found := load_part(part, Done))
         and found.read == read
         and (found.shard.name, found.shard.split) == (job.name, job.split)
-        and _is_complete(out, found.shard, found.etag)
+        and _is_complete(out, found.shard, found.state)
     ):
         changed = _changed(job, to_compare)
         if not changed and not _changed(job, {key for key, *_ in found.skipped}):
@@ -119,7 +135,7 @@ def write_shard(job: ShardingJob) -> Done:
 
     with replacing(out / job.name) as file:
         table, done = _write_samples(_Tar(file), job)
-    done = replace(done, etag=_etag(out / job.name), read=read)
+    done = replace(done, state=state_of(out / job.name), read=read)
     write_part(part, table, done)
     return replace(done, made=True, changed=changed)
 
@@ -188,6 +204,7 @@ class _Tar:
 
 def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[pa.Table, Done]:
     rows: list[tuple[Any, ...]] = []
+    kept: list[SourceImage] = []
     skipped, filled, unread = [], [], Counter[str]()
     with Reader() as reader:
         for source in job.images:
@@ -213,9 +230,23 @@ def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[pa.Table, Done]:
                 tar.add(f"{key}.json", json.dumps(about).encode())
             place = (key, begin, len(image.data), image.ext, labels)
             rows.append((*place, image.width, image.height, content_hash(image.data)))
+            kept.append(source)
     tar.finish()
     shard = Shard(job.name, job.split, len(rows), tar.size, tar.sha256.hexdigest())
-    return as_rows(rows), Done(shard, skipped, filled=filled, left_out=dict(unread))
+    table = _with_groups_and_targets(as_rows(rows), kept, len(job.targets))
+    return table, Done(shard, skipped, filled=filled, left_out=dict(unread))
+
+
+def _with_groups_and_targets(table: pa.Table, images: list[SourceImage], num_targets: int) -> pa.Table:
+    """The manifest's rows of these images with their groups and numbers to predict, if they have some."""
+    if images and images[0].group:
+        table = table.append_column("group", pa.array([image.group for image in images], pa.string()))
+    if num_targets:
+        numbers = np.array([image.targets for image in images], np.float32)  # None is NaN, which becomes null.
+        flat = pa.array(numbers.ravel(), pa.float32(), from_pandas=True)
+        targets = pa.FixedSizeListArray.from_arrays(flat, num_targets)
+        table = table.append_column(targets_field(num_targets), targets)
+    return table
 
 
 def as_rows(rows: list[tuple[Any, ...]]) -> pa.Table:
@@ -298,15 +329,9 @@ def _is_spoilt_jpeg(data: bytes) -> bool:
     return False
 
 
-def _is_complete(out: AnyPath, shard: Shard, etag: str = "") -> bool:
+def _is_complete(out: AnyPath, shard: Shard, state: str = "") -> bool:
     path = out / shard.name
     if not path.is_file() or file_size(path) != shard.bytes:
         return False
-    # Objects are not changed in place: an equal ETag proves the content without reading it.
-    if etag and _etag(path) == etag:
-        return True
-    return digest_of(path) == shard.sha256
-
-
-def _etag(path: AnyPath) -> str:
-    return version(path) if isinstance(path, BucketPath) else ""
+    # A tar that was not written since is not read again: its sha256 was computed when it was written.
+    return state_of(path) == state or digest_of(path) == shard.sha256

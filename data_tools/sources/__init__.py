@@ -51,7 +51,9 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             detected = replace(config, layout=name, splits=splits)  # type: ignore[arg-type]
             detected.check()  # Held-out images go to 'val', which the layout may have itself.
             refuse_without_effect(detected, f"source = {source} has layout = {name}: ")
-            collector = Collector(source, splits, by_folders=layout.by_folders, progress=progress)
+            collector = Collector(
+                source, splits, by_folders=layout.by_folders, progress=progress, scratch=staging.parent
+            )
             collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
         listing = collector.finish()

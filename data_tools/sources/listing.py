@@ -1,10 +1,12 @@
 """The sample table of a source: key, split, labels and location of every image."""
 
 import hashlib
+import itertools
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
+from data_tools.sources import spill
+from data_tools.sources.spill import changed, sorted_by, stored
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, first_of, printable
@@ -42,6 +46,7 @@ TABLE = pa.schema(
 )
 # The file to open, and offset, size, packed: see TABLE.
 Place = tuple[str, int, int, int]
+_OF_FILE = ("name", "offset", "size", "packed")
 # The operation, for `ProgressMeter`.
 LISTED = "listed"
 # (key, where, reason) of a skipped item, the columns of skipped.csv.
@@ -88,14 +93,16 @@ class SourceImage(NamedTuple):
     page: int
     files: list[Place | None]
     targets: Sequence[float | None] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Listing:
     """All samples of a source.
 
-    table: schema TABLE, sorted by split and key, in one chunk. notes: messages for the user about what was ignored.
-    skipped: items that belong to the data set but cannot be used; they count as bad images.
+    table: schema TABLE, sorted by split and key; a large one is mapped from a file, in chunks. notes: messages for the
+    user about what was ignored. skipped: items that belong to the data set but cannot be used; they count as bad
+    images.
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries
     for `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names:
@@ -103,7 +110,8 @@ class Listing:
     of images alone.
     needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel,
     their names; then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page,
-    of a file that is several samples. targets: names of the numbers to predict.
+    of a file that is several samples. targets: names of the numbers to predict. scratch: folder for files of a table
+    that is too large for memory; None keeps it there.
     """
 
     source: AnyPath
@@ -123,6 +131,7 @@ class Listing:
     channels: list[str] = field(default_factory=list)
     separate: pa.Table | None = None
     targets: list[str] = field(default_factory=list)
+    scratch: AnyPath | None = None
 
     def __len__(self) -> int:
         return len(self.table)
@@ -145,40 +154,76 @@ class Listing:
         source is.
         """
         digest = hashlib.sha256("\n".join([*self.splits, "", *self.classes]).encode())
-        counts = pc.list_value_length(self.table["labels"]).to_numpy()
-        for start in range(0, len(self), _BATCH):
-            part = self.table.slice(start, _BATCH)
+        for part in self._batches():
             digest.update("\n".join(part["key"].to_pylist()).encode())
             for column in (part["split"], pc.list_flatten(part["labels"]), part["size"]):
                 digest.update(column.to_numpy().tobytes())
-        if (counts != 1).any():
+        if pc.any(pc.not_equal(pc.list_value_length(self.table["labels"]), 1)).as_py():
             # Omitted if every sample has one label, so that the digest of older data sets stays the same.
-            digest.update(counts.tobytes())
+            for part in self._batches():
+                digest.update(pc.list_value_length(part["labels"]).to_numpy().tobytes())
         if self.has_groups:
-            digest.update("\n".join(self.table["group"].to_pylist()).encode())
+            for number, part in enumerate(self._batches()):
+                digest.update("\n".join([*[""] * bool(number), *part["group"].to_pylist()]).encode())
         if self.targets:
-            digest.update(repr((self.targets, self.table["targets"].to_pylist())).encode())
+            digest.update(f"({self.targets!r}, [".encode())
+            for number, part in enumerate(self._batches()):
+                digest.update((", " * bool(number) + repr(part["targets"].to_pylist())[1:-1]).encode())
+            digest.update(b"])")
         return digest.hexdigest()
+
+    def _batches(self) -> Iterator[pa.Table]:
+        for start in range(0, len(self), _BATCH):
+            yield self.table.slice(start, _BATCH)
+
+    def changed(self, change: Callable[[pa.Table], pa.Table]) -> pa.Table:
+        """The table that `change` makes of the table, some rows at a time if it is large."""
+        return changed(self.table, change, self.scratch)
 
     def images(self, numbers: np.ndarray) -> list[SourceImage]:
         """The samples of the given rows, for a task."""
-        table = self.table.take(pa.array(numbers))
-        if self.separate is None:
-            files: list[list[Place | None]] = [[place] for place in self._places(table)]
-        else:
-            parts = table["parts"].to_pylist()
-            rows = pa.array([row for of_sample in parts for row in of_sample if row is not None], pa.int32())
-            places = iter(self._places(self.separate.take(rows)))
-            files = [[None if row is None else next(places) for row in of_sample] for of_sample in parts]
-        pages = table["page"].to_pylist() if "page" in table.column_names else [-1] * len(table)
-        columns = (table[name].to_pylist() for name in ("key", "labels", "name", "mtime"))
-        return list(map(SourceImage, *columns, pages, files, table["targets"].to_pylist()))
+        return images_of(self.planned(self.table.take(pa.array(numbers))), self.root)
 
-    def _places(self, table: pa.Table) -> Iterator[Place]:
-        for name, container, *place in zip(
-            *(table[name].to_pylist() for name in ("name", "container", "offset", "size", "packed")), strict=True
-        ):
-            yield (str(locate(self.root, name)) if container < 0 else self.containers[container], *place)
+    def planned(self, table: pa.Table) -> pa.Table:
+        """What `images_of` needs of these rows of the table: some of its columns and page, the group's name, and the
+        files of each sample as a list, in which null is a channel that it lacks.
+        """
+        if self.separate is None:
+            starts, files = pa.array(np.arange(len(table) + 1, dtype=np.int32)), self._places(table)
+        else:
+            parts = table["parts"].combine_chunks()
+            starts, rows = parts.offsets, parts.flatten()
+            files = self._places(self.separate.take(rows), rows.is_null())
+        columns = {name: table[name] for name in ("key", "labels", "name", "mtime", "targets", "group")}
+        page = table["page"] if "page" in table.column_names else pa.array(np.full(len(table), -1, np.int32))
+        return pa.table({**columns, "page": page, "files": pa.ListArray.from_arrays(starts, files)})
+
+    def _places(self, table: pa.Table, are_lacking: pa.Array | None = None) -> pa.StructArray:
+        """Container (null without), name, offset, size and packed of each row. are_lacking: rows that are null."""
+        container = table["container"].combine_chunks()
+        inside = pc.if_else(pc.less(container, 0), pa.scalar(None, pa.int32()), container)
+        columns = [self._containers.take(inside), *(table[name].combine_chunks() for name in _OF_FILE)]
+        return pa.StructArray.from_arrays(columns, ["container", *_OF_FILE], mask=are_lacking)
+
+    @cached_property
+    def _containers(self) -> pa.Array:
+        return pa.array(self.containers, pa.large_string())
+
+
+def images_of(planned: pa.Table, root: AnyPath) -> list[SourceImage]:
+    """The samples of rows of `Listing.planned`. root: see `Listing`."""
+    lists = planned["files"].combine_chunks()
+    flat = lists.flatten()
+    places: list[Place | None] = [
+        (str(locate(root, name)) if container is None else container, *place) if is_there else None
+        for is_there, container, name, *place in zip(
+            flat.is_valid().to_pylist(), *(column.to_pylist() for column in flat.flatten()), strict=True
+        )
+    ]
+    ends = (lists.offsets.to_numpy() - lists.offsets[0].as_py()).tolist()
+    files = [places[start:end] for start, end in itertools.pairwise(ends)]
+    first = [planned[name].to_pylist() for name in ("key", "labels", "name", "mtime", "page")]
+    return list(map(SourceImage, *first, files, *(planned[name].to_pylist() for name in ("targets", "group"))))
 
 
 def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
@@ -189,10 +234,10 @@ def with_columns(table: pa.Table, **columns: Any) -> pa.Table:
     return table
 
 
-def sorted_by_key(table: pa.Table) -> pa.Table:
-    """The table sorted by split and key, in one chunk."""
+def sorted_by_key(table: pa.Table, scratch: AnyPath | None = None) -> pa.Table:
+    """The table sorted by split and key. scratch: see `Listing`."""
     # Also by name, so that errors about a repeated key are the same on every machine.
-    return table.sort_by([(name, "ascending") for name in ("split", "key", "name")]).combine_chunks()
+    return sorted_by(table, ("split", "key", "name"), scratch)
 
 
 def repeated(table: pa.Table) -> np.ndarray:
@@ -233,7 +278,7 @@ class Collector:
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
     progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
-    targets: see Listing.
+    targets, scratch: see Listing.
     """
 
     source: AnyPath
@@ -253,8 +298,10 @@ class Collector:
     skipped: list[Skipped] = field(default_factory=list)
     unpacked: dict[AnyPath, AnyPath] = field(default_factory=dict)
     targets: list[str] = field(default_factory=list)
+    scratch: AnyPath | None = None
     _mtimes: list[int] = field(default_factory=list)  # Of the containers.
-    _parts: list[pa.RecordBatch] = field(default_factory=list)
+    _parts: list[pa.Table] = field(default_factory=list)
+    _stored: list[pa.Table] = field(default_factory=list)  # Those before them, in files.
     _rows: list[tuple] = field(default_factory=list)
     _classes: dict[str, int] = field(default_factory=dict)
     # Split -> folders in that split's folder, class folders if is_labelled, and their numbers of images.
@@ -378,7 +425,15 @@ class Collector:
 
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
-        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.prefixes, self.skipped):
+        for reported in (
+            self._parts,
+            self._stored,
+            self._rows,
+            self.containers,
+            self._mtimes,
+            self.prefixes,
+            self.skipped,
+        ):
             reported.clear()
 
     def class_folders(self) -> set[str]:
@@ -406,8 +461,8 @@ class Collector:
         self._flush()
         if self.by_folders:
             self._check_folders()
-        table = pa.Table.from_batches(self._parts, TABLE).combine_chunks()
-        self._parts = []
+        table = pa.concat_tables([TABLE.empty_table(), *self._stored, *self._parts])
+        self._parts, self._stored = [], []
         there = pc.unique(table["split"]).to_pylist()
         for split, number in self._numbers.items():
             if number not in there:
@@ -420,15 +475,22 @@ class Collector:
         classes = self.classes or sorted(self._classes)
         numbers = {name: number for number, name in enumerate(classes)}
         ranks = np.array([numbers[name] for name in self._classes], np.int32)
-        rows, labels = label_pairs(table)
-        table = sorted_by_key(with_columns(table, labels=label_lists(rows, ranks[labels], len(table))))
+
+        def renumbered(table: pa.Table) -> pa.Table:
+            rows, labels = label_pairs(table)
+            return with_columns(table, labels=label_lists(rows, ranks[labels], len(table)))
+
+        table = sorted_by_key(changed(table, renumbered, self.scratch), self.scratch)
         notes = self.notes
         if self.prefixes and len(repeated(table)):
             prefixes = pa.array([f"{prefix.replace('.', '_')}/" for prefix in self.prefixes], pa.large_string())
-            keys = pc.binary_join_element_wise(
-                prefixes.take(table["container"]), table["key"], pa.scalar("", pa.large_string())
-            )
-            table = sorted_by_key(with_columns(table, key=keys))
+
+            def prefixed(table: pa.Table) -> pa.Table:
+                before = prefixes.take(table["container"].combine_chunks())
+                keys = pc.binary_join_element_wise(before, table["key"], pa.scalar("", pa.large_string()))
+                return with_columns(table, key=keys)
+
+            table = sorted_by_key(changed(table, prefixed, self.scratch), self.scratch)
             notes.append(
                 "keys repeat between tars: each gets the name of its tar as a prefix, such as"
                 f" {table['key'][0].as_py()}"
@@ -438,7 +500,7 @@ class Collector:
             keys = table["key"].to_pylist()
             for row in np.union1d(twice, twice + 1).tolist():
                 keys[row] += f"_{table['name'][row].as_py().rpartition('.')[2]}"
-            table = sorted_by_key(with_columns(table, key=pa.array(keys, pa.large_string())))
+            table = sorted_by_key(with_columns(table, key=pa.array(keys, pa.large_string())), self.scratch)
             notes.append(
                 f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
             )
@@ -463,7 +525,7 @@ class Collector:
                 " layout=images)"
             )
         notes += [] if self.is_labelled else self._unused_folders()
-        num_bare = len(table) - len(np.unique(rows))
+        num_bare = pc.sum(pc.equal(pc.list_value_length(table["labels"]), 0)).as_py()
         if num_bare and self.is_labelled:
             notes.append(f"{num_bare:,} of {counted(len(table), 'image')} without a label, of which no class is learnt")
         return Listing(
@@ -478,14 +540,18 @@ class Collector:
             class_names=self.class_names,
             is_labelled=self.is_labelled,
             targets=self.targets,
+            scratch=self.scratch,
         )
 
     def _flush(self) -> None:
         if self._rows:
             columns = [pa.array(*pair) for pair in zip(zip(*self._rows, strict=True), TABLE.types, strict=True)]
-            self._parts.append(pa.RecordBatch.from_arrays(columns, schema=TABLE))
+            self._parts.append(pa.Table.from_arrays(columns, schema=TABLE))
             self.progress.add(len(self._rows), pc.sum(self._parts[-1]["size"]).as_py())
             self._rows = []
+            if self.scratch is not None and sum(map(len, self._parts)) >= spill.ROWS_IN_MEMORY:
+                self._stored.append(stored(self._parts, self.scratch))
+                self._parts = []
 
     def place(self, name: str) -> tuple[str | None, str]:
         """Returns (split of a name, the name relative to that split's folder)."""

@@ -44,7 +44,7 @@ from tiny import train_view
 
 from data_tools.bench.apart import Row, rows_apart
 from data_tools.sharding import shard
-from data_tools.sharding.write_shard import write_shard
+from data_tools.sharding.write_shard import write_planned
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
 from pipeline.data.dataset.manifest import Split, open_dataset
@@ -375,9 +375,9 @@ def _ours(files: Files, out: Path, cores: int, settings: dict[str, Any]) -> Iter
     config = ShardConfig(source=str(out.with_name("raw")), out=str(out), samples_per_shard=_PER_SHARD, **settings)
     listing = list_source(Path(config.source), config, out / "staging")
     (out / PARTS).mkdir()
-    jobs = shard.make_jobs(listing, shard.make_plan(listing, config), config, out, {})
+    jobs = shard.make_jobs(listing, shard.make_plan(listing, config, out), config, out, {})
     with multiprocessing.get_context("fork").Pool(cores) as pool:
-        yield sum(done.shard.samples for done in pool.imap_unordered(write_shard, jobs))
+        yield sum(done.shard.samples for done in pool.imap_unordered(write_planned, jobs))
         pool.close()
         pool.join()
 

@@ -404,7 +404,7 @@ def _write_samples(file: BinaryIO, shards: Sequence[Shard], tables: Iterable[pa.
     first = list(itertools.islice(tables, 1))
     names = first[0].column_names if first else []
     schema = SAMPLES.append(GROUP) if GROUP.name in names else SAMPLES
-    schema = schema.append(first[0].field(TARGETS)) if TARGETS in names else schema
+    schema = schema.append(targets_field(first[0].field(TARGETS).type.list_size)) if TARGETS in names else schema
     dictionaries = ["split", "ext", "shard", GROUP.name]
     with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionaries) as writer:
         waiting: list[pa.Table] = []

@@ -64,6 +64,16 @@ def version(path: AnyPath) -> str:
     return path.version() if isinstance(path, BucketPath) else str(path.stat().st_mtime_ns)
 
 
+def state_of(path: AnyPath) -> str:
+    """As `version`, and of a local file also its size, its inode and when that changed: nobody can write it and keep all of
+    them.
+    """
+    if isinstance(path, BucketPath):
+        return path.version()
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+
+
 @contextlib.contextmanager
 def fetched(path: AnyPath) -> Iterator[BinaryIO]:
     """The file on a local disk, for random access: an object is downloaded to a temporary file. Raises

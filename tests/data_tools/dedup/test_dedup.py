@@ -15,7 +15,7 @@ from PIL import Image
 from ranks import ROOT
 from raw_images import encoded, settings, write_folder
 
-from data_tools.dedup import dedup, near_copies
+from data_tools.dedup import dedup, near_copies, search_shard
 from data_tools.dedup.near_copies import NUM_CROPS, ImageIndex, is_plain, thumbnail
 from data_tools.dedup.verify_pair import distance, reduced
 from data_tools.sharding import shard
@@ -151,6 +151,34 @@ def test_candidates_are_all_hashes_within_seven_bits() -> None:
     pairs = list(zip(*found[:2].tolist(), strict=True))
     assert len(pairs) == len(set(pairs))
     assert set(zip(*(rows.tolist() for rows in np.nonzero(near)), strict=True)) <= set(pairs)
+
+
+def test_an_index_mapped_from_files_finds_what_one_in_memory_finds(tmp_path: Path) -> None:
+    thumbs = np.stack([thumbnail(picture(seed)) for seed in range(40)])
+    index = ImageIndex(thumbs, np.arange(0, 40, 2))
+    index.add(np.array([33, 35]))
+    ImageIndex.write(thumbs, np.array([*range(0, 40, 2), 33, 35]), tmp_path)
+    queries = near_copies._crop_hashes(thumbs)[::7] ^ np.uint64(1 << 40 | 1 << 3)
+    expected = index.candidates(queries)
+    assert set(expected[1].tolist()) == {*range(0, 40, 2), 33, 35}
+    np.testing.assert_array_equal(ImageIndex.mapped(thumbs, tmp_path).candidates(queries), expected)
+
+
+def test_a_damaged_index_is_named(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+    train, tests = copy(sets[0], tmp_path), sets[1]
+    dedup.run(config(train, tests.path))
+    (images,) = (train.path / "dedup/search").glob("*/tests.npz")
+    index = search_shard.index_folder(images)
+    assert not index.exists()  # Removed after the search: it is large, and made again when needed.
+    search_shard.write_index(search_shard.IndexJob(str(images), str(index), (0, 0)))
+    for path in sorted(index.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        search_shard._searched_for.cache_clear()
+        with pytest.raises(UserError, match=index.name):
+            search_shard._searched_for(str(images))
+        path.write_bytes(whole)
+    search_shard._searched_for(str(images))
 
 
 def test_images_without_detail_are_plain() -> None:

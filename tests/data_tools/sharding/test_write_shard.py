@@ -2,19 +2,23 @@
 
 import hashlib
 import io
+import os
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from raw_images import jpeg, write_folder
 
+from data_tools.sharding import write_shard as write_shard_module
 from data_tools.sharding.copies import HashJob, hash_samples
-from data_tools.sharding.write_shard import ShardingJob, _Tar, read_rows, write_shard
+from data_tools.sharding.write_shard import Done, ShardingJob, _Tar, read_rows, write_shard
 from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
 from pipeline.cluster.ray_tasks import LostError
+from pipeline.data.storage.checksums import digest_of
 from pipeline.settings.commands.data import ShardConfig
 
 NAMES = ["a", "n01440764/n01440764_10026", "x" * 95, "x" * 96, "x" * 97, "y" * 3000, "ü/é", "\udcff"]
@@ -77,9 +81,29 @@ def test_images_that_were_skipped_are_tried_again(job: ShardingJob, tmp_path: Pa
     assert (back.made, [key for key, *_ in back.skipped]) == (True, ["cat/1"])
     assert not write_shard(job).made
     broken.write_bytes(jpeg(1))
-    assert write_shard(job) == whole
+    assert replace(write_shard(job), state=whole.state) == whole
     assert (tmp_path / "out" / job.name).read_bytes() == expected
     assert not write_shard(job).made
+
+
+def test_a_shard_is_hashed_again_only_if_it_was_written_since(job: ShardingJob, tmp_path: Path) -> None:
+    made, path = write_shard(job), tmp_path / "out" / job.name
+
+    def finds(num_hashed: int) -> Done:
+        with patch.object(write_shard_module, "digest_of", wraps=digest_of) as hashing:
+            done = write_shard(job)
+        assert hashing.call_count == num_hashed
+        return done
+
+    assert not finds(0).made
+    content, stat = path.read_bytes(), path.stat()
+    path.write_bytes(content)
+    assert not finds(1).made  # As after a copy of the folder.
+    path.write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert finds(1).made
+    assert path.read_bytes() == content
+    assert made.shard == write_shard(job).shard
 
 
 def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: ShardingJob, tmp_path: Path) -> None:
@@ -106,7 +130,7 @@ def test_a_damaged_part_is_made_again(job: ShardingJob, tmp_path: Path) -> None:
         flipped[place // 8] ^= 1 << place % 8
         part.write_bytes(flipped)
         done = write_shard(job)
-        assert done == replace(whole, made=done.made)
+        assert done == replace(whole, made=done.made, state=done.state)
         assert read_rows(part) == rows  # As the manifest takes them.
         num_made += done.made
     assert num_made == 120
