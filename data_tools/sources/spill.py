@@ -128,7 +128,7 @@ def _sorted_parts(table: pa.Table, order: list[tuple[str, str]], folder: AnyPath
 def open_batches(file: AnyPath | BinaryIO) -> Iterator[pa.ipc.RecordBatchFileReader]:
     """The record batches that `BatchWriter` wrote; a local file is memory-mapped."""
     if isinstance(file, Path):
-        with file.open("rb") as opened, open_batches(opened) as batches:
+        with file.open("rb") as local, open_batches(local) as batches:
             yield batches
     elif hasattr(file, "fileno"):
         yield pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)))

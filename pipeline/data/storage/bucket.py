@@ -65,9 +65,7 @@ def version(path: AnyPath) -> str:
 
 
 def state_of(path: AnyPath) -> str:
-    """As `version`, and of a local file also its size, its inode and when that changed: nobody can write it and keep all of
-    them.
-    """
+    """As `version`; of a local file also its size, its inode and when that changed, which no writing leaves alone."""
     if isinstance(path, BucketPath):
         return path.version()
     stat = path.stat()

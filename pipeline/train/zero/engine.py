@@ -453,6 +453,6 @@ def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool) -> None:
     for block in blocks:
         # dynamic=False: torch would make code for any shape when it sees a second one, and the bits of a step would
         # depend on what the process computed before. Not `block.compile`, which would compile DeepSpeed's hooks too.
-        block.forward = torch.compile(
+        block.forward = torch.compile(  # type: ignore[call-overload]  # Its overloads lack recompile_limit.
             block.forward, dynamic=False, fullgraph=True, recompile_limit=_MAX_GRAPHS, options=options
         )
