@@ -203,29 +203,28 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
 class _Flushing:
     """A new local file that the disk receives while more is written, in another thread."""
 
-    def __init__(self, file: io.FileIO, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, file: io.BufferedWriter, thread: ThreadPoolExecutor) -> None:
         self.file, self._thread = file, thread
         self._unflushed = 0
         self._flush: Future[Any] = thread.submit(int)
 
     def write(self, data: Any) -> None:
-        view = memoryview(data)
-        while len(view):
-            view = view[self.file.write(view) :]
-        self._unflushed += memoryview(data).nbytes
+        self._unflushed += self.file.write(data)
         if self._unflushed > _FLUSH and self._flush.done():
             self._flush.result()  # The system reports an error to one call only.
+            self.file.flush()
             self._unflushed, self._flush = 0, self._thread.submit(os.fdatasync, self.file.fileno())
 
     def finish(self) -> None:
         self._flush.result()
+        self.file.flush()
         os.fsync(self.file.fileno())
 
 
 @contextlib.contextmanager
 def _flushed(path: Path) -> Iterator[_Flushing]:
     """A new local file, which is on the disk when the block ends."""
-    with ThreadPoolExecutor(1) as thread, open(path, "wb", buffering=0) as file:
+    with ThreadPoolExecutor(1) as thread, open(path, "wb") as file:
         flushing = _Flushing(file, thread)
         yield flushing
         flushing.finish()

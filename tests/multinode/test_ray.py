@@ -22,7 +22,7 @@ from pipeline.settings.commands.data import ShardConfig
 
 SAMPLES_PER_SHARD, NUM_SHARDS = 40, 12
 # The task of a shard, and its file.
-SHARDING = ("write_shard", r"\.tar\.\w+\.tmp$")
+SHARDING = ("write_planned", r"\.tar\.\w+\.tmp$")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) 
     assert new == {"dataset.json", "samples.parquet", "samples.chunks", "shards.parquet", "index"}
     check(here)
     (tmp_path / "names.txt").write_text("a\nb\nc\n")
-    for name in ("dataset.json", "samples.parquet", "shards.parquet"):
+    for name in ("dataset.json", "samples.parquet", "samples.chunks", "shards.parquet"):
         (source / name).unlink()
     shutil.rmtree(source / "index")
     there = run(config(source, tmp_path / "there", label_names=str(tmp_path / "names.txt")))
