@@ -127,7 +127,7 @@ class ImageIndex:
     None is all.
 
     Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike
-    `IndexBinaryHash`, it can be mapped from a file.
+    faiss' index of hashes, it can be mapped from a file.
     """
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:

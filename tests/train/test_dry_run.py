@@ -24,7 +24,10 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
     found: list[Any] = []
     engine: Any = SimpleNamespace(
         objective=SimpleNamespace(
-            views=lambda config: (), predicts="classes" if objective == "softmax" else "", pixels=RGB8
+            views=lambda config: (),
+            draw=lambda batch, training: {},
+            predicts="classes" if objective == "softmax" else "",
+            pixels=RGB8,
         ),
         untouched=lambda count: contextlib.nullcontext(),
         forward=lambda images: found.append(("forward", *images.shape)),

@@ -170,7 +170,7 @@ def test_a_damaged_index_is_named(sets: tuple[Dataset, Dataset], tmp_path: Path)
     (images,) = (train.path / "dedup/search").glob("*/tests.npz")
     index = search_shard.index_folder(images)
     assert not index.exists()  # Removed after the search: it is large, and made again when needed.
-    search_shard.write_index(search_shard.IndexJob(str(images), str(index), (0, 0)))
+    search_shard.write_index(search_shard.WriteIndexJob(str(images), str(index), (0, 0)))
     for path in sorted(index.iterdir()):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
