@@ -116,7 +116,9 @@ class ClassBalance:
         """
         self.labels, self.shard_starts, self.seed, self.num_samples = labels, shard_starts, seed, len(labels)
         self.dtype = np.dtype(np.int32 if len(labels) < 2**31 else np.int64)
-        sizes, self._key = _count(labels)
+        sizes, digest = _count(labels)
+        starts = xxhash.xxh3_128_hexdigest(np.asarray(shard_starts, "<i8").tobytes())
+        self._key = f"{digest} {starts} {power} {seed}"
         self.classes = np.flatnonzero(sizes) - 1
         self.sizes = sizes[self.classes + 1]
         self.wholes, self._fractions = _exact_places(self.sizes, power)
@@ -125,7 +127,7 @@ class ClassBalance:
     @cached_property
     def _shuffled(self) -> HostArrays:
         """class: of each sample, an index into `classes`. place: in the shuffled order of its class."""
-        return HostArrays(_SHUFFLED, f"{self._key} {self.seed}", self._shuffle)
+        return HostArrays(_SHUFFLED, self._key, self._shuffle)
 
     def places(self, epoch: int) -> np.ndarray:
         """int64 (classes,): how many places of an epoch each class gets, in the order of `classes`."""
@@ -143,12 +145,8 @@ class ClassBalance:
         """The uses of an epoch. The first process of a host takes time in proportion to the number of samples."""
         before, places = self.places_before(epoch), self.places(epoch)
         done, first = np.divmod(before, self.sizes)
-        numbers = [self.shard_starts, before, places]
-        digest = xxhash.xxh3_128_hexdigest(b"".join(array.astype("<i8").tobytes() for array in numbers))
-        # Opened before: a process opens one set of arrays at a time.
-        write = partial(self._write_contents, self._shuffled, epoch, first, places)
-        arrays = HostArrays(_CONTENTS, f"{self._key} {self.seed} {epoch} {digest}", write)
-        return EpochContents(arrays, self._shuffled, done, first)
+        write = partial(self._write_contents, epoch, first, places)
+        return EpochContents(HostArrays(_CONTENTS, f"{self._key} {epoch}", write), self._shuffled, done, first)
 
     def _shuffle(self, folder: Path) -> None:
         """Write the class of each sample, and its place in the shuffled order of its class."""
@@ -193,9 +191,7 @@ class ClassBalance:
                 work.advance(size)
         assert done == num
 
-    def _write_contents(
-        self, shuffled: HostArrays, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path
-    ) -> None:
+    def _write_contents(self, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path) -> None:
         """Write the arrays of `EpochContents`. first: int64 (classes,), where the places of an epoch begin in the order
         of the class.
         """
@@ -209,8 +205,8 @@ class ClassBalance:
         local_bits = np.uint64(_SAMPLES.bit_length())
         with Work(f"computing {_CONTENTS}", self.num_samples, "sample") as work:
             for block in _blocks(self.num_samples):
-                of_class = shuffled["class"][block]
-                turn = shuffled["place"][block] - first[of_class]
+                of_class = self._shuffled["class"][block]
+                turn = self._shuffled["place"][block] - first[of_class]
                 turn += (turn < 0) * self.sizes[of_class]
                 uses = often[of_class] + (turn < more[of_class])
                 # By number of the use, then by row. Both are packed into one integer, because values sort faster than
