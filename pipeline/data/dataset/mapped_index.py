@@ -80,9 +80,6 @@ class CheckedArray:
                 self._is_checked[chunk] = True
         return self._values[rows]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self[:], dtype, copy=copy)
-
     def is_intact(self) -> bool:
         """Whether all rows have their checksums. Reads all."""
         return all(map(self._is_intact, range(len(self._digests))))
@@ -99,9 +96,7 @@ class CheckedArray:
             raise OneRankError(
                 f"{found} checksum. Remove {self._file.parent} ({error.strerror} here): the next start makes it again."
             ) from None
-        raise OneRankCrashError(
-            f"{found} checksum. The same command makes {self._file.parent} again, and goes on."
-        ) from None
+        raise OneRankCrashError(f"{found} checksum. The same command makes {self._file.parent} again, and goes on.")
 
 
 Column = np.ndarray | CheckedArray
