@@ -145,9 +145,6 @@ class OneOfMany:
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
-    def sum(self, value: float) -> list[float]:
-        return [value * self.world_size]
-
 
 @contextlib.contextmanager
 def counting(asked: Counter, seconds: float) -> Iterator[None]:
