@@ -174,7 +174,7 @@ class Split:
         """A short text that identifies the excluded samples, whatever lists exclude them."""
         if not len(self.excluded_rows):
             return NOTHING_EXCLUDED
-        digest = hashlib.sha256(self.excluded_rows.astype("<i8", copy=False)).hexdigest()
+        digest = hashlib.sha256(self.excluded_rows.astype("<i8", copy=False).data).hexdigest()
         # Compared with the text in a checkpoint, so "1 samples" stays.
         return f"{len(self.excluded_rows):,} samples ({digest[:8]})"
 

@@ -203,7 +203,7 @@ class ClassBalance:
         assert copy_starts[-1] == self.num_samples
         rows, end = new_array(folder, "rows", self.dtype, self.num_samples), copy_starts[:-1].copy()
         local_bits = np.uint64(_SAMPLES.bit_length())
-        starts, last_shard = [], np.full(len(end), -1)  # Of each copy.
+        found, last_shard = [], np.full(len(end), -1)  # Of each copy.
         with Work(f"computing {_CONTENTS}", self.num_samples, "sample") as work:
             for block in _blocks(self.num_samples):
                 of_class = self._shuffled["class"][block]
@@ -228,9 +228,9 @@ class ClassBalance:
                 is_start = np.diff(shard, prepend=-1) != 0
                 is_start[begin] = shard[begin] != last_shard[copy]
                 last_shard[copy] = shard[begin + length - 1]
-                starts.append(at[is_start])
+                found.append(at[is_start])
                 work.advance(len(uses))
-        starts = np.sort(np.concatenate([*starts, [self.num_samples]]))
+        starts = np.sort(np.concatenate([*found, [self.num_samples]]))
         copies = np.searchsorted(copy_starts, starts[:-1], side="right") - 1
         blocks = random_numbers.permutation(len(copies), self.seed, Purpose.SHARD_ORDER, epoch)
         is_later = copies[blocks] > 0
