@@ -61,9 +61,7 @@ def content(path: Path) -> dict[str, object]:
         "format": dataset.info["format"],
         "samples": dataset.info["samples"],
         "shards": [(Path(name).name, size) for name, size in zip(split.shard_paths, split.shard_sizes, strict=True)],
-        "columns": [
-            np.asarray(split.index.__dict__[name]).tobytes() for name in ("offsets", "sizes", "labels", "hashes")
-        ],
+        "columns": [getattr(split.index, name)[:].tobytes() for name in ("offsets", "sizes", "labels", "hashes")],
         "starts": split.index.label_starts[:].tolist(),
         "max_labels": split.max_labels,
         "keys": split.keys(range(len(split))),

@@ -275,6 +275,25 @@ def test_ranks_share_the_check_of_tars_and_agree(damage: str, forge: Forge, data
         assert all(str(tar) in line for tar in tars[1:3])
 
 
+@pytest.mark.parametrize(("split", "column", "processes"), [("train", "sizes", 1), ("val", "labels", 0)])
+def test_a_damaged_index_ends_a_run_in_one_line_and_a_restart_mends_it(
+    split: str, column: str, processes: int, forge: Forge, dataset: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(dataset, tmp_path / "data")
+    (file,) = data.glob(f"index/{split}-*/{column}")
+    whole = file.read_bytes()
+    file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    arguments = settings(data, tmp_path, "damaged", f"data.processes={processes}")
+    run = forge.start(2, arguments)
+    assert run.wait() == [1, 1], run.said(0) + run.said(1)
+    line = only_error(run, 2)
+    assert str(file) in line
+    assert read_status(tmp_path / "damaged").code == 1
+    run = forge.start(2, arguments)
+    assert run.wait() == [0, 0], run.said(0) + run.said(1)
+    assert file.read_bytes() == whole
+
+
 def train_and_be_asked_while_ranks_connect(argument: tuple[str, int, list[str]]) -> None:
     """In a rank: this one gets SIGTERM right before the ranks make their process group, or use it for the first
     time.

@@ -148,7 +148,7 @@ def _rows(dataset: "Dataset", path: AnyPath, split: str) -> np.ndarray:
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
-    return rows if (np.diff(rows) > 0).all() else np.unique(rows)
+    return rows if (rows[1:] > rows[:-1]).all() else np.unique(rows)
 
 
 def _scan(batches: Iterable[pa.RecordBatch], split: str) -> tuple[bytes, np.ndarray]:

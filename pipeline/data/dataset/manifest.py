@@ -217,7 +217,7 @@ class Dataset:
             beyond = rows_beyond_limit(len(index), excluded, limit, seed)
             excluded = np.sort(np.concatenate([excluded, beyond]))
             excluded_by = {**excluded_by, "data.limit": len(beyond)}
-        kept = samples - np.bincount(np.searchsorted(starts, excluded, side="right") - 1, minlength=len(samples))
+        kept = samples - np.diff(np.searchsorted(excluded, starts))
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
         paths = [str(self.shard_path(shard)) for shard in shards["name"].to_pylist()]

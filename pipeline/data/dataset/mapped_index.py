@@ -60,7 +60,7 @@ class CheckedArray:
     def __init__(self, file: Path, values: np.ndarray, digests: np.ndarray) -> None:
         self._file, self._values, self._digests = file, values, digests
         self._is_checked = bytearray(len(digests))
-        self.shape, self.dtype = values.shape, values.dtype
+        self.shape = values.shape
 
     def __len__(self) -> int:
         return len(self._values)
@@ -75,20 +75,14 @@ class CheckedArray:
             chunks = (int(rows) // ROWS,)
         for chunk in chunks:
             if not self._is_checked[chunk]:
-                if not self._is_intact(chunk):
+                if _digest(self._values, chunk) != self._digests[chunk]:
                     self._give_up(chunk)
                 self._is_checked[chunk] = True
         return self._values[rows]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self[:], dtype, copy=copy)
-
     def is_intact(self) -> bool:
         """Whether all rows have their checksums. Reads all."""
-        return all(map(self._is_intact, range(len(self._digests))))
-
-    def _is_intact(self, chunk: int) -> bool:
-        return _digest(self._values, chunk) == self._digests[chunk]
+        return _digests(self._values) == self._digests.tolist()
 
     def _give_up(self, chunk: int) -> None:
         """Remove the index, and raise."""
@@ -99,9 +93,7 @@ class CheckedArray:
             raise OneRankError(
                 f"{found} checksum. Remove {self._file.parent} ({error.strerror} here): the next start makes it again."
             ) from None
-        raise OneRankCrashError(
-            f"{found} checksum. The same command makes {self._file.parent} again, and goes on."
-        ) from None
+        raise OneRankCrashError(f"{found} checksum. The same command makes {self._file.parent} again, and goes on.")
 
 
 Column = np.ndarray | CheckedArray
@@ -160,12 +152,11 @@ def map_index(folder: Path) -> ManifestIndex | None:
         return None
     if {column: array.nbytes for column, array in arrays.items()} != info["bytes"]:
         return None
-    columns: dict[str, Any] = {}
-    first = 0
-    for column, array in arrays.items():
-        last = first + _num_chunks(array)
-        columns[column] = CheckedArray(folder / column, array, digests[first:last])
-        first = last
+    of_columns = np.split(digests, np.cumsum([-(-len(array) // ROWS) for array in arrays.values()])[:-1])
+    columns: dict[str, Any] = {
+        column: CheckedArray(folder / column, array, own)
+        for (column, array), own in zip(arrays.items(), of_columns, strict=True)
+    }
     return ManifestIndex(max_labels=info["max_labels"], **columns)
 
 
@@ -186,8 +177,8 @@ def _map_columns(folder: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _num_chunks(array: np.ndarray) -> int:
-    return -(-len(array) // ROWS)
+def _digests(array: np.ndarray) -> list[int]:
+    return [_digest(array, chunk) for chunk in range(-(-len(array) // ROWS))]
 
 
 def _digest(array: np.ndarray, chunk: int) -> int:
@@ -253,11 +244,11 @@ def _write(folder: Path, read: Read) -> None:
 def describe_index(folder: Path, max_labels: int) -> None:
     """Write the checksums of columns that are there, and index.json."""
     arrays = _map_columns(folder)
-    digests = [_digest(array, chunk) for array in arrays.values() for chunk in range(_num_chunks(array))]
-    np.array(digests, "<u8").tofile(folder / _CHUNKS)
+    digests = np.array([digest for array in arrays.values() for digest in _digests(array)], "<u8")
+    digests.tofile(folder / _CHUNKS)
     sizes = {column: array.nbytes for column, array in arrays.items()}
     info = {"format": _FORMAT, "max_labels": max_labels, "bytes": sizes}
-    info["checksum"] = _checksum(info, np.array(digests, "<u8"))
+    info["checksum"] = _checksum(info, digests)
     (folder / _INFO).write_text(json.dumps(info))
 
 

@@ -39,13 +39,12 @@ class SampleTable:
         return self._opened[0]
 
     @property
-    def row_groups(self) -> Sequence[int]:
-        """Numbers of the file's row groups that hold the split."""
+    def _row_groups(self) -> Sequence[int]:
         return self._opened[1]
 
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
-        for group in self.row_groups:
+        for group in self._row_groups:
             yield self.file.read_row_group(group, columns=columns)
 
     def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
@@ -54,7 +53,7 @@ class SampleTable:
         groups = np.searchsorted(self._starts, rows, side="right") - 1
         tables = [self.file.schema_arrow.empty_table().select(columns)]
         for group in np.flatnonzero(np.bincount(groups)).tolist():
-            table = self.file.read_row_group(self.row_groups[group], columns=columns)
+            table = self.file.read_row_group(self._row_groups[group], columns=columns)
             tables.append(table.take(pa.array(rows[groups == group] - self._starts[group])))
         # Back from the order of the groups, in which the tables are, to that of the rows.
         return pa.concat_tables(tables).take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
@@ -80,7 +79,7 @@ class SampleTable:
     @cached_property
     def _starts(self) -> np.ndarray:
         """First row of each group, and the end of the last."""
-        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self.row_groups])
+        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self._row_groups])
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Split:
         """A short text that identifies the excluded samples, whatever lists exclude them."""
         if not len(self.excluded_rows):
             return NOTHING_EXCLUDED
-        digest = hashlib.sha256(self.excluded_rows.astype("<i8").tobytes()).hexdigest()
+        digest = hashlib.sha256(self.excluded_rows.astype("<i8", copy=False).data).hexdigest()
         # Compared with the text in a checkpoint, so "1 samples" stays.
         return f"{len(self.excluded_rows):,} samples ({digest[:8]})"
 
@@ -194,7 +193,8 @@ class Split:
 
     def manifest_rows(self, rows: np.ndarray | int) -> np.ndarray:
         """Rows in the manifest, int64, of samples by their rows in this split."""
-        return rows + np.searchsorted(self._kept_before, rows, side="right")
+        # The method of an array takes half the time of numpy's function.
+        return rows + self._kept_before.searchsorted(rows, side="right")
 
     def manifest_range(self, first: int, end: int) -> np.ndarray:
         """`manifest_rows` of the rows from `first` to the one before `end`."""

@@ -17,7 +17,7 @@ Samples without a label are a class of their own.
 import decimal
 from collections.abc import Iterator
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +116,9 @@ class ClassBalance:
         """
         self.labels, self.shard_starts, self.seed, self.num_samples = labels, shard_starts, seed, len(labels)
         self.dtype = np.dtype(np.int32 if len(labels) < 2**31 else np.int64)
-        sizes, self._key = _count(labels)
+        sizes, digest = _count(labels)
+        starts = xxhash.xxh3_128_hexdigest(np.asarray(shard_starts, "<i8").tobytes())
+        self._key = f"{digest} {starts} {power} {seed}"
         self.classes = np.flatnonzero(sizes) - 1
         self.sizes = sizes[self.classes + 1]
         self.wholes, self._fractions = _exact_places(self.sizes, power)
@@ -125,7 +127,7 @@ class ClassBalance:
     @cached_property
     def _shuffled(self) -> HostArrays:
         """class: of each sample, an index into `classes`. place: in the shuffled order of its class."""
-        return HostArrays(_SHUFFLED, f"{self._key} {self.seed}", self._shuffle)
+        return HostArrays(_SHUFFLED, self._key, self._shuffle)
 
     def places(self, epoch: int) -> np.ndarray:
         """int64 (classes,): how many places of an epoch each class gets, in the order of `classes`."""
@@ -143,12 +145,8 @@ class ClassBalance:
         """The uses of an epoch. The first process of a host takes time in proportion to the number of samples."""
         before, places = self.places_before(epoch), self.places(epoch)
         done, first = np.divmod(before, self.sizes)
-        numbers = [self.shard_starts, before, places]
-        digest = xxhash.xxh3_128_hexdigest(b"".join(array.astype("<i8").tobytes() for array in numbers))
-        # Opened before: a process opens one set of arrays at a time.
-        write = partial(self._write_contents, self._shuffled, epoch, first, places)
-        arrays = HostArrays(_CONTENTS, f"{self._key} {self.seed} {epoch} {digest}", write)
-        return EpochContents(arrays, self._shuffled, done, first)
+        write = partial(self._write_contents, epoch, first, places)
+        return EpochContents(HostArrays(_CONTENTS, f"{self._key} {epoch}", write), self._shuffled, done, first)
 
     def _shuffle(self, folder: Path) -> None:
         """Write the class of each sample, and its place in the shuffled order of its class."""
@@ -193,9 +191,7 @@ class ClassBalance:
                 work.advance(size)
         assert done == num
 
-    def _write_contents(
-        self, shuffled: HostArrays, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path
-    ) -> None:
+    def _write_contents(self, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path) -> None:
         """Write the arrays of `EpochContents`. first: int64 (classes,), where the places of an epoch begin in the order
         of the class.
         """
@@ -207,10 +203,11 @@ class ClassBalance:
         assert copy_starts[-1] == self.num_samples
         rows, end = new_array(folder, "rows", self.dtype, self.num_samples), copy_starts[:-1].copy()
         local_bits = np.uint64(_SAMPLES.bit_length())
+        found, last_shard = [], np.full(len(end), -1)  # Of each copy.
         with Work(f"computing {_CONTENTS}", self.num_samples, "sample") as work:
             for block in _blocks(self.num_samples):
-                of_class = shuffled["class"][block]
-                turn = shuffled["place"][block] - first[of_class]
+                of_class = self._shuffled["class"][block]
+                turn = self._shuffled["place"][block] - first[of_class]
                 turn += (turn < 0) * self.sizes[of_class]
                 uses = often[of_class] + (turn < more[of_class])
                 # By number of the use, then by row. Both are packed into one integer, because values sort faster than
@@ -221,21 +218,32 @@ class ClassBalance:
                 packed |= np.repeat(np.arange(len(uses), dtype=np.uint64), uses)
                 packed.sort()
                 copies = (packed >> local_bits).astype(np.int64)
+                local = (packed & ((np.uint64(1) << local_bits) - np.uint64(1))).astype(np.int64)
                 begin = np.flatnonzero(np.diff(copies, prepend=-1))
-                length = np.diff(begin, append=len(copies))
-                at = np.repeat(end[copies[begin]] - begin, length) + np.arange(len(copies))
-                rows[at] = (packed & ((np.uint64(1) << local_bits) - np.uint64(1))).astype(np.int64) + block.start
-                end[copies[begin]] += length
+                copy, length = copies[begin], np.diff(begin, append=len(copies))
+                at = np.repeat(end[copy] - begin, length) + np.arange(len(copies))
+                rows[at] = local + block.start
+                end[copy] += length
+                shard = self._shards(block)[local]
+                is_start = np.diff(shard, prepend=-1) != 0
+                is_start[begin] = shard[begin] != last_shard[copy]
+                last_shard[copy] = shard[begin + length - 1]
+                found.append(at[is_start])
                 work.advance(len(uses))
-        starts = _block_starts(rows, copy_starts, self.shard_starts[:-1])
-        copies = np.searchsorted(copy_starts, starts, side="right") - 1
-        starts = np.append(starts, self.num_samples)
+        starts = np.sort(np.concatenate([*found, [self.num_samples]]))
+        copies = np.searchsorted(copy_starts, starts[:-1], side="right") - 1
         blocks = random_numbers.permutation(len(copies), self.seed, Purpose.SHARD_ORDER, epoch)
         is_later = copies[blocks] > 0
         blocks = np.concatenate([blocks[~is_later], blocks[is_later]])
         ends = np.cumsum(np.diff(starts)[blocks])
         for name, values in {"starts": starts, "copies": copies, "blocks": blocks, "ends": ends}.items():
             new_array(folder, name, np.int64, len(values))[:] = values
+
+    def _shards(self, rows: slice) -> np.ndarray:
+        """The shard of each of these samples."""
+        first, last = np.searchsorted(self.shard_starts, (rows.start, rows.stop - 1), side="right")
+        bounds = self.shard_starts[first - 1 : last + 1].clip(rows.start, rows.stop)
+        return np.repeat(np.arange(first, last + 1), np.diff(bounds))
 
     def _is_rounded_up(self, epochs: np.ndarray) -> np.ndarray:
         """bool (epochs, classes + 1): whether fraction + u >= 1 for the sum of the classes before each, and for all."""
@@ -311,22 +319,3 @@ def _places_in_order(keys: np.ndarray) -> np.ndarray:
     keys.sort()
     keys &= (np.uint64(1) << bits) - np.uint64(1)
     return keys
-
-
-def _block_starts(rows: np.ndarray, copy_starts: np.ndarray, shards: np.ndarray) -> np.ndarray:
-    """Where another copy or shard begins in the rows of an epoch, int64. shards: first row of each."""
-    found = []
-    # Two ways, since there may be thousands of shards with millions of rows, and millions of copies with one row.
-    num_dense = int((np.diff(copy_starts) > len(shards)).sum())
-    for begin, end in pairwise(copy_starts[: num_dense + 1].tolist()):
-        at = np.unique(np.searchsorted(rows[begin:end], shards))
-        found.append(begin + at[at < end - begin])
-    last = -1
-    for begin in range(int(copy_starts[num_dense]), len(rows), _BLOCK):
-        shard = np.searchsorted(shards, rows[begin : begin + _BLOCK], side="right")
-        is_start = np.diff(shard, prepend=last) != 0
-        copies = copy_starts[slice(*np.searchsorted(copy_starts, (begin, begin + len(shard))))]
-        is_start[copies - begin] = True
-        found.append(begin + np.flatnonzero(is_start))
-        last = shard[-1]
-    return np.concatenate(found)

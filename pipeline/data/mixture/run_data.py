@@ -153,8 +153,7 @@ def _with_targets(run: RunData, are_scored: bool) -> RunData:
         train: Split = replace(run.split, sets=sets)
     else:
         train = chosen(run.own, run.split)
-    lacking = ~np.isfinite(train.target_values).any(0)
-    if run.targets and lacking.any():
+    if run.targets and (lacking := ~np.isfinite(train.target_values).any(0)).any():
         raise UserError(
             f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {train.name!r} of"
             f" {run.own.path}): choose others (data.targets), or another data.train_split."

@@ -1,7 +1,6 @@
 """Checksums of large files: of a whole file, and of its chunks, each of which is compared when it is first read."""
 
 import hashlib
-import io
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import xxhash
 
 from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
+from pipeline.data.storage.object_store import RangeReader
 
 CHUNK_BYTES = 2**16
 _READ_BYTES = 2**22
@@ -23,12 +23,10 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit-pipeline"
 
 
-def digest_of(path: AnyPath, algorithm: Callable = hashlib.sha256) -> str:
-    """Hex checksum of a file, which is read. algorithm: a constructor like those of hashlib. Raises
-    FileNotFoundError.
-    """
+def digest_of(path: AnyPath) -> str:
+    """Hex SHA-256 of a file, which is read. Raises FileNotFoundError."""
     with path.open("rb", _READ_BYTES) as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def chunk_digests(path: AnyPath) -> np.ndarray:
@@ -38,52 +36,38 @@ def chunk_digests(path: AnyPath) -> np.ndarray:
         return np.array([xxhash.xxh3_64_intdigest(chunk) for chunk in chunks], "<u8")
 
 
-class CheckedFile(io.RawIOBase):
+class CheckedFile(RangeReader):
     """A file to read, of which each chunk is compared with its checksum when it is first read."""
 
     def __init__(self, path: AnyPath, digests: np.ndarray, remedy: str) -> None:
         """digests: `chunk_digests` of the file. Raises OSError; reading raises UserError, which ends in `remedy`."""
         self._path, self._digests, self._remedy = path, digests, remedy
-        self._is_checked, self._position = bytearray(len(digests)), 0
-        self._read_at: Callable[[int, int], bytes | memoryview]
+        self._is_checked = bytearray(len(digests))
+        self._read: Callable[[int, int], bytes | memoryview]
         if isinstance(path, Path):
             with path.open("rb") as file:
                 content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            self._size, self._read_at = len(content), lambda offset, size: content[offset : offset + size]
+            self._size, self._read = len(content), lambda offset, size: content[offset : offset + size]
         else:
             reader = path.reader()
-            self._size, self._read_at = reader.size(), reader.read_at
+            self._size, self._read = reader.size(), reader.read_at
         if -(-self._size // CHUNK_BYTES) != len(digests):
             raise self._damage()
 
-    def readable(self) -> bool:
-        return True
+    def size(self) -> int:
+        return self._size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes | memoryview:
-        left = max(self._size - self._position, 0)
-        size = left if size is None or size < 0 else min(size, left)
-        chunks = range(self._position // CHUNK_BYTES, -(-(self._position + size) // CHUNK_BYTES))
+    def read_at(self, offset: int, size: int) -> memoryview:
+        chunks = range(offset // CHUNK_BYTES, -(-(offset + size) // CHUNK_BYTES))
         first = chunks.start * CHUNK_BYTES
-        data = memoryview(self._read_at(first, min(chunks.stop * CHUNK_BYTES, self._size) - first)) if size else b""
+        data = memoryview(self._read(first, min(chunks.stop * CHUNK_BYTES, self._size) - first))
         for chunk in chunks:
             if not self._is_checked[chunk]:
                 begin = chunk * CHUNK_BYTES - first
                 if xxhash.xxh3_64_intdigest(data[begin : begin + CHUNK_BYTES]) != self._digests[chunk]:
                     raise self._damage()
                 self._is_checked[chunk] = True
-        begin = self._position - first
-        self._position += size
-        return data[begin : begin + size]
+        return data[offset - first :][:size]
 
     def _damage(self) -> UserError:
         return UserError(f"{self._path} is damaged: it does not match its checksums. {self._remedy}")

@@ -1,8 +1,9 @@
 """Arrays that one process of a host computes and all others map: they are in memory once, whatever the number of ranks.
 
-    TMPDIR/vit-pipeline-UID/arrays/lock            held while a folder beside it is made, opened or removed
+    TMPDIR/vit-pipeline-UID/arrays/lock            held while a folder beside it is created, opened or removed
                                    KEY/used        each process that maps these arrays has a shared lock on it
                                    KEY/NAME.DTYPE  a plain array
+                                   KEY.part/       the same while a process, which has the lock, computes them
 
 A folder exists as long as a process uses it: the last one removes it. What killed processes left is removed by the next
 process that opens or closes arrays, and is never read. Pages of files on a disk can be dropped by the kernel when it
@@ -24,7 +25,7 @@ from pipeline.base.errors import OneRankError
 from pipeline.base.locks import FileLock, locked
 from pipeline.process.waits import waiting
 
-# Making the arrays of a billion samples takes minutes.
+# Making the arrays of a billion samples takes minutes, in which other hosts may wait for this one.
 _WAIT_SECONDS = 3600.0
 
 
@@ -38,23 +39,14 @@ class HostArrays:
         cannot be stored.
         """
         home = Path(tempfile.gettempdir(), f"vit-pipeline-{os.getuid()}", "arrays")
-        folder, temporary = home / xxhash.xxh3_128_hexdigest(key.encode()), home / "unfinished"
+        folder = home / xxhash.xxh3_128_hexdigest(key.encode())
         try:
             home.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                with waiting(f"another process to compute {what}", _WAIT_SECONDS):
-                    stack.enter_context(locked(home / "lock"))
-                _remove_unused(home)
-                if not folder.exists():
-                    stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-                    temporary.mkdir()
-                    make(temporary)
-                    temporary.rename(folder)
-                lock = FileLock(folder / "used")
-                lock.acquire(shared=True)
-                weakref.finalize(self, _close, lock, home)
-                files = {path: path.name.split(".") for path in folder.glob("*.*")}
-                self._arrays = {name: np.asarray(np.memmap(path, dtype, "r")) for path, (name, dtype) in files.items()}
+            with waiting(f"{what} to be computed on this host", _WAIT_SECONDS):
+                lock = _opened(folder, make)
+            weakref.finalize(self, _close, lock, home)
+            files = {path: path.name.split(".") for path in folder.glob("*.*")}
+            self._arrays = {name: np.asarray(np.memmap(path, dtype, "r")) for path, (name, dtype) in files.items()}
         except OSError as error:
             raise OneRankError(
                 f"TMPDIR = {tempfile.gettempdir()} cannot store {what} ({error.strerror or error}). Set TMPDIR to a"
@@ -72,6 +64,36 @@ def new_array(folder: Path, name: str, dtype: type | np.dtype, length: int) -> n
         # Without room, a write to a mapped page would kill the process.
         os.posix_fallocate(file.fileno(), 0, length * dtype.itemsize)
         return np.asarray(np.memmap(file, dtype, "r+"))
+
+
+def _opened(folder: Path, make: Callable[[Path], None]) -> FileLock:
+    """A shared lock on this folder, which is made if no process has made it or does so now."""
+    home, part = folder.parent, folder.with_suffix(".part")
+    while True:
+        with locked(home / "lock"):
+            _remove_unused(home)
+            is_made, is_begun = folder.exists(), part.exists()
+            if not (is_made or is_begun):
+                part.mkdir()
+            lock = FileLock((folder if is_made else part) / "used")
+            if not is_begun:
+                lock.acquire(shared=is_made)
+        if is_made:
+            return lock
+        if is_begun:
+            with contextlib.closing(lock):
+                lock.acquire(shared=True)
+            continue
+        try:
+            make(part)
+            with locked(home / "lock"):
+                part.rename(folder)
+                lock.acquire(shared=True)
+            return lock
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            lock.close()
+            raise
 
 
 def _remove_unused(home: Path) -> None:

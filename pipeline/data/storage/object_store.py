@@ -240,11 +240,40 @@ def key_of_url(text: str) -> str:
     return _ESCAPED.sub(lambda match: f"%{match[1][2:]}3F" if match[1] else "?", text)
 
 
-class ObjectReader(io.RawIOBase):
+class RangeReader(io.RawIOBase):
+    """A raw stream over `size` and `read_at`, which subclasses define."""
+
+    _position = 0
+
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def read_at(self, offset: int, size: int) -> bytes | memoryview:
+        raise NotImplementedError
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size()}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(min(len(buffer), self.size() - self._position), 0)
+        buffer[:size] = self.read_at(self._position, size)
+        self._position += size
+        return size
+
+
+class ObjectReader(RangeReader):
     """Reads byte ranges of one object, safe to call from many threads; as a raw stream, for one."""
 
     def __init__(self, path: BucketPath) -> None:
-        self.path, self._position = path, 0
+        self.path = path
         self._file: pa.NativeFile | None = None
 
     def size(self) -> int:
@@ -291,23 +320,6 @@ class ObjectReader(io.RawIOBase):
         finally:  # The file's number may soon be another one's: requests under way are waited for.
             pool.terminate()
             pool.join()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size()}[whence]
-        self._position = start + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        size = max(min(len(buffer), self.size() - self._position), 0)
-        buffer[:size] = self.read_at(self._position, size)
-        self._position += size
-        return size
 
     def _open(self) -> "pa.NativeFile":
         file = self._file

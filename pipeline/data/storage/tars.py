@@ -83,9 +83,8 @@ def check_tars_on_all_ranks(ranks: "Ranks", splits: Sequence[TarsToCheck]) -> No
     same = [rank for rank, files in enumerate(ranks.gather(mine)) if files == mine]
     place = same.index(ranks.rank)
     problems = [problem for split in splits for problem in split.problems(place, len(same))]
-    if count := int(ranks.sum(len(problems))[0]):
-        of_all = sorted({problem for some in ranks.gather(problems[:_NAMED]) for problem in some})
-        refuse_problems(of_all, count)
+    found = ranks.gather((len(problems), problems[:_NAMED]))
+    refuse_problems(sorted({one for _, some in found for one in some}), sum(count for count, _ in found))
 
 
 def _identity_of(path: AnyPath) -> tuple[int, int] | str:

@@ -64,7 +64,13 @@ def test_arrays_of_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert train.shard_of(np.array([[0, 2], [3, 4]])).tolist() == [[0, 0], [1, 1]]
     assert train.keys([4, 0, 3]) == ["c/4", "c/0", "c/3"]
     assert val.keys([0]) == ["c/5"]
-    for array in (train.shard_sizes, train.shard_starts, train.index.offsets, train.index.sizes, train.label_offsets):
+    for array in (
+        train.shard_sizes,
+        train.shard_starts,
+        train.index.offsets[:],
+        train.index.sizes[:],
+        train.label_offsets,
+    ):
         assert array.dtype == np.int64
     assert train.label_values.dtype == np.int32
 
@@ -158,19 +164,18 @@ def test_ranks_with_the_same_files_share_the_check_of_the_tars(tmp_path: Path) -
     (tars,) = storage.unchecked
     for tar in tars.paths:
         Path(tar).unlink()
-    asked = []
+    found = []
 
     class Ranks:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
         def gather(self, value: object) -> list[object]:
+            if isinstance(value[0], int):
+                found.append(value[0])
+                return [(0, [])]
             return [value, "a copy", value] if self.rank != 1 else ["another", value, "another"]
-
-        def sum(self, count: float) -> list[float]:
-            asked.append(int(count))
-            return [0]
 
     for rank in range(3):
         check_tars_on_all_ranks(Ranks(rank), [tars])
-    assert asked == [1, 2, 1]
+    assert found == [1, 2, 1]

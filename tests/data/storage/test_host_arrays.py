@@ -94,6 +94,7 @@ time.sleep(600)
             # Another one waits until the first is killed, and then makes them itself.
             second = subprocess.Popen([sys.executable, "-c", program, "using"], stdout=-1)
             until(partial(is_waiting, second.pid))
+            assert HostArrays("x", "other", made_of("a", 2))["a"].tolist() == [0, 1], "which does not wait"
             process.kill()
             second.stdout.readline()
             second.kill()
