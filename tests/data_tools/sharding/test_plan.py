@@ -10,6 +10,7 @@ from data_tools.sharding import plan
 from data_tools.sharding.holdout import hash_keys
 from data_tools.sharding.plan import make_plan, read_images
 from data_tools.sources import Listing, list_source, spill
+from data_tools.sources import listing as listing_module
 from data_tools.sources.split_files import PARTS
 from pipeline.settings.commands.data import ShardConfig
 
@@ -38,14 +39,19 @@ def by_sorting(listing: Listing, config: ShardConfig) -> list[tuple[str, list]]:
 
 
 @pytest.mark.parametrize("rows_in_memory", [1000, 16, 1])
-def test_parts_on_disk_give_the_order_of_one_sort(
+def test_parts_on_disk_give_the_listing_and_the_order_of_one_sort(
     rows_in_memory: int, config: ShardConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_memory = list_source(Path(config.source), config, tmp_path / "staging")
     monkeypatch.setattr(spill, "ROWS_IN_MEMORY", rows_in_memory)
+    monkeypatch.setattr(listing_module, "_BATCH", rows_in_memory)
+    num_files = len(list(Path("/proc/self/fd").iterdir()))
     listing = list_source(Path(config.source), config, tmp_path / "staging")
+    assert len(list(Path("/proc/self/fd").iterdir())) < num_files + 5, "one for each part of the listing"
+    assert listing.table.equals(in_memory.table)
     out = Path(config.out)
     shards = make_plan(listing, config, out)
     found = [(shard.name, read_images(out, number, listing.root)) for number, shard in enumerate(shards)]
-    assert found == by_sorting(listing, config)
+    assert found == by_sorting(in_memory, config)
     assert [shard.samples for shard in shards] == [len(images) for _, images in found]
     assert [path.name for path in (out / PARTS).iterdir()] == [plan.PLANNED]
