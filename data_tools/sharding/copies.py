@@ -28,8 +28,8 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
 
 _SAMPLES_PER_TASK = 4096
-# Images whose hashes are compared at a time: some 500 MB. Of the manifest so many are read at a time.
-_COMPARED, _READ = 2**25, 2**20
+# Images whose hashes are sorted at a time: some 300 MB. Images whose hashes are read at a time.
+_COMPARED, _READ = 2**24, 2**20
 _HASH_BYTES = 16
 _UNREADABLE = bytes(_HASH_BYTES)
 
@@ -122,8 +122,8 @@ def _occur_twice(images: list[tuple[ManifestIndex, np.ndarray]]) -> np.ndarray:
     mask = (1 << (sum(len(index) for index, _ in images) // _COMPARED).bit_length()) - 1
     found = []
     for part in range(mask + 1):
-        some = [digests[digests & mask == part] for pair in images for _, digests in _digests(*pair)]
-        digests = np.sort(np.concatenate(some))
+        digests = np.concatenate([some[some & mask == part] for pair in images for _, some in _digests(*pair)])
+        digests.sort()
         found.append(np.unique(digests[1:][digests[1:] == digests[:-1]]))
     return np.concatenate(found)
 
