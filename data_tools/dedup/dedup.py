@@ -179,9 +179,7 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
         flush=True,
     )
     index = search_shard.index_folder(folder / TESTS)
-    if missing and isinstance(index, Path) and not index.exists():
-        for leftover in folder.glob(f".{index.name}*"):  # Of a killed task.
-            remove_tree(leftover)
+    if missing and isinstance(index, Path):
         amount = sum(len(job.sizes) for job in test_jobs), sum(int(job.sizes.sum()) for job in test_jobs)
         run_tasks(write_index, [IndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
     run_tasks(search_shard.search_shard, missing, "searched", searched, config)

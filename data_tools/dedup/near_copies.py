@@ -137,9 +137,7 @@ class ImageIndex:
 
     @classmethod
     def mapped(cls, thumbs: np.ndarray, folder: Path) -> "ImageIndex":
-        """The index that `write` wrote of these thumbnails. The processes of a host share its memory. Raises
-        FileNotFoundError or RuntimeError for missing or damaged files.
-        """
+        """The index that `write` wrote of these thumbnails. The processes of a host share its memory."""
         index = cls(thumbs, np.empty(0, np.int64))
         paths = [folder / f"{table}.ivf" for table in range(_TABLES)]
         index._tables = [faiss.read_index_binary(str(path), faiss.IO_FLAG_MMAP) for path in paths]
