@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
-from data_tools.dedup.search_shard import IndexJob, Pairs, SearchJob, read_pairs, write_images, write_index
+from data_tools.dedup.search_shard import ImageIndexJob, Pairs, SearchJob, read_pairs, write_images, write_index
 from data_tools.dedup.thumbnails import (
     BAD,
     FOLDER,
@@ -181,7 +181,7 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
     index = search_shard.index_folder(folder / TESTS)
     if missing and isinstance(index, Path):
         amount = sum(len(job.sizes) for job in test_jobs), sum(int(job.sizes.sum()) for job in test_jobs)
-        run_tasks(write_index, [IndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
+        run_tasks(write_index, [ImageIndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
     run_tasks(search_shard.search_shard, missing, "searched", searched, config)
     remove_tree(index)
     found = [read_pairs(job.out, job.shard.first_row) for job in every]

@@ -126,8 +126,8 @@ class ImageIndex:
     """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found;
     None is all.
 
-    Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike
-    `IndexBinaryHash`, it can be mapped from a file.
+    Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike faiss's index of
+    hashes, it can be mapped from a file.
     """
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:

@@ -110,7 +110,7 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
 
 
 @dataclass(frozen=True)
-class IndexJob:
+class ImageIndexJob:
     """images: path of the file of `write_images`. out: folder of their index. amount: as of `SearchJob`."""
 
     images: str
@@ -118,7 +118,7 @@ class IndexJob:
     amount: tuple[int, int]
 
 
-def write_index(job: IndexJob) -> None:
+def write_index(job: ImageIndexJob) -> None:
     """Write the thumbnails and the index of images, from which all workers of a host map them into shared memory."""
     cv2.setNumThreads(1)
     out = Path(job.out)
