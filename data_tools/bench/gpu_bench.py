@@ -28,12 +28,11 @@ from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, Paragraph, Table, markdown
 from pipeline.base.words import significant
-from pipeline.estimate.memory import most_images
 from pipeline.monitor.gpus import find_gpu
 from pipeline.settings.commands.bench import GpuBenchConfig
 
 _MODELS = {"cuda": ["ViT-L/16@224", "ViT-H/14@224", "ViT-L/16@384", "ViT-B/16@224"], "cpu": ["ViT-mu/16@32"]}
-_MAX_TOKENS, _MAX_BATCH = 32_768, 16_384
+_MAX_TOKENS = 32_768
 # A measurement is not begun with less time left, and that for the report is kept.
 _LEAST_SECONDS, _REPORT_SECONDS = 5.0, 3.0
 _PART_SECONDS = 90.0
@@ -68,7 +67,6 @@ class GpuBench:
     def __init__(self, config: GpuBenchConfig) -> None:
         self.config = config
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
-        self.device_memory: int | None = None
         self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
         self.rows: list[Row] = []
         cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -76,7 +74,6 @@ class GpuBench:
             "cpu": cpu[1] if cpu else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "gpu": "none",
-            "clocks": "none",
             "torch": torch.__version__,
         }
         self.facts: dict[str, Any] = {
@@ -96,15 +93,13 @@ class GpuBench:
         first, others = self.cases[0], self.cases[1:]
         compiled = replace(DEFAULTS, compile=True)
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
-            self.device_memory = row.get("device_memory")
             self.machine |= {name: row[name] for name in ("gpu", "clocks") if name in row}
         self.steps(first, Setup(), Setup(deterministic=True), DEFAULTS, compiled)
         for setup in (DEFAULTS, compiled):
             self.apart(f"profile {first.name}, batch {first.batch}, {setup}", gpu_step.profile, first, setup)
         self.apart(f"product of {first.name}", gpu_step.block_products, first)
         for deterministic in (True, False):
-            name = "deterministic" if deterministic else "any"
-            self.apart(f"attention {name}", gpu_step.attention_kernels, first, deterministic)
+            self.apart(f"attention deterministic={deterministic}", gpu_step.attention_kernels, first, deterministic)
         images = replace(first, batch=4 * first.batch)
         self.apart(f"objectives {first.name}, mae", gpu_step.objective, images, "mae")
         for setup in (DEFAULTS, compiled):
@@ -114,14 +109,14 @@ class GpuBench:
         self._from_shards(first)
         for loss in _OBJECTIVES[first.device]:
             self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
-        self._largest_batch(first)
+        self.apart(f"fit {first.name}", gpu_step.fits, first)
         self.steps(first, replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False))
         fastest = self.fastest(first.name, first.batch)
         best = Setup(**fastest["setup"]) if fastest else DEFAULTS
         for case in [*others, *(replace(first, batch=factor * first.batch) for factor in (2, 4))]:
             self.steps(case, Setup(), best)
         for case in others:
-            self._largest_batch(case)
+            self.apart(f"fit {case.name}", gpu_step.fits, case)
 
     def _same_bits(self, case: Case, setup: Setup) -> None:
         """The same steps in two processes; the second one's row also says whether they gave the same bits."""
@@ -145,14 +140,6 @@ class GpuBench:
             for log_every in (steps, 1):
                 name = f"shards {case.name}, batch {case.batch}, train.log_every={log_every}"
                 self.apart(name, gpu_step.from_shards, case, f"{folder}/shards", steps, log_every, self.config.decoders)
-
-    def _largest_batch(self, case: Case) -> None:
-        """The engine at micro-batches around the largest that `pipeline/estimate` expects to fit this GPU."""
-        sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
-        if self.device_memory is not None:
-            most = most_images(gpu_step.settings(case), case.config, 1, 1, self.device_memory, _MAX_BATCH)
-            sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
-        self.apart(f"fit {case.name}, predicted {most or 'none'}", gpu_step.fits, case, sizes)
 
     def apart(self, name: str, work: Callable[..., Iterator[Row]], *arguments: Any) -> list[Row]:
         """Run and record one measurement in a process of its own; returns its rows."""
@@ -213,7 +200,7 @@ class GpuBench:
                 f" {sheet:,.0f} (0: unknown)."
             )
         ]
-        for part in ("step", "profile", "product", "attention", "bits", "shards", "objectives", "fit"):
+        for part in dict.fromkeys(row["name"].split()[0] for row in self.rows):
             rows = [row for row in self.rows if row["name"].split()[0] == part and "made" not in row]
             columns = [*dict.fromkeys(name for row in rows for name in row if isinstance(row[name], int | float | str))]
             if rows:

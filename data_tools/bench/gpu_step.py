@@ -15,11 +15,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.words import on_one_line
 from pipeline.data.loading.loader import normalise
-from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.memory import most_images, rank_memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model.layers import kernel_names
 from pipeline.monitor.metrics_file import read_metrics
@@ -46,7 +47,7 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 
 Step = Callable[[], Tensor]
-_LR = 1e-4
+_LR, _MAX_BATCH = 1e-4, 16_384
 _CHECKED_STEPS, _PROFILED_STEPS = 5, 5
 _SHOWN_KERNELS, _NAME_LENGTH = 25, 90
 # Words in the names of kernels; the first kind that fits counts.
@@ -128,25 +129,19 @@ def settings(case: Case, *overrides: str) -> RunConfig:
 
 def matrix_product(device: str) -> Iterator[Row]:
     """Facts about the device, and TFLOP/s of a plain bf16 product of two square matrices."""
-    is_gpu = device == "cuda"
-    yield {
-        "gpu": torch.cuda.get_device_name() if is_gpu else "none",
-        "device_memory": device_memory(torch.device(device, 0)) if is_gpu else None,
-        "clocks": _clocks() if is_gpu else "none",
-    }
-    side = 8192 if is_gpu else 256
-    seconds = _median_seconds(_product(side, side, side, device), 2.0 if is_gpu else 0.2)
+    side, timed = 256, 0.2
+    if device == "cuda":
+        side, timed = 8192, 2.0
+        yield {"gpu": torch.cuda.get_device_name(), "clocks": _clocks()}
+    seconds = _median_seconds(_product(side, side, side, device), timed)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
 
 
 def _clocks() -> str:
     """Clocks and power of the GPU now, and their limits, as nvidia-smi names them."""
     query = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv", f"--id={torch.cuda.current_device()}"]
     try:
-        return "; ".join(
-            subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
-        )
+        return subprocess.check_output(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], text=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as error:
         return f"not measured: {error}"
 
@@ -174,68 +169,59 @@ def attention_kernels(case: Case, deterministic: bool) -> Iterator[Row]:
     197 and 257 are the tokens of L/16 and H/14, 256 those of H/14 without a class token, 37 those of a small view.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import flex_attention
 
     if deterministic:
         use_exact_arithmetic(torch.device(case.device))
-    is_gpu, H = case.device == "cuda", case.config.num_heads
-    names = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "flex", "flex, tiles of 32", "MATH")
+    flex: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    tiles = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
+    names = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    kernels = dict.fromkeys(names, F.scaled_dot_product_attention)
+    kernels |= {"flex": flex, "flex, tiles of 32": partial(flex, kernel_options=tiles)}
     for tokens, width in ((197, 64), (257, 80), (256, 80), (37, 64)):
-        shape = (case.batch, H, tokens, width)
+        shape = (case.batch, case.config.num_heads, tokens, width)
         inputs = [torch.randn(shape, device=case.device).to(torch.bfloat16).requires_grad_() for _ in range(3)]
-        for name in names:
+        for name, attend in kernels.items():
             row = {"tokens": tokens, "head_dim": width, "kernel": name, "deterministic": deterministic}
-            is_flex = name.startswith("flex")
-            attend = _flex(name) if is_flex else F.scaled_dot_product_attention
-            backends = [SDPBackend.MATH if is_flex else getattr(SDPBackend, name)]
-
-            def step(attend: Callable[..., Tensor] = attend, inputs: list[Tensor] = inputs) -> None:
-                torch.autograd.grad(attend(*inputs).sum(), inputs)
-
+            step = partial(_forward_and_backward, attend, inputs)
             try:
-                with sdpa_kernel(backends):
+                with sdpa_kernel(getattr(SDPBackend, name, SDPBackend.MATH)):
                     step()
-                    seconds = _median_seconds(step, case.seconds / (4 if is_gpu else 40))
+                    seconds = _median_seconds(step, case.seconds / (4 if case.device == "cuda" else 40))
             except Exception as error:  # What this machine or this mode does not have.
                 yield row | {"refused": f"{type(error).__name__}: {on_one_line(error)}"[:200]}
                 continue
             yield row | {"ms": 1e3 * seconds, "tflops": 14 * math.prod(shape) * tokens / seconds / 1e12}
 
 
-def _flex(name: str) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    tiles = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
-    given = {"kernel_options": tiles} if name.endswith("32") else {}
-    return partial(cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False)), **given)
+def _forward_and_backward(attend: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    torch.autograd.grad(attend(*inputs).sum(), inputs)
 
 
 def profile(case: Case, setup: Setup) -> Iterator[Row]:
     """One row of a step: ms of its parts by the engine's clock, the share of each kind of kernel in their time, and the
     slowest kernels. "other" kernels are those of no known name.
     """
-    from torch.profiler import ProfilerActivity
-
-    if setup.deterministic:
-        use_exact_arithmetic(torch.device(case.device))
-    engine, steps = _engine(case, settings(case), _vit(case), setup)
+    engine, steps = _engine(case, setup)
     step = steps(case.batch)
-    for _ in range(3):
-        float(step())
-    engine.clock.read()
-    for _ in range(_PROFILED_STEPS):
-        float(step())
-    parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
-    is_gpu = case.device == "cuda"
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if is_gpu else [ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
+
+    def some_steps() -> None:
         for _ in range(_PROFILED_STEPS):
             float(step())
+
+    some_steps()
+    engine.clock.read()
+    some_steps()
+    parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
+    with torch.profiler.profile() as profiler:
+        some_steps()
     found: dict[str, float] = {}
     for event in profiler.key_averages():
-        micros = event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        if micros and (not is_gpu or event.device_type == torch.autograd.DeviceType.CUDA):
+        # With a GPU, of its kernels alone.
+        if event.device_type.name.lower() == case.device:
+            micros = event.self_device_time_total or event.self_cpu_time_total
             found[event.key] = micros / 1e3 / _PROFILED_STEPS
-    kinds = dict.fromkeys([*_KINDS, "other"], 0.0)
+    kinds: dict[str, float] = defaultdict(float)
     for name, ms in found.items():
         kinds[kind_of(name)] += ms
     total = sum(found.values())
@@ -257,9 +243,7 @@ def kind_of(kernel: str) -> str:
 
 def measure(case: Case, setup: Setup) -> Iterator[Row]:
     """One row: speed, memory and losses of the first steps."""
-    if setup.deterministic:
-        use_exact_arithmetic(torch.device(case.device))
-    step = _engine(case, settings(case), _vit(case), setup)[1](case.batch) if setup.engine else _plain_step(case)
+    step = _engine(case, setup)[1](case.batch) if setup.engine else _plain_step(case, setup)
     flops = models.training_flops_per_image(case.config)
     losses, speed = _timed(case, step, flops)
     yield speed | {"setup": asdict(setup), "losses": losses, "gflops": flops / 1e9}
@@ -271,8 +255,7 @@ def bits(case: Case, setup: Setup) -> Iterator[Row]:
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        use_exact_arithmetic(torch.device(case.device))
-        engine, steps = _engine(case, settings(case), _vit(case), setup)
+        engine, steps = _engine(case, setup)
         step, digest = steps(case.batch), hashlib.sha256()
         for _ in range(_CHECKED_STEPS):
             digest.update(step().cpu().numpy().tobytes())
@@ -281,17 +264,24 @@ def bits(case: Case, setup: Setup) -> Iterator[Row]:
         yield {"setup": asdict(setup), "sha256": digest.hexdigest()}
 
 
-def fits(case: Case, sizes: Sequence[int]) -> Iterator[Row]:
-    """Rows of the engine's peak memory at growing micro-batches, until one does not fit."""
-    _, steps = _engine(case, settings(case), _vit(case), Setup(engine=True))
+def fits(case: Case) -> Iterator[Row]:
+    """Rows of the engine's peak memory at growing micro-batches, until one does not fit: around the largest that
+    `pipeline/estimate` expects to fit this GPU.
+    """
+    sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
+    if memory := device_memory(torch.device(case.device, 0)):
+        most = most_images(settings(case), case.config, 1, 1, memory, _MAX_BATCH)
+        sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
+    _, steps = _engine(case, Setup(engine=True))
     for size in sizes:
+        row = {"micro_batch": size, "predicted": most}
         try:
             step = steps(size)
             float(step()), float(step())
         except torch.OutOfMemoryError:
-            yield {"micro_batch": size, "fits": False, "peak_memory_gib": _peak_gib(case)}
+            yield row | {"fits": False, "peak_memory_gib": _peak_gib(case)}
             return
-        yield {"micro_batch": size, "fits": True, "peak_memory_gib": _peak_gib(case)}
+        yield row | {"fits": True, "peak_memory_gib": _peak_gib(case)}
 
 
 def objective(case: Case, loss: str) -> Iterator[Row]:
@@ -304,9 +294,8 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
     most = device_memory(torch.device(case.device, 0)) or math.inf
     while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > most:
         case = replace(case, batch=case.batch // 2)
-    use_exact_arithmetic(torch.device(case.device))
     flops = objectives.training_flops(run, config)
-    losses, speed = _timed(case, _engine(case, run, models.build(config), DEFAULTS)[1](case.batch), flops)
+    losses, speed = _timed(case, _engine(case, DEFAULTS, run, models.build(config))[1](case.batch), flops)
     yield speed | {
         "setup": asdict(DEFAULTS),
         "first_losses": losses,
@@ -348,9 +337,9 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
 
 
 # ---------------------------------------------------------------------- steps
-def _plain_step(case: Case) -> Step:
+def _plain_step(case: Case, setup: Setup) -> Step:
     """A step that returns its loss: bf16 weights, fp32 master weights."""
-    device = torch.device(case.device)
+    device = _device(case, setup)
     master = _vit(case).train()
     model = copy.deepcopy(master).to(torch.bfloat16)
     optimizer = optimizers.build(master, kernel_names(master), OptimizerConfig(lr=_LR), fused=False)
@@ -378,11 +367,22 @@ def _plain_step(case: Case) -> Step:
     return step
 
 
-def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> tuple[Any, Callable[[int], Step]]:
+def _device(case: Case, setup: Setup) -> torch.device:
+    """The case's device, with kernels as the setup chooses for this process."""
+    device = torch.device(case.device)
+    if setup.deterministic:
+        use_exact_arithmetic(device)
+    return device
+
+
+def _engine(
+    case: Case, setup: Setup, run: RunConfig | None = None, model: models.Model | None = None
+) -> tuple[Any, Callable[[int], Step]]:
     """The engine, and a function from a number of images to its step on so much noise, of the run's objective."""
     from pipeline.train.loop import training_step  # Late, as in `pipeline_engine`.
 
-    trained = objectives.create(run, model).to(case.device)
+    device, run = _device(case, setup), run or settings(case)
+    trained = objectives.create(run, model or _vit(case)).to(device)
     run = replace(run, engine=replace(run.engine, compile=setup.compile, deterministic=setup.deterministic))
     engine = pipeline_engine(run, trained, optimizers.build(trained, trained.decayed(), run.optimizer, setup.fused))
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in objectives.kind(run.train.loss).views(run)]
@@ -391,7 +391,7 @@ def _engine(case: Case, run: RunConfig, model: models.Model, setup: Setup) -> tu
     def of(size: int) -> Step:
         batch = noise_views(shapes, size)
         batch.drawn.update(trained.draw(batch, training=True))
-        if case.device == "cuda":
+        if device.type == "cuda":
             batch = replace(batch, views=tuple(view.pin_memory() for view in batch.views))
         return lambda: training_step(engine, [batch], next(numbers), _LR).loss
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
-from data_tools.dedup.search_shard import Pairs, SearchJob, WriteIndexJob, read_pairs, write_images, write_index
+from data_tools.dedup.search_shard import ImageIndexJob, Pairs, SearchJob, read_pairs, write_images, write_index
 from data_tools.dedup.thumbnails import (
     BAD,
     FOLDER,
@@ -179,11 +179,9 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
         flush=True,
     )
     index = search_shard.index_folder(folder / TESTS)
-    if missing and isinstance(index, Path) and not index.exists():
-        for leftover in folder.glob(f".{index.name}*"):  # Of a killed task.
-            remove_tree(leftover)
+    if missing and isinstance(index, Path):
         amount = sum(len(job.sizes) for job in test_jobs), sum(int(job.sizes.sum()) for job in test_jobs)
-        run_tasks(write_index, [WriteIndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
+        run_tasks(write_index, [ImageIndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
     run_tasks(search_shard.search_shard, missing, "searched", searched, config)
     remove_tree(index)
     found = [read_pairs(job.out, job.shard.first_row) for job in every]

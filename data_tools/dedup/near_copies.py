@@ -126,8 +126,8 @@ class ImageIndex:
     """Index of images, which are identified by their row. thumbs: (n, SIDE, SIDE) uint8. rows: those that are found;
     None is all.
 
-    Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike
-    faiss' index of hashes, it can be mapped from a file.
+    Each table is a faiss index with a list of hashes for each value of their first bits in it: unlike faiss's index of
+    hashes, it can be mapped from a file.
     """
 
     def __init__(self, thumbs: np.ndarray, rows: np.ndarray | None = None) -> None:
@@ -137,9 +137,7 @@ class ImageIndex:
 
     @classmethod
     def mapped(cls, thumbs: np.ndarray, folder: Path) -> "ImageIndex":
-        """The index that `write` wrote of these thumbnails. The processes of a host share its memory. Raises
-        FileNotFoundError or RuntimeError for missing or damaged files.
-        """
+        """The index that `write` wrote of these thumbnails. The processes of a host share its memory."""
         index = cls(thumbs, np.empty(0, np.int64))
         paths = [folder / f"{table}.ivf" for table in range(_TABLES)]
         index._tables = [faiss.read_index_binary(str(path), faiss.IO_FLAG_MMAP) for path in paths]

@@ -2,9 +2,8 @@
 each other.
 """
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +18,9 @@ from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, read_arrays,
 from data_tools.dedup.verify_pair import distance, reduced
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
-from pipeline.base.errors import UserError
 from pipeline.base.files import hidden_folder
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, to_path
+from pipeline.data.storage.bucket import AnyPath, remove_tree, to_path
 
 # Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5
@@ -112,7 +110,7 @@ def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray
 
 
 @dataclass(frozen=True)
-class WriteIndexJob:
+class ImageIndexJob:
     """images: path of the file of `write_images`. out: folder of their index. amount: as of `SearchJob`."""
 
     images: str
@@ -120,14 +118,17 @@ class WriteIndexJob:
     amount: tuple[int, int]
 
 
-def write_index(job: WriteIndexJob) -> None:
+def write_index(job: ImageIndexJob) -> None:
     """Write the thumbnails and the index of images, from which all workers of a host map them into shared memory."""
     cv2.setNumThreads(1)
+    out = Path(job.out)
+    for leftover in out, *out.parent.glob(f".{out.name}.*"):  # Of a killed run.
+        remove_tree(leftover)
     images = _StoredImages(job.images)
-    with hidden_folder(Path(job.out)) as folder:
+    with hidden_folder(out) as folder:
         np.save(folder / _MAPPED_THUMBS, images.thumbs)
         ImageIndex.write(images.thumbs, images.comparable, folder)
-        folder.rename(job.out)
+        folder.rename(out)
 
 
 def index_folder(images: AnyPath) -> AnyPath:
@@ -198,10 +199,10 @@ def read_pairs(path: str, first_row: int = 0) -> Pairs:
 class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
-    def __init__(self, path: str) -> None:
-        mapped, others = _mapped_thumbs(path), [name for name in ARRAYS if name != "thumbs"]
-        found = read_arrays(path, *(ARRAYS if mapped is None else others), "tar", "offsets", "sizes", "tars", "pixels")
-        self.thumbs = found["thumbs"] if mapped is None else mapped
+    def __init__(self, path: str, thumbs: np.ndarray | None = None) -> None:
+        names = [name for name in ARRAYS if name != "thumbs" or thumbs is None]
+        found = read_arrays(path, *names, "tar", "offsets", "sizes", "tars", "pixels")
+        self.thumbs = found["thumbs"] if thumbs is None else thumbs
         self.comparable = np.flatnonzero(found["states"] == FINE)
         self.by_digest = _by_digest(found["hashes"], np.arange(len(self.thumbs)), "test")
         pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
@@ -217,28 +218,12 @@ class _StoredImages:
 @lru_cache(maxsize=1)  # Per worker: building an index that is not stored takes half a minute for 100,000 images.
 def _searched_for(path: str) -> tuple[_StoredImages, ImageIndex]:
     """The images whose copies are searched for, and their index."""
-    images, folder = _StoredImages(path), index_folder(to_path(path))
-    if isinstance(folder, Path) and folder.exists():
-        with _undamaged(folder):
-            return images, ImageIndex.mapped(images.thumbs, folder)
-    return images, ImageIndex(images.thumbs, images.comparable)
-
-
-def _mapped_thumbs(path: str) -> np.ndarray | None:
     folder = index_folder(to_path(path))
-    if not (isinstance(folder, Path) and folder.exists()):
-        return None
-    with _undamaged(folder):
-        return np.asarray(np.load(folder / _MAPPED_THUMBS, mmap_mode="r"))
-
-
-@contextlib.contextmanager
-def _undamaged(folder: Path) -> Iterator[None]:
-    """Raises UserError for damaged files of an index."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError):
-        raise UserError(f"{folder} is damaged. Remove it, and run the same command again.") from None
+    if isinstance(folder, Path) and folder.exists():
+        thumbs = np.load(folder / _MAPPED_THUMBS, mmap_mode="r")
+        return _StoredImages(path, thumbs), ImageIndex.mapped(thumbs, folder)
+    images = _StoredImages(path)
+    return images, ImageIndex(images.thumbs, images.comparable)
 
 
 def _distances(tests: _StoredImages, likely: Likely, images: Iterable[np.ndarray]) -> np.ndarray:

@@ -109,22 +109,19 @@ def _choose(listing: Listing, classes: list[str], reason: str) -> Listing:
 
 def _relabel(listing: Listing, classes: list[str], new: np.ndarray, reason: str) -> Listing:
     """The listing with new `classes`. new: (old classes,) new number of each old class, -1 for a removed one."""
-    num_lost = 0
 
     def relabelled(table: pa.Table) -> pa.Table:
-        nonlocal num_lost
         rows, labels = label_pairs(table)
         stays = new[labels] >= 0
         # Samples that had no label before are kept.
         lost = np.zeros(len(table), bool)
         lost[rows] = True
         lost[rows[stays]] = False
-        num_lost += int(lost.sum())
         lists = label_lists(rows[stays], new[labels][stays], len(table))
         return with_columns(table, labels=lists).filter(pa.array(~lost))
 
     table, notes = listing.changed(relabelled), list(listing.notes)
-    if num_lost:
+    if num_lost := len(listing) - len(table):
         num_classes = int((new < 0).sum())
         notes.append(f"left out {counted(num_lost, 'image')} with {counted(num_classes, 'class')} {reason}")
     if not len(table):

@@ -17,16 +17,19 @@ import pyarrow as pa
 
 from data_tools.sharding.source_table import COMPARE
 from data_tools.sources import Listing, Reader
-from data_tools.sources.listing import SourceImage, label_lists, with_columns
+from data_tools.sources.listing import SourceImage, label_lists, label_pairs, with_columns
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.errors import UserError
 from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, to_path
 
 _SAMPLES_PER_TASK = 4096
+# Images whose hashes are sorted at a time: some 300 MB. Images whose hashes are read at a time.
+_COMPARED, _READ = 2**24, 2**20
 _HASH_BYTES = 16
 _UNREADABLE = bytes(_HASH_BYTES)
 
@@ -91,11 +94,16 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
     """
     found: dict[str, SplitCopies] = {}
     earlier: dict[str, np.ndarray] = {}
+    images: dict[str, tuple[ManifestIndex, np.ndarray]] = {}
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
         index = dataset.index(split)
-        # The first half of each hash: that two of 100 million images agree by chance has a probability of 0.03 %.
-        rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
-        digests = np.ascontiguousarray(index.hashes[:]).view(np.uint64)[::2][rows]
+        stays = np.ones(len(index), bool)
+        stays[excluded_rows(dataset, split, exclude)[0]] = False
+        images[split] = index, stays
+    occur_twice = _occur_twice([*images.values()])
+    for split, (index, stays) in images.items():
+        rows = np.concatenate([rows[np.isin(some, occur_twice)] for rows, some in _digests(index, stays)])
+        digests = _first_halves(index.hashes[rows])
         _, group, sizes = np.unique(digests, return_inverse=True, return_counts=True)
         labels = defaultdict[int, set[bytes]](set)
         repeated = np.flatnonzero(sizes[group] > 1)
@@ -106,6 +114,30 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
         earlier[split] = digests
         found[split] = SplitCopies(num_differ, in_splits)
     return {split: found[split] for split in dataset.splits}
+
+
+def _occur_twice(images: list[tuple[ManifestIndex, np.ndarray]]) -> np.ndarray:
+    """The digests that several images have, each once."""
+    # Divided by their last bits into parts, each of which is sorted.
+    mask = (1 << (sum(len(index) for index, _ in images) // _COMPARED).bit_length()) - 1
+    found = []
+    for part in range(mask + 1):
+        digests = np.concatenate([some[some & mask == part] for pair in images for _, some in _digests(*pair)])
+        digests.sort()
+        found.append(np.unique(digests[1:][digests[1:] == digests[:-1]]))
+    return np.concatenate(found)
+
+
+def _digests(index: ManifestIndex, stays: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (rows, their digests), many at a time. stays: (n,) bool, the rows to yield."""
+    for start in range(0, len(index), _READ):
+        chosen = np.flatnonzero(stays[start : start + _READ])
+        yield start + chosen, _first_halves(index.hashes[start : start + _READ])[chosen]
+
+
+def _first_halves(hashes: np.ndarray) -> np.ndarray:
+    """(n,) uint64: that two of 100 million images agree by chance has a probability of 0.03 %. hashes: (n,) V16."""
+    return np.ascontiguousarray(hashes).view(np.uint64)[::2]
 
 
 def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:
@@ -197,7 +229,7 @@ def _merge(listing: Listing, rows: np.ndarray, hashes: np.ndarray) -> tuple[List
     stays = keeper == np.arange(len(listing))
 
     # The labels of a copy removed from 'train' are not added to a test sample.
-    of, labels = listing.label_pairs()
+    of, labels = label_pairs(listing.table)
     gives = ~leaked[of]
     lists = label_lists(keeper[of[gives]], labels[gives], len(listing))
     table = with_columns(listing.table, labels=lists)

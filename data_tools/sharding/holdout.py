@@ -13,14 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.sources import Listing
-from data_tools.sources.listing import with_columns
+from data_tools.sources.listing import label_pairs, with_columns
 from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.settings.commands.data import ShardConfig
-
-_BATCH = 2**18
 
 
 def with_groups(listing: Listing, pattern: str) -> Listing:
@@ -89,7 +87,7 @@ def describe_mixed_groups(listing: Listing, pattern: str) -> list[str]:
 
 def _mixed_groups(listing: Listing) -> pa.Table:
     """The groups with images of several classes: group, and keys of two such images, key_first and key_last."""
-    rows, labels = listing.label_pairs()
+    rows, labels = label_pairs(listing.table)
     table = listing.table.select(["group", "key"]).take(pa.array(rows)).append_column("label", pa.array(labels))
     by_group = table.sort_by("label").group_by("group", use_threads=False)
     found = by_group.aggregate([("key", "first"), ("key", "last"), ("label", "min"), ("label", "max")])
@@ -123,8 +121,7 @@ def hold_out(listing: Listing, config: ShardConfig) -> Listing:
 
 def hash_keys(keys: pa.ChunkedArray, prefix: str) -> np.ndarray:
     """(keys,) uint64: the first 8 bytes of sha256(prefix + key)."""
-    some = (keys.slice(start, _BATCH).to_pylist() for start in range(0, len(keys), _BATCH))
-    return np.concatenate([_hash([prefix + key for key in of_batch]) for of_batch in some])
+    return _hash([prefix + key for key in keys.to_pylist()])
 
 
 def _hash(texts: Sequence[str]) -> np.ndarray:
@@ -158,7 +155,7 @@ def _per_class(listing: Listing, train: np.ndarray, config: ShardConfig) -> np.n
 
     An image of several classes is chosen if it is among the first of any of them.
     """
-    rows, labels = listing.label_pairs()
+    rows, labels = label_pairs(listing.table)
     in_train = train[rows]
     rows, labels = rows[in_train], labels[in_train]
     order = np.argsort(labels, kind="stable")

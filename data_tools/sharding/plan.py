@@ -4,7 +4,7 @@ Within a split, samples are ordered by a hash of seed and key. A large listing i
 hash, on disk, so that only one part of it is sorted in memory at a time.
 """
 
-from collections import defaultdict
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import pyarrow as pa
 from data_tools.sharding.holdout import hash_keys
 from data_tools.sources import spill
 from data_tools.sources.listing import Listing, SourceImage, images_of
-from data_tools.sources.spill import BatchWriter, open_batches, scratch_file, slices
 from data_tools.sources.split_files import PARTS
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
@@ -37,49 +36,42 @@ def make_plan(listing: Listing, config: ShardConfig, out: AnyPath) -> list[Plann
     PLANNED of the data set `out`, for `read_images`.
     """
     plan = []
-    with replacing(out / PARTS / PLANNED) as file, BatchWriter(file) as writer:
-        for split, tables in _shuffled(listing, f"{config.seed}:", out):
-            name = listing.splits[split]
-            for number, table in enumerate(_in_pieces(tables, config.samples_per_shard)):
-                writer.write(table)
-                plan.append(PlannedShard(f"{name}-{number:06d}.tar", name, len(table)))
+    schema = listing.planned(listing.table.slice(0, 0)).schema
+    with (
+        replacing(out / PARTS / PLANNED) as file,
+        pa.ipc.new_file(file, schema, options=spill.COMPRESSED) as writer,
+    ):
+        shuffled = _shuffled(listing, f"{config.seed}:", out)
+        for split, parts in itertools.groupby(shuffled, lambda pair: listing.splits[pair[0]]):
+            for number, table in enumerate(_in_pieces((part for _, part in parts), config.samples_per_shard)):
+                writer.write_table(table.combine_chunks())
+                plan.append(PlannedShard(f"{split}-{number:06d}.tar", split, len(table)))
     return plan
 
 
 def read_images(out: AnyPath, number: int, root: AnyPath) -> list[SourceImage]:
     """The samples of the shard with this number, in tar order. root: see `Listing`."""
-    with open_batches(out / PARTS / PLANNED) as batches:
-        return images_of(pa.Table.from_batches([batches.get_batch(number)]), root)
+    # A thread for each of the small buffers would take twice as long.
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    with (out / PARTS / PLANNED).open("rb") as file:
+        return images_of(pa.Table.from_batches([pa.ipc.open_file(file, options=options).get_batch(number)]), root)
 
 
-def _shuffled(listing: Listing, prefix: str, out: AnyPath) -> Iterator[tuple[int, Iterator[pa.Table]]]:
-    """Yields (number of a split, its planned samples in the order of their hashes, part by part)."""
+def _shuffled(listing: Listing, prefix: str, out: AnyPath) -> Iterator[tuple[int, pa.Table]]:
+    """Yields (number of a split, some of its planned samples), in the order of their hashes; ties stay in the
+    listing's.
+    """
     num_bits = ((len(listing) - 1) // spill.ROWS_IN_MEMORY).bit_length()
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
-    with scratch_file(out / PARTS) as file:
-        with BatchWriter(file) as writer:
-            for table in slices(listing.table):
-                mix = hash_keys(table["key"], prefix)
-                part = (mix >> np.uint64(1)) >> np.uint64(63 - num_bits)
-                of = table["split"].to_numpy().astype(np.int64) << num_bits | part.astype(np.int64)
-                order = np.lexsort((mix, of))
-                planned = listing.planned(table).append_column("mix", pa.array(mix)).take(pa.array(order))
-                starts = np.flatnonzero(np.diff(of[order], prepend=-1)).tolist()
-                for first, end in zip(starts, [*starts[1:], len(order)], strict=True):
-                    split, bits = divmod(int(of[order[first]]), 1 << num_bits)
-                    found[split, bits].append(writer.write(planned.slice(first, end - first)))
-        with open_batches(file) as batches:
-            for split in range(len(listing.splits)):
-                parts = [found[split, bits] for bits in range(1 << num_bits) if (split, bits) in found]
-                yield split, (_merged([batches.get_batch(number) for number in numbers]) for numbers in parts)
 
+    def hashed(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
+        mix = hash_keys(table["key"], prefix)
+        first_bits = (mix >> np.uint64(1)) >> np.uint64(63 - num_bits)
+        parts = table["split"].to_numpy().astype(np.int64) << num_bits | first_bits.astype(np.int64)
+        return listing.planned(table).append_column("mix", pa.array(mix)), parts
 
-def _merged(batches: list[pa.RecordBatch]) -> pa.Table:
-    """One table in the order of the hashes, of batches that are each in this order; ties stay in the listing's."""
-    table = pa.Table.from_batches(batches)
-    if len(batches) > 1:
-        table = table.take(pa.array(np.argsort(table["mix"].to_numpy(), kind="stable")))
-    return table.drop_columns("mix")
+    for part, table in spill.divided(map(hashed, spill.slices(listing.table)), out / PARTS):
+        order = np.argsort(table["mix"].to_numpy(), kind="stable")
+        yield part >> num_bits, table.take(pa.array(order)).drop_columns("mix")
 
 
 def _in_pieces(tables: Iterable[pa.Table], rows: int) -> Iterator[pa.Table]:

@@ -26,13 +26,16 @@ def with_targets(listing: Listing, pattern: str) -> Listing:
         return listing
     compiled = re.compile(pattern)
     names = list(compiled.groupindex)
-    values = []
-    for name in listing.table["name"].to_pylist():
-        match = compiled.search(os.path.splitext(name)[0])
-        texts = [match and match[group] for group in names]
-        values.append([as_number(text, name, group) for group, text in zip(names, texts, strict=True)])
-    column = pa.array(values, TABLE.field("targets").type)
-    return replace(listing, targets=names, table=with_columns(listing.table, targets=column))
+
+    def found(table: pa.Table) -> pa.Table:
+        values = []
+        for name in table["name"].to_pylist():
+            match = compiled.search(os.path.splitext(name)[0])
+            texts = [match and match[group] for group in names]
+            values.append([as_number(text, name, group) for group, text in zip(names, texts, strict=True)])
+        return with_columns(table, targets=pa.array(values, TABLE.field("targets").type))
+
+    return replace(listing, targets=names, table=listing.changed(found))
 
 
 def describe_targets(listing: Listing) -> Iterator[str]:

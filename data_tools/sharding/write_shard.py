@@ -333,5 +333,6 @@ def _is_complete(out: AnyPath, shard: Shard, state: str = "") -> bool:
     path = out / shard.name
     if not path.is_file() or file_size(path) != shard.bytes:
         return False
-    # A tar that was not written since is not read again: its sha256 was computed when it was written.
-    return state_of(path) == state or digest_of(path) == shard.sha256
+    # A tar that was not written since is not read again: its sha256 was computed when it was written. A store may give
+    # its objects no version.
+    return (state != "" and state_of(path) == state) or digest_of(path) == shard.sha256

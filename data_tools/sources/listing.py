@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from data_tools.progress import ProgressMeter
 from data_tools.sources import spill
-from data_tools.sources.spill import changed, sorted_by, stored
+from data_tools.sources.spill import Spill, changed, sorted_by
 from data_tools.sources.split_files import LIKE_SPLITS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, first_of, printable
@@ -144,10 +144,6 @@ class Listing:
     @property
     def num_bytes(self) -> int:
         return pc.sum(self.table["size"]).as_py()
-
-    def label_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """`label_pairs` of the table."""
-        return label_pairs(self.table)
 
     def digest(self) -> str:
         """Hex sha256 of split, key, classes, size, group and targets of each sample. It does not depend on where the
@@ -301,7 +297,7 @@ class Collector:
     scratch: AnyPath | None = None
     _mtimes: list[int] = field(default_factory=list)  # Of the containers.
     _parts: list[pa.Table] = field(default_factory=list)
-    _stored: list[pa.Table] = field(default_factory=list)  # Those before them, in files.
+    _spill: Spill | None = None  # Those before them.
     _rows: list[tuple] = field(default_factory=list)
     _classes: dict[str, int] = field(default_factory=dict)
     # Split -> folders in that split's folder, class folders if is_labelled, and their numbers of images.
@@ -425,16 +421,9 @@ class Collector:
 
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
-        for reported in (
-            self._parts,
-            self._stored,
-            self._rows,
-            self.containers,
-            self._mtimes,
-            self.prefixes,
-            self.skipped,
-        ):
+        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.prefixes, self.skipped):
             reported.clear()
+        self._spill = None
 
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
@@ -461,8 +450,9 @@ class Collector:
         self._flush()
         if self.by_folders:
             self._check_folders()
-        table = pa.concat_tables([TABLE.empty_table(), *self._stored, *self._parts])
-        self._parts, self._stored = [], []
+        before = [self._spill.mapped().read_all()] if self._spill else []
+        table = pa.concat_tables([TABLE.empty_table(), *before, *self._parts])
+        self._parts = []
         there = pc.unique(table["split"]).to_pylist()
         for split, number in self._numbers.items():
             if number not in there:
@@ -486,8 +476,8 @@ class Collector:
             prefixes = pa.array([f"{prefix.replace('.', '_')}/" for prefix in self.prefixes], pa.large_string())
 
             def prefixed(table: pa.Table) -> pa.Table:
-                before = prefixes.take(table["container"].combine_chunks())
-                keys = pc.binary_join_element_wise(before, table["key"], pa.scalar("", pa.large_string()))
+                of_rows = prefixes.take(table["container"].combine_chunks())
+                keys = pc.binary_join_element_wise(of_rows, table["key"], pa.scalar("", pa.large_string()))
                 return with_columns(table, key=keys)
 
             table = sorted_by_key(changed(table, prefixed, self.scratch), self.scratch)
@@ -550,7 +540,8 @@ class Collector:
             self.progress.add(len(self._rows), pc.sum(self._parts[-1]["size"]).as_py())
             self._rows = []
             if self.scratch is not None and sum(map(len, self._parts)) >= spill.ROWS_IN_MEMORY:
-                self._stored.append(stored(self._parts, self.scratch))
+                self._spill = self._spill or Spill(self.scratch)
+                self._spill.write(pa.concat_tables(self._parts))
                 self._parts = []
 
     def place(self, name: str) -> tuple[str | None, str]:

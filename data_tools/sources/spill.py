@@ -1,15 +1,12 @@
-"""Tables that do not fit in memory, as record batches of an Arrow IPC file that is memory-mapped."""
+"""Tables that do not fit in memory, as record batches of Arrow IPC files without a name."""
 
-import contextlib
 import itertools
 import mmap
 import tempfile
-import typing
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,71 +15,44 @@ from pipeline.data.storage.bucket import AnyPath
 
 # A larger table is kept in a file, and worked on so many rows at a time: some 200 MB.
 ROWS_IN_MEMORY = 2**19
+COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 # Rows looked at, of each part of a table, to divide it.
 _SAMPLED = 64
 
 
-@contextlib.contextmanager
-def scratch_file(folder: AnyPath) -> Iterator[BinaryIO]:
-    """A file without a name, so that a kill leaves nothing of it: in this folder, or in TMPDIR if that is in a
-    bucket.
-    """
-    with tempfile.TemporaryFile(dir=folder if isinstance(folder, Path) else None) as file:
-        yield typing.cast(BinaryIO, file)
+class Spill:
+    """Tables of one schema in a file in `folder`, or in TMPDIR if that is in a bucket; a kill leaves nothing of it."""
 
-
-class BatchWriter:
-    """Writes tables of one schema to a file, each as one record batch. compression: "lz4" or None."""
-
-    def __init__(self, file: BinaryIO, compression: str | None = "lz4") -> None:
-        self.file, self.count = file, 0
-        self._options = pa.ipc.IpcWriteOptions(compression=compression)
+    def __init__(self, folder: AnyPath, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder if isinstance(folder, Path) else None)  # noqa: SIM115
         self._writer: pa.ipc.RecordBatchFileWriter | None = None
-
-    def __enter__(self) -> "BatchWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self.file.flush()
+        self._options, self._count = options, 0
 
     def write(self, table: pa.Table) -> int:
-        """Append a table. Returns the number of its batch."""
-        if self._writer is None:
-            self._writer = pa.ipc.new_file(self.file, table.schema, options=self._options)
-        (batch,) = table.combine_chunks().to_batches()
-        self._writer.write_batch(batch)
-        self.count += 1
-        return self.count - 1
+        """Append a table as one record batch. Returns its number. An empty one has none."""
+        self._writer = self._writer or pa.ipc.new_file(self._file, table.schema, options=self._options)
+        self._writer.write_table(table.combine_chunks())
+        self._count += bool(len(table))
+        return self._count - 1
 
-
-def stored(tables: Iterable[pa.Table], folder: AnyPath) -> pa.Table:
-    """The tables, of one schema, as one that is mapped from a scratch file: the system may drop its pages from
-    memory.
-    """
-    with scratch_file(folder) as file:
-        empty = None
-        with BatchWriter(file, compression=None) as writer:
-            for table in tables:
-                if len(table):
-                    writer.write(table)
-                else:
-                    empty = table
-        if not writer.count:
-            assert empty is not None
-            return empty
-        with open_batches(file) as batches:
-            return pa.Table.from_batches([batches.get_batch(number) for number in range(writer.count)])
+    def mapped(self) -> pa.ipc.RecordBatchFileReader:
+        """All that was written, after at least one `write`, which ends writing. What is not compressed is memory that
+        the system may drop.
+        """
+        assert self._writer is not None
+        self._writer.close()
+        with self._file as file:
+            file.flush()
+            return pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)))
 
 
 def changed(table: pa.Table, change: Callable[[pa.Table], pa.Table], folder: AnyPath | None) -> pa.Table:
-    """The table that `change` makes of this one, some rows at a time if it is large. folder: see `stored`; None for a
-    table in memory.
+    """The table that `change` makes of this one, some rows at a time if it is large. folder: for the file of a large
+    table; None keeps it in memory.
     """
     if folder is None or len(table) <= ROWS_IN_MEMORY:
         return change(table).combine_chunks()
-    return stored(map(change, slices(table)), folder)
+    return _stored(map(change, slices(table)), folder)
 
 
 def slices(table: pa.Table) -> Iterator[pa.Table]:
@@ -99,39 +69,33 @@ def sorted_by(table: pa.Table, columns: Sequence[str], folder: AnyPath | None) -
     order = [(name, "ascending") for name in columns]
     if folder is None or len(table) <= ROWS_IN_MEMORY:
         return table.sort_by(order).combine_chunks()
-    return stored(_sorted_parts(table, order, folder), folder)
-
-
-def _sorted_parts(table: pa.Table, order: list[tuple[str, str]], folder: AnyPath) -> Iterator[pa.Table]:
-    first, second = (name for name, _ in order[:2])
-    some = table.select([first, second]).take(pa.array(np.arange(0, len(table), max(ROWS_IN_MEMORY // _SAMPLED, 1))))
+    deciding = table.select(columns[:2])
+    some = deciding.take(pa.array(np.arange(0, len(table), max(ROWS_IN_MEMORY // _SAMPLED, 1))))
     limits = [tuple(row.values()) for row in some.sort_by(order[:2]).to_pylist()[_SAMPLED::_SAMPLED]]
-    found: dict[int, list[int]] = defaultdict(list)
-    with scratch_file(folder) as file:
-        with BatchWriter(file) as writer:
-            for rows in slices(table):
-                ordered = rows.sort_by(order).combine_chunks()
-                one, other = (ordered[name].chunk(0) for name in (first, second))
-                ends = [
-                    bisect_left(range(len(rows)), limit, key=lambda row: (one[row].as_py(), other[row].as_py()))
-                    for limit in limits
-                ]
-                for part, (start, end) in enumerate(itertools.pairwise([0, *ends, len(rows)])):
-                    if start < end:
-                        found[part].append(writer.write(ordered.slice(start, end - start)))
-        with open_batches(file) as batches:
-            for part in sorted(found):
-                yield pa.Table.from_batches([batches.get_batch(number) for number in found[part]]).sort_by(order)
+    pairs = (zip(*(column.to_pylist() for column in rows.columns), strict=True) for rows in slices(deciding))
+    numbers = (np.array([bisect_right(limits, pair) for pair in of_slice]) for of_slice in pairs)
+    parts = divided(zip(slices(table), numbers, strict=True), folder)
+    return _stored((part.sort_by(order) for _, part in parts), folder)
 
 
-@contextlib.contextmanager
-def open_batches(file: AnyPath | BinaryIO) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    """The record batches that `BatchWriter` wrote; a local file is memory-mapped."""
-    if isinstance(file, Path):
-        with file.open("rb") as local, open_batches(local) as batches:
-            yield batches
-    elif hasattr(file, "fileno"):
-        yield pa.ipc.open_file(pa.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)))
-    else:
-        with file.open("rb") as opened:
-            yield pa.ipc.open_file(opened)
+def divided(tables: Iterable[tuple[pa.Table, np.ndarray]], folder: AnyPath) -> Iterator[tuple[int, pa.Table]]:
+    """Yields (number of a part, its rows in the order of the tables), ascending. tables: each with the number of the
+    part of each row, (rows,) int64. folder: for a file.
+    """
+    spill, batches = Spill(folder, COMPRESSED), defaultdict[int, list[int]](list)
+    for table, numbers in tables:
+        order = np.argsort(numbers, kind="stable")
+        parts, starts = np.unique(numbers[order], return_index=True)
+        table = table.take(pa.array(order))
+        for part, (start, end) in zip(parts.tolist(), itertools.pairwise([*starts.tolist(), len(table)]), strict=True):
+            batches[part].append(spill.write(table.slice(start, end - start)))
+    mapped = spill.mapped()
+    for part in sorted(batches):
+        yield part, pa.Table.from_batches(map(mapped.get_batch, batches[part]))
+
+
+def _stored(tables: Iterable[pa.Table], folder: AnyPath) -> pa.Table:
+    spill = Spill(folder)
+    for table in tables:
+        spill.write(table)
+    return spill.mapped().read_all()

@@ -184,5 +184,6 @@ def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch:
     assert found.keys() == {"mae", "lejepa"}
     assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"
     assert [row["batch"] for row in found.values()] == [2] * 2, "what fits, instead of 16 and 4"
+    assert [row["fits"] for row in rows if "micro_batch" in row] == [True] * 10, "around what is predicted to fit"
     assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
     assert not list(tmp_path.glob("tmp*")), "runs from shards that were left"

@@ -9,6 +9,7 @@ from raw_images import jpeg, settings, write_folder, write_tar
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.holdout import hold_out
 from data_tools.sources import Listing, list_source
+from data_tools.sources.listing import label_pairs
 from pipeline.base.errors import UserError
 
 SIZES = {"ant": 1, "bee": 3, "cat": 5, "dog": 6}
@@ -28,7 +29,7 @@ def ruled(source: Path, **others: object) -> Listing:
 
 
 def counts(listing: Listing, split: str = "train") -> dict[str, int]:
-    rows, labels = listing.label_pairs()
+    rows, labels = label_pairs(listing.table)
     in_split = listing.table["split"].to_numpy()[rows] == listing.splits.index(split)
     return dict(
         zip(listing.classes, np.bincount(labels[in_split], minlength=len(listing.classes)).tolist(), strict=True)

@@ -1,5 +1,6 @@
 """Exact copies become one sample with the labels of all; what is tested on is not trained on."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +13,12 @@ from raw_images import contents, jpeg, settings, write_folder, write_tar
 
 from data_tools.check import stats
 from data_tools.dedup import dedup
-from data_tools.sharding import index, shard
+from data_tools.sharding import copies, index, shard
 from data_tools.sharding.copies import SplitCopies, exact_copies, merge_copies
+from data_tools.sharding.write_shard import as_rows
 from data_tools.sources import list_source
 from pipeline.base.errors import UserError
+from pipeline.data.dataset.manifest import Shard, write_dataset
 from pipeline.settings import schema
 from pipeline.settings.commands.data import DedupConfig, IndexConfig, StatsConfig
 
@@ -149,3 +152,30 @@ def test_an_image_held_out_for_val_takes_its_copies_out_of_train(ray_cluster: in
     assert len({row["xxh128"] for row in rows}) == len(rows) == 8
     assert np.sum([row["split"] == "val" for row in rows]) > 0
     assert all(row["labels"] == [0, 1] for row in rows if row["split"] == "train")
+
+
+@pytest.mark.parametrize("compared", [2**24, 40, 3])
+def test_copies_are_counted_the_same_in_parts(compared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a count of all hashes at once."""
+    monkeypatch.setattr(copies, "_COMPARED", compared)
+    monkeypatch.setattr(copies, "_READ", 7)
+    draw = np.random.default_rng(0)
+    numbers = {"test": draw.integers(0, 90, 30), "train": draw.integers(0, 90, 100)}
+    labels = {split: draw.integers(0, 2, len(of_split)) for split, of_split in numbers.items()}
+    shards, tables = [], []
+    for split, of_split in numbers.items():
+        shards.append(Shard(f"{split}-000000.tar", split, len(of_split), 100, "0" * 64))
+        hashes = [hashlib.md5(str(number).encode()).digest() for number in of_split.tolist()]
+        rows = [
+            (f"{row}", 512 * row, 1, "jpg", [label], 4, 4, digest)
+            for row, (label, digest) in enumerate(zip(labels[split].tolist(), hashes, strict=True))
+        ]
+        tables.append(as_rows(rows))
+    dataset = write_dataset(tmp_path, shards, tables, ["a", "b"], {}, {})
+    expected = {}
+    for split, of_split in numbers.items():
+        kinds = {number: set(labels[split][of_split == number].tolist()) for number in of_split.tolist()}
+        expected[split] = SplitCopies(sum(len(kinds[number]) > 1 for number in of_split.tolist()), {})
+    expected["train"].in_splits["test"] = int(np.isin(numbers["train"], numbers["test"]).sum())
+    assert expected["train"].other_labels
+    assert exact_copies(dataset, "none") == expected

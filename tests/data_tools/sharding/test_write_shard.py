@@ -104,6 +104,10 @@ def test_a_shard_is_hashed_again_only_if_it_was_written_since(job: ShardingJob, 
     assert finds(1).made
     assert path.read_bytes() == content
     assert made.shard == write_shard(job).shard
+    with patch.object(write_shard_module, "state_of", return_value=""):
+        path.unlink()
+        write_shard(job)
+        finds(1)
 
 
 def test_a_machine_that_fails_to_read_is_no_fault_of_the_image(job: ShardingJob, tmp_path: Path) -> None:
