@@ -117,8 +117,8 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
             if mixing:
                 images, own = mix_images(images, batch.valid, mixing)
             if masking:
-                masks = masking.draw(batch, torch.device("cpu"))
-                each = masking.patch_losses(model(images, *masks), masking.targets(batch.images, masks[1]))
+                drawn = masking.draw(batch, training=True)
+                each = masking.patch_losses(model(images, **drawn), masking.targets(batch.images, drawn["corrupted"]))
             else:
                 each = classification.losses(
                     model(images), batch.labels, config.train.loss, config.train.label_smoothing, own

@@ -8,6 +8,7 @@ import pytest
 import torch
 from collectives import Collectives
 from distillation import SETTINGS
+from loaded import inputs_of
 from torch import distributed
 
 from data_tools.bench.noise import noise_views
@@ -60,7 +61,7 @@ def test_a_step_on_one_rank_calls_no_other(loss: str, gram: bool, alone: None, t
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in type(objective).views(config)]
     with Collectives() as collectives:
         objective.before_step(0)
-        objective(*objective.inputs(noise_views(shapes, 4, 4), torch.device("cpu"), None))[0].backward()
+        objective(*inputs_of(objective, noise_views(shapes, 4, 4)))[0].backward()
         objective.after_step()
     assert collectives.names == []
 
