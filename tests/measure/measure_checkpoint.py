@@ -74,10 +74,10 @@ def timed(ranks: Ranks, num_bytes: int, call: Callable[[], object]) -> float:
     """
     os.sync()
     np.full(num_bytes * 3 // 2, 1, np.uint8)
-    ranks.max(0.0)
+    ranks.barrier()
     begin = time.perf_counter()
     call()
-    return ranks.max(time.perf_counter() - begin)
+    return max(ranks.gather(time.perf_counter() - begin))
 
 
 def save_by_dcp(state: dict[str, torch.Tensor], folder: Path, step: int, is_main: bool) -> None:
@@ -116,8 +116,8 @@ def rank(number: int, world_size: int, folder: Path, name: str, pairs: int) -> N
         before = seconds_of(writer)
         stall = timed(ranks, num_bytes, partial(saver.save, step, part, commit))
         saver.wait()
-        ours, ours_cpu = ranks.max(saver.written), ranks.sum(seconds_of(writer) - before)[0]
-        saver.read()
+        ours, ours_cpu = max(ranks.gather(saver.written)), ranks.sum(seconds_of(writer) - before)[0]
+        saver.written = 0.0
         os.setpriority(os.PRIO_PROCESS, 0, 10)
         call = partial(save_by_dcp, state, folder, step, number == 0)
         used: list[float] = []
@@ -130,7 +130,7 @@ def rank(number: int, world_size: int, folder: Path, name: str, pairs: int) -> N
             print(
                 "stall {:.2f} s, ours {:.2f} s, DCP {:.2f} s, CPU {:.2f} s and {:.2f} s".format(*rows[-1]), flush=True
             )
-    peak = ranks.max(writer.peak)
+    peak = max(ranks.gather(writer.peak))
     saver.close()
     if number == 0:
         ratio, cpu_ratio = (statistics.median(row[i] / row[i + 1] for row in rows[1:]) for i in (1, 3))
