@@ -288,8 +288,10 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1))
-        is_remote = isinstance(file, BucketPath)
-        write = stack.enter_context(file.replacing()).write if is_remote else stack.enter_context(_flushed(file))
+        if isinstance(file, BucketPath):
+            write: Callable[[bytes], object] = stack.enter_context(file.replacing()).write
+        else:
+            write = stack.enter_context(_flushed(file))
         hashing = thread.submit(digest.update, b"")
         for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for _, array in tensors)):
             hashing.result()  # Of the tensor before: no more than two are in memory.
