@@ -55,7 +55,7 @@ def train_compiled(runs: list[list[str]]) -> None:
     graph.GraphLowering.codegen = generate_and_look
     train(runs)
     print("graphs", counters["stats"]["unique_graphs"])
-    compile_blocks([layer := DropPath(0.3)], deterministic=True)
+    compile_blocks([layer := DropPath(0.3)], deterministic=True, device=torch.device("cpu"))
     torch.manual_seed(0)
     print("dropped", layer(torch.ones(64, 1, 1)).flatten().tolist())
 
