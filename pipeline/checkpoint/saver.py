@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class Saver:
         wait_seconds: float = 1800.0,
     ) -> None:
         self.folder, self.ranks, self.retry, self.say, self.wait_seconds = folder, ranks, retry, say, wait_seconds
-        # Seconds since the last `read`: this rank waited for saving; its writer worked.
+        # Seconds since the last `metrics`: this rank waited for saving; its writer worked.
         self.blocked = self.written = 0.0
         # Step of the last committed checkpoint, as rank 0 knows it (the others, since the last collective call), and
         # the longest time that writing one took (0 before the first).
@@ -82,7 +82,7 @@ class Saver:
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
         self._thread = ThreadPoolExecutor(1)
-        self._reserved: Future[None] | None = None
+        self._reserving: Future[Any] = self._thread.submit(int)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         self._start_writer()
 
@@ -104,10 +104,10 @@ class Saver:
         self._to = io.BufferedWriter(cast(io.RawIOBase, spawner.stdin))
 
     def reserve(self, part: RankPart) -> None:
-        """Allocate the memory of a part in the background, so that the first save takes no longer than later ones. Not
-        collective.
+        """Allocate the memory of a part in the background, so that the first save takes no longer than later ones. No
+        save may be in flight. Not collective.
         """
-        self._reserved = self._thread.submit(self._reserve, part.num_elements)
+        self._reserving = self._thread.submit(self._map, part.num_elements)
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""
@@ -181,14 +181,8 @@ class Saver:
 
     # ---------------------------------------------------------------- inside
     def _copy(self, part: RankPart) -> None:
-        if self._reserved is not None:
-            self._reserved.result()
-            self._reserved = None
-        count = part.num_elements
-        if not count:
-            return
-        if count != len(self._host):
-            self._map(count)
+        self._reserving.result()
+        self._map(part.num_elements)
         at = 0
         for tensor in part.all_tensors():
             self._host[at : at + tensor.numel()].copy_(tensor.detach(), non_blocking=True)
@@ -196,25 +190,21 @@ class Saver:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
-    def _reserve(self, count: int) -> None:
-        if not count:
-            return
-        if self.ranks.device.type == "cuda":
-            torch.cuda.set_device(self.ranks.device)  # Of this thread.
-        self._map(count)
-        self._host.numpy()[:: mmap.PAGESIZE // BYTES] = 0  # Each page is there once it is written to.
-
     def _map(self, count: int) -> None:
         """Resize the buffer to `count` elements: when reserved, and at a save whose optimizer has other states."""
+        if count == len(self._host):
+            return
         self._unlock()
-        os.ftruncate(self._memory, 4 * count)
-        host = torch.frombuffer(mmap.mmap(self._memory, 4 * count), dtype=torch.float32)
+        os.ftruncate(self._memory, BYTES * count)
+        host = torch.frombuffer(mmap.mmap(self._memory, BYTES * count), dtype=torch.float32)
+        host.numpy()[:: mmap.PAGESIZE // BYTES] = 0  # Each page is there once it is written to.
         if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # Of the thread that reserves.
             # Page-locked, so that the device copies at the speed of the bus.
-            failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 4 * count, 0))
+            failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), BYTES * count, 0))
             if failure:  # Unsaid, it would be raised by the next operation of the GPU.
                 raise OneRankCrashError(
-                    f"{socket.gethostname()}: {4 * count / 2**30:.1f} GiB of memory for checkpoints could not be"
+                    f"{socket.gethostname()}: {BYTES * count / 2**30:.1f} GiB of memory for checkpoints could not be"
                     f" page-locked (CUDA error {failure}). Free memory of the host, or allow more to be locked (ulimit"
                     " -l unlimited)."
                 )

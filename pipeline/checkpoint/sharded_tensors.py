@@ -36,7 +36,8 @@ BYTES = 4
 _READ_AHEAD = 2**23
 # Before and after the names of LoRA's factors: objective.lora.NAME/OF/LAYER.up.
 _FACTORS, _ENDS = "objective.lora.", (".up", ".down", ".scale")
-_BATCH = 2**25
+# Bytes of tensors that are read together, of up to 32 files; of more, so many more.
+_BATCH, _FILES = 2**25, 32
 
 
 class Range(NamedTuple):
@@ -152,7 +153,8 @@ class ShardedTensors:
                 raise UserError(f"{self.folder} is damaged: it lacks {state} of {name} from element {at} on.")
         for file, parts in sorted(reads.items(), key=lambda item: item[0]):
             parts.sort(key=lambda part: part[0])
-            with self._open(file) as stream:
+            last, out = parts[-1]
+            with self._open(file, BYTES * (last - parts[0][0]) + out.nbytes) as stream:
                 for position, out in parts:
                     stream.seek(position * BYTES)
                     if stream.readinto(out) != out.nbytes:  # type: ignore[attr-defined]
@@ -160,9 +162,10 @@ class ShardedTensors:
                             f"{self.folder / file} is damaged: it ends before byte {position * BYTES + out.nbytes}."
                         )
 
-    def _open(self, file: str) -> BinaryIO:
+    def _open(self, file: str, span: int) -> BinaryIO:
+        """span: bytes from the first to the last that are wanted. Beyond, nothing is read."""
         try:
-            return (self.folder / file).open("rb", buffering=_READ_AHEAD)
+            return (self.folder / file).open("rb", buffering=min(_READ_AHEAD, span))
         except FileNotFoundError:
             raise UserError(f"{self.folder} is damaged: {file}, which {INDEX} names, is missing.") from None
 
@@ -176,12 +179,14 @@ class ShardedTensors:
     def model_tensors(self, state: str) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the tensors of the model, `with_factors`, in the order of the index.
 
-        Memory: a tensor, or several of _BATCH bytes together, which take a request of an object store together.
+        Memory: a tensor, or several of _BATCH bytes together, so that few reads are small. At stage 3 a tensor is in
+        the files of all ranks.
         """
         names, size = list[str](), 0
+        most = _BATCH * max(1, len(self.index.files) // _FILES)
         for name in self.model_shapes():
             shape = self.index.shapes[name]
-            if names and size + BYTES * prod(shape) > _BATCH:
+            if names and size + BYTES * prod(shape) > most:
                 yield from with_factors(self.full_tensors(state, names)).items()
                 names, size = [], 0
             factors = _FACTORS + stored_layer(name.removesuffix(".weight"))

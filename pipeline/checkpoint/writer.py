@@ -12,7 +12,6 @@ each start.
 import contextlib
 import errno
 import hashlib
-import io
 import json
 import math
 import mmap
@@ -20,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -185,7 +184,7 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
         if job.bytes:
             shared = stack.enter_context(mmap.mmap(memory, job.bytes, prot=mmap.PROT_READ))
             data = stack.enter_context(memoryview(shared))
-        file = None if isinstance(path, BucketPath) else stack.enter_context(_flushed(path / name))
+        write = None if isinstance(path, BucketPath) else stack.enter_context(_flushed(path / name))
         for begin in range(0, job.bytes, _CHUNK):
             with data[begin : begin + _CHUNK] as chunk:
                 if not np.isfinite(np.frombuffer(chunk, np.float32)).all():
@@ -193,41 +192,34 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
                         f"weights or moments of step {job.step:,} are non-finite (NaN or Inf) on rank {job.rank}."
                     )
                 digest.update(chunk)
-                if file is not None:
-                    file.write(chunk)
+                if write is not None:
+                    write(chunk)
     if isinstance(path, BucketPath):
         (path / name).upload(f"/proc/self/fd/{memory}")
     return WrittenPart(name, job.ranges, Checksum(job.bytes, xxh128=digest.hexdigest()), job.constants)
 
 
-class _Flushing:
-    """A new local file that the disk receives while more is written, in another thread."""
-
-    def __init__(self, file: io.BufferedWriter, thread: ThreadPoolExecutor) -> None:
-        self.file, self._thread = file, thread
-        self._unflushed = 0
-        self._flush: Future[Any] = thread.submit(int)
-
-    def write(self, data: Any) -> None:
-        self._unflushed += self.file.write(data)
-        if self._unflushed > _FLUSH and self._flush.done():
-            self._flush.result()  # The system reports an error to one call only.
-            self.file.flush()
-            self._unflushed, self._flush = 0, self._thread.submit(os.fdatasync, self.file.fileno())
-
-    def finish(self) -> None:
-        self._flush.result()
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-
 @contextlib.contextmanager
-def _flushed(path: Path) -> Iterator[_Flushing]:
-    """A new local file, which is on the disk when the block ends."""
+def _flushed(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Yields what appends bytes to a new local file, which is on the disk when the block ends: it is flushed while more
+    is written, in another thread.
+    """
     with ThreadPoolExecutor(1) as thread, open(path, "wb") as file:
-        flushing = _Flushing(file, thread)
-        yield flushing
-        flushing.finish()
+        flush: Future[Any] = thread.submit(int)
+        unflushed = 0
+
+        def write(data: bytes | memoryview) -> None:
+            nonlocal flush, unflushed
+            file.write(data)
+            unflushed += len(data)
+            if unflushed > _FLUSH and flush.done():
+                flush.result()  # The system reports an error to one call only.
+                flush, unflushed = thread.submit(os.fdatasync, file.fileno()), 0
+
+        yield write
+        flush.result()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
@@ -294,15 +286,17 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     text += b" " * (-len(text) % 8)  # Aligns the data.
     tensors = sharded.model_tensors(EMA if EMA in sharded.states else WEIGHTS)
     digest = hashlib.sha256()
-    with (
-        ThreadPoolExecutor(1) as thread,
-        file.replacing() if isinstance(file, BucketPath) else _flushed(file) as stream,
-    ):
+    with contextlib.ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1))
+        if isinstance(file, BucketPath):
+            write: Callable[[bytes], object] = stack.enter_context(file.replacing()).write
+        else:
+            write = stack.enter_context(_flushed(file))
         hashing = thread.submit(digest.update, b"")
         for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for _, array in tensors)):
             hashing.result()  # Of the tensor before: no more than two are in memory.
             hashing = thread.submit(digest.update, part)
-            stream.write(part)
+            write(part)
         hashing.result()
     return Checksum(8 + len(text) + at, digest.hexdigest())
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,25 +48,21 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
 
     Returns (the metrics that this step has, lines for the log that say what was removed).
     """
-    logged, removed, num_bytes = dict[str, float](), Counter[tuple[str, str]](), 0
-    kept = [(0, 0)]  # (first byte, end) of what stays.
+    logged, removed, stays = dict[str, float](), Counter[tuple[str, str]](), list[bool]()
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
-            begin, num_bytes = num_bytes, num_bytes + len(line)
             record = parse_line(line)
+            stays.append(record is not None and record.step <= last_step)
             if record is None:
                 removed["damaged line", ""] += 1
             elif record.step > last_step:
                 removed["record", f" after step {last_step:,}, from which the run continues"] += 1
-            else:
-                kept[-1:] = [(kept[-1][0], num_bytes)] if kept[-1][1] == begin else [kept[-1], (begin, num_bytes)]
-                logged |= record.metrics if record.step == last_step else {}
+            elif record.step == last_step:
+                logged |= record.metrics
         if removed:
+            file.seek(0)
             with replacing_own(path) as new:
-                for begin, end in kept:
-                    file.seek(begin)
-                    while chunk := file.read(min(2**20, end - file.tell())):
-                        new.write(chunk)
+                new.writelines(compress(file, stays))
     return logged, [f"{path}: removed {counted(count, what)}{rest}" for (what, rest), count in removed.items()]
 
 

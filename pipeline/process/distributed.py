@@ -126,17 +126,15 @@ class Ranks:
 
         All ranks give the same names, and as many numbers under each.
         """
-        own = torch.tensor([number for of_name in numbers.values() for number in of_name], dtype=torch.float64)
-        rows = own[None]
+        rows = [[float(number) for of_name in numbers.values() for number in of_name]]
         if self.world_size > 1:
-            found = own.new_empty(self.world_size * len(own), device=self.device)
-            dist.all_gather_into_tensor(found, own.to(self.device))
-            rows = found.view(self.world_size, -1)
+            own = torch.tensor(rows, dtype=torch.float64, device=self.device)
+            found = own.new_empty(self.world_size, len(rows[0]))
+            dist.all_gather_into_tensor(found, own)
+            rows = found.tolist()
         ends = accumulate(map(len, numbers.values()), initial=0)
-        by_rank = rows.tolist()
         return {
-            name: [row[begin:end] for row in by_rank]
-            for name, (begin, end) in zip(numbers, pairwise(ends), strict=True)
+            name: [row[begin:end] for row in rows] for name, (begin, end) in zip(numbers, pairwise(ends), strict=True)
         }
 
     def gather(self, value: Any) -> list[Any]:

@@ -179,7 +179,7 @@ def extremes(values: np.ndarray) -> np.ndarray:
     drawing more than its width in pixels shows takes most of the time of a comparison.
     """
     every = -(-len(values) // _MAX_POINTS)
-    if every == 1 or not len(values):
+    if every < 2:
         return np.arange(len(values))
     padded = np.pad(values, (0, -len(values) % every), "edge").reshape(-1, every)
     least, largest = (np.where(np.isnan(padded), fill, padded) for fill in (np.inf, -np.inf))

@@ -30,7 +30,7 @@ from saving import CONFIG, STATES, job, metadata, names, newest_complete, save_a
 from pipeline import model as models
 from pipeline.base.errors import CrashError, UserError
 from pipeline.base.files import write_text
-from pipeline.checkpoint import store, writer
+from pipeline.checkpoint import sharded_tensors, store, writer
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
 from pipeline.checkpoint.store import (
     Checkpoints,
@@ -115,6 +115,24 @@ def test_any_ranges_are_read_from_any_ranges(
     sharded.read(wanted)
     for state, name, start, out in wanted:
         assert np.array_equal(out, arrays[state][name][start : start + len(out)])
+
+
+def test_weights_in_the_files_of_many_ranks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of a tensor is small there, and what follows it was read with it, up to 8 MiB."""
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    shapes, length = {f"t{i}": [1024] for i in range(100)}, 128
+    files = {f"rank-{rank}.bin": [(name, rank * length, length) for name in shapes] for rank in range(8)}
+    for rank, file in enumerate(files):
+        (tmp_path / file).write_bytes(np.full(2 * length * len(shapes), rank, np.float32).tobytes())
+    sharded = ShardedTensors(tmp_path, CheckpointIndex(shapes, ["weights", "exp_avg"], files))
+    monkeypatch.setattr(sharded_tensors, "_BATCH", 4 * 1024 * 10)
+    before = bytes_read()
+    found = dict(sharded.model_tensors("weights"))
+    assert bytes_read() - before < 1.1 * 4 * 1024 * len(shapes)
+    assert all(np.array_equal(found[name], np.repeat(np.arange(8), length)) for name in shapes)
 
 
 def test_another_models_tensors_are_refused(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_compiled_model_has_the_gradients_of_the_plain_one(
         monkeypatch.setattr(
             torch, "compile", lambda block, **given: compile_(block, backend=backend, **given | {"options": None})
         )
-    compile_blocks(model.blocks, deterministic=True)
+    compile_blocks(model.blocks, deterministic=True, device=device)
     for _ in range(2):
         found, found_gradients = step(model, batch)
         with torch.no_grad():

@@ -117,7 +117,7 @@ def rank(number: int, world_size: int, folder: Path, name: str, pairs: int) -> N
         stall = timed(ranks, num_bytes, partial(saver.save, step, part, commit))
         saver.wait()
         ours, ours_cpu = max(ranks.gather(saver.written)), ranks.sum(seconds_of(writer) - before)[0]
-        saver.metrics([saver.numbers()])
+        saver.written = 0.0
         os.setpriority(os.PRIO_PROCESS, 0, 10)
         call = partial(save_by_dcp, state, folder, step, number == 0)
         used: list[float] = []

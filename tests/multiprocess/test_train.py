@@ -117,9 +117,8 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
             if mixing:
                 images, own = mix_images(images, batch.valid, mixing)
             if masking:
-                masks = masking.draw(batch, training=True)
-                targets = masking.targets(batch.images, masks["corrupted"])
-                each = masking.patch_losses(model(images, **masks), targets)
+                drawn = masking.draw(batch, training=True)
+                each = masking.patch_losses(model(images, **drawn), masking.targets(batch.images, drawn["corrupted"]))
             else:
                 each = classification.losses(
                     model(images), batch.labels, config.train.loss, config.train.label_smoothing, own

@@ -31,7 +31,7 @@ from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
 from pipeline.model import rope
 from pipeline.model.resnet import PreActivationUnit, Stem
-from pipeline.model.vit import Block
+from pipeline.model.vit import Block, DropPath
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.objectives.parameters import optimizers
@@ -139,7 +139,7 @@ class Engine:
         if isinstance(optimizer, Muon) and self.stage:
             optimizer.lay_out({shard.key: shard.places for shard in self.shards}, ranks.gather)
         if config.compile:
-            compile_blocks(blocks, config.deterministic)
+            compile_blocks(blocks, config.deterministic, ranks.device)
         if optimizer_config.ema_decay or objective.teacher is not None:
             self.ema = Ema(self.shards)
             if objective.teacher is not None:
@@ -440,7 +440,7 @@ def deepspeed_settings(
     return settings
 
 
-def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool, device: torch.device) -> None:
     """Compile each block by itself, at its first call with each shape; blocks with the same shapes share their code.
 
     deterministic: choose nothing by timing that changes bits, so that another process makes the same code. A block that
@@ -451,6 +451,11 @@ def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool) -> None:
     # silently drops what should go into a part of a larger tensor (torch 2.10 to 2.13, pytorch issue 193061).
     options: dict[str, Any] = {"deterministic": deterministic, "triton.mix_order_reduction": False}
     for block in blocks:
+        for part in block.modules():
+            if (
+                isinstance(part, DropPath) and part.share_kept is not None
+            ):  # From the host it would be copied in each call.
+                part.share_kept = part.share_kept.to(device)
         # dynamic=False: torch would make code for any shape when it sees a second one, and the bits of a step would
         # depend on what the process computed before. Not `block.compile`, which would compile DeepSpeed's hooks too.
         block.forward = torch.compile(  # type: ignore[call-overload]  # Its overloads lack recompile_limit.
