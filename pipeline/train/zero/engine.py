@@ -452,9 +452,8 @@ def compile_blocks(blocks: Iterable[nn.Module], deterministic: bool, device: tor
     options: dict[str, Any] = {"deterministic": deterministic, "triton.mix_order_reduction": False}
     for block in blocks:
         for part in block.modules():
-            if (
-                isinstance(part, DropPath) and part.share_kept is not None
-            ):  # From the host it would be copied in each call.
+            # From the host it would be copied in each call.
+            if isinstance(part, DropPath) and part.share_kept is not None:
                 part.share_kept = part.share_kept.to(device)
         # dynamic=False: torch would make code for any shape when it sees a second one, and the bits of a step would
         # depend on what the process computed before. Not `block.compile`, which would compile DeepSpeed's hooks too.
