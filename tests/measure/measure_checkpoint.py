@@ -41,8 +41,9 @@ class Writer(psutil.Process):
     """The process that shares a saver's memory."""
 
     def __init__(self, saver: Saver) -> None:
-        inode = os.fstat(saver._memory).st_ino
-        super().__init__(next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/fd") if has(path, inode)))
+        super().__init__(
+            next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/fd") if has(path, saver._memory))
+        )
         self.peak = 0.0
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -53,10 +54,13 @@ class Writer(psutil.Process):
             time.sleep(0.02)
 
 
-def has(files: Path, inode: int) -> bool:
-    """Whether another process has a file open. files: /proc/PID/fd."""
+def has(files: Path, number: int) -> bool:
+    """Whether another process has a file of this one open. files: /proc/PID/fd. number: its descriptor here."""
     try:
-        return int(files.parent.name) != os.getpid() and any(file.stat().st_ino == inode for file in files.iterdir())
+        own = os.fstat(number)
+        return int(files.parent.name) != os.getpid() and any(
+            os.path.samestat(file.stat(), own) for file in files.iterdir()
+        )
     except OSError:
         return False
 
