@@ -6,13 +6,15 @@
     python tests/measure/measure_scale.py FOLDER 100000000 4057 exclude
     python tests/measure/measure_scale.py - 14200000 1000 balance 8
     python tests/measure/measure_scale.py - 64 0 lines
+    python tests/measure/measure_scale.py FOLDER 14200000 4057 plan
 
 The numbers are of samples, and of samples a shard; FOLDER is made once. Keys and checksums repeat, and the shards are
 empty files. "ranks" counts what 512 ranks ask a file system for at their start; "host" starts 8 ranks at a late step,
 and counts their memory. Its last number is data.balance, and a set that it makes has almost nothing on disk: of its
 samples, a tenth has labels. "exclude" opens such a set without a tenth of its samples. "balance" is of data.balance=0.5
 on a host of 8 ranks; its labels repeat after 134 million. "lines" is of the collective call of a log line on 64 ranks
-(docs/performance.md).
+(docs/performance.md), "plan" of what the driver of sharding does before its first task, in a folder that it removes
+(docs/sharding.md).
 """
 
 import builtins
@@ -22,6 +24,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -399,12 +402,50 @@ def lines(num_ranks: int) -> None:
     os._exit(0)
 
 
+def plan(folder: Path, num_images: int, per_shard: int) -> None:
+    """The driver's listing and plan of generated names of separate files."""
+    from data_tools.sharding.plan import make_plan, read_images
+    from data_tools.sources.listing import Collector
+    from data_tools.sources.split_files import PARTS
+    from pipeline.settings.commands.data import ShardConfig
+
+    (folder / PARTS).mkdir(parents=True)
+    print(f"imports: {memory()}")
+    collector = Collector(folder, {"train": ""}, by_folders=False, scratch=folder)
+    begin, cpu = time.perf_counter(), time.process_time()
+
+    def said(what: str) -> None:
+        nonlocal begin, cpu
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+        print(
+            f"{what}: {seconds:.0f} s, {1e6 * cpu_seconds / num_images:.1f} us of CPU an image; {memory()}", flush=True
+        )
+        begin, cpu = time.perf_counter(), time.process_time()
+
+    for number in range(num_images):
+        name = f"n{number * 7919 % CLASSES:08d}/n{number * 7919 % CLASSES:08d}_{number}"
+        collector.sample("train", name, [name[:9]], f"{name}.JPEG", -1, 0, 109_000, mtime=number)
+    said("names")
+    listing = collector.finish()
+    said("listed and sorted")
+    digest = listing.digest()
+    said(f"digest {digest[:8]}")
+    shards = make_plan(listing, ShardConfig(source="images", out=str(folder), samples_per_shard=per_shard), folder)
+    said(f"{len(shards):,} shards planned")
+    read_images(folder, len(shards) // 2, folder)
+    print(f"a task reads its images in {time.perf_counter() - begin:.3f} s")
+    print(f"on disk {sum(file.stat().st_size for file in folder.rglob('*')) / 1e9:.2f} GB")
+    shutil.rmtree(folder)
+
+
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if sys.argv[4:5] == ["balance"]:
         balanced(num_samples, per_shard, int(sys.argv[5]))
     elif sys.argv[4:] == ["lines"]:
         lines(num_samples)
+    elif sys.argv[4:] == ["plan"]:
+        plan(folder, num_samples, per_shard)
     elif folder.exists():
         match sys.argv[4:]:
             case ["ranks", num_ranks]:
