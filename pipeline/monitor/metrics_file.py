@@ -6,18 +6,17 @@ import contextlib
 import functools
 import json
 import math
+import mmap
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic_core import from_json
 
-from pipeline.base.files import replacing_own
 from pipeline.base.words import counted
 
 METRICS_FILE = "metrics.jsonl"
@@ -44,26 +43,40 @@ class Record:
 
 
 def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
-    """Remove the records of steps after `last_step`, from which a run continues, and damaged lines.
+    """Cut off the records of steps after `last_step`, from which a run continues, and damaged lines among and after
+    them. Only this end of the file is read, because records are in the order of their steps.
 
     Returns (the metrics that this step has, lines for the log that say what was removed).
     """
-    logged, removed, stays = dict[str, float](), Counter[tuple[str, str]](), list[bool]()
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file:
+    logged, removed = dict[str, float](), Counter[tuple[str, str]]()
+    with contextlib.suppress(FileNotFoundError), open(path, "rb+") as file:
+        end = None
+        for start, line in _from_the_end(file):
             record = parse_line(line)
-            stays.append(record is not None and record.step <= last_step)
-            if record is None:
-                removed["damaged line", ""] += 1
-            elif record.step > last_step:
-                removed["record", f" after step {last_step:,}, from which the run continues"] += 1
-            elif record.step == last_step:
-                logged |= record.metrics
-        if removed:
-            file.seek(0)
-            with replacing_own(path) as new:
-                new.writelines(compress(file, stays))
+            if record is not None and record.step <= last_step:
+                if record.step < last_step:
+                    break
+                logged = record.metrics | logged
+            elif not logged:
+                what = "damaged line", ""
+                if record is not None:
+                    what = "record", f" after step {last_step:,}, from which the run continues"
+                removed[what] += 1
+                end = start
+        if end is not None:
+            file.truncate(end)
     return logged, [f"{path}: removed {counted(count, what)}{rest}" for (what, rest), count in removed.items()]
+
+
+def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, content) of each line, the last one first."""
+    if not (end := file.seek(0, 2)):
+        return
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            yield start, data[start:end]
+            end = start
 
 
 def open_to_append(path: Path) -> BinaryIO:

@@ -1,6 +1,7 @@
 """metrics.jsonl: what a repair removes, what MLflow may keep of it, and lines that a kill cut short."""
 
 from pathlib import Path
+from unittest.mock import ANY
 
 from pipeline.base.metric import Metric
 from pipeline.monitor.metrics_file import Record, by_name, open_to_append, read_metrics, repair
@@ -23,34 +24,35 @@ def test_a_file_in_order_is_kept_as_it_is(tmp_path: Path) -> None:
     assert path.read_bytes() == b"".join(lines)
 
 
-def test_later_steps_and_damage_are_removed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = write(path, (1, {"loss": 1.0}), (2, {"loss": 0.5, "lr": 0.1}), (4, {"loss": 0.3}), (3, {"loss": 0.4}))
-    path.write_bytes(b"".join(lines) + b'{"step": 5, "ti')
-    logged, notes = repair(path, 3)
-    assert (logged, len(notes)) == ({"loss": 0.4}, 2)
-    assert path.read_bytes() == b"".join([*lines[:2], lines[3]])
-    assert repair(path, 3) == (logged, [])
-    assert by_name(read_metrics(path)[0])["loss"] == {1: 1.0, 2: 0.5, 3: 0.4}
-
-
-def test_what_stays_between_damaged_lines_keeps_its_bytes(tmp_path: Path) -> None:
-    """However lines that stay and lines that go alternate, with forms of JSON that another program may write."""
-    lines = [
-        Record(1, 1001, {"loss": float("nan"), "lr": -float("inf"), "skipped": 2}).to_line(),
+def test_later_steps_and_a_damaged_end_are_cut_off(tmp_path: Path) -> None:
+    """With forms of JSON that another program may write. A damaged line before the cut is left to readers, which count
+    it.
+    """
+    damaged = [
         b"\n",
-        b'{"metrics":{"\xc3\xa4\\u00e9":1e-3},"time":5,"step":2}\n',
         b'{"step": 2, "time": 5, "metrics": {"a": 1.0, }}\n',
         b'{"step": 2, "time": 5, "metrics": {"a": 01}}\n',
         b'{"step": 2, "time": 5, "metrics": {"\xff": 1}}\n',
         b'{"step": 2, "time": 5, "metrics": {"a": null}}\n',
-        Record(3, 1002, {}).to_line(),
+    ]
+    kept = [
+        Record(1, 1001, {"loss": float("nan"), "lr": -float("inf"), "skipped": 2}).to_line(),
+        damaged[1],
+        b'{"metrics":{"\xc3\xa4\\u00e9":1e-3, "loss": 0.5},"time":5,"step":2}\n',
+        damaged[2],
         Record(2, 1003, {"loss": 0.25}).to_line(),
     ]
-    (path := tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    logged, notes = repair(path, 2)
-    assert (logged, len(notes)) == ({"äé": 0.001, "loss": 0.25}, 2)
-    assert path.read_bytes() == b"".join(lines[i] for i in (0, 2, 8))
+    later = [Record(3, 1004, {}).to_line(), Record(4, 1005, {"loss": 0.1}).to_line(), b'{"step": 5, "ti']
+    (path := tmp_path / "metrics.jsonl").write_bytes(b"".join([*kept, *damaged, *later]))
+    for num_notes in (2, 0):
+        logged, notes = repair(path, 2)
+        assert (logged, len(notes)) == ({"äé": 0.001, "loss": 0.25}, num_notes)
+        assert path.read_bytes() == b"".join(kept)
+    records, num_damaged = read_metrics(path)
+    assert (by_name(records)["loss"][2], num_damaged) == (0.25, 2)
+    assert repair(path, 0) == ({}, [f"{path}: removed 3 records after step 0, from which the run continues", ANY])
+    assert not path.read_bytes()
+    assert repair(path, 0) == ({}, [])
 
 
 def test_names_that_mlflow_refuses_lose_no_record(tmp_path: Path) -> None:
