@@ -10,8 +10,11 @@ two alike), 32 pixels to the whole, are compared with patches of the others and 
 """
 
 import argparse
+import resource
+import shutil
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -164,7 +167,12 @@ def measure_time(num_images: int, num_tests: int) -> None:
     """Search in noise with the spectrum of photographs; 1,000 images are planted copies."""
     rng = np.random.default_rng(0)
     pictures = np.concatenate([noise(rng, min(BATCH, num_tests - i)) for i in range(0, num_tests, BATCH)])
-    tests, seconds, found, planted = ImageIndex(pictures), 0.0, 0, 0
+    folder, begin = Path(tempfile.mkdtemp()), time.process_time()
+    ImageIndex.write(pictures, np.arange(num_tests), folder)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"index: {time.process_time() - begin:.0f} s of CPU, {size:.2f} GB, peak memory {peak:.1f} GB", flush=True)
+    tests, seconds, found, planted = ImageIndex.mapped(pictures, folder), 0.0, 0, 0
     for first in range(0, num_images, BATCH):
         thumbs = noise(rng, min(BATCH, num_images - first))
         of = rng.integers(num_tests, size=min(max(BATCH * 1000 // num_images, 1), len(thumbs)))
@@ -175,6 +183,7 @@ def measure_time(num_images: int, num_tests: int) -> None:
         pairs = zip(likely.query, likely.test, likely.crop, likely.mirrored, strict=True)
         found += sum(distance(pictures[test], thumbs[row], *how) <= DEFAULT for row, test, *how in pairs)
         planted += len(of)
+    shutil.rmtree(folder)
     print(
         f"{num_images:,} images against {num_tests:,}: {seconds:.0f} s of CPU, {found:,} pairs found, {planted:,}"
         " planted"
