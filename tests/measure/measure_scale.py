@@ -417,8 +417,11 @@ def plan(folder: Path, num_images: int, per_shard: int) -> None:
     def said(what: str) -> None:
         nonlocal begin, cpu
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+        gigabytes = int(status(os.getpid(), "RssAnon")) / 1e6
         print(
-            f"{what}: {seconds:.0f} s, {1e6 * cpu_seconds / num_images:.1f} us of CPU an image; {memory()}", flush=True
+            f"{what}: {seconds:.0f} s, {1e6 * cpu_seconds / num_images:.1f} us of CPU an image; {gigabytes:.2f} GB"
+            " beside mapped files",
+            flush=True,
         )
         begin, cpu = time.perf_counter(), time.process_time()
 
