@@ -154,7 +154,7 @@ def loading(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[C
             yield Contestant(f"{name}, {about}", partial(work, full, view, given.batch, cores), cores)
     work = partial(load_batches, small, _view(given, "linear", True), given.batch, cores)
     yield Contestant(f"our loader, region, linear, {_SHORT} px", work, cores)
-    yield from _others(given, files, folder, full.shard_paths, cores)
+    yield from _others(given, files, full.shard_paths, cores)
 
 
 def _shards(folder: Path, short: int) -> Split:
@@ -231,21 +231,13 @@ def _pillow(data: bytes, side: int) -> torch.Tensor:
     return pixels.sub_(_MEAN).div_(_DEVIATION)
 
 
-def _others(
-    given: argparse.Namespace, files: Files, folder: Path, shards: Sequence[str], cores: int
-) -> Iterator[Contestant]:
+def _others(given: argparse.Namespace, files: Files, shards: Sequence[str], cores: int) -> Iterator[Contestant]:
     """Other loaders, configured as in their documentation. Each imports its library itself: what is missing is one line
     of the result.
     """
-    try:
-        _write_mosaic(files, mosaic := folder / "mosaic")
-    except ImportError as error:
-        print(f"MosaicML streaming: not measured, {error}")
     readers: dict[str, tuple[Callable[..., Iterable[tuple[Any, Any]]], Any, str]] = {
         "files + DataLoader": (read_files, files, "torch"),
         "webdataset": (_read_webdataset, shards, "webdataset"),
-        "MosaicML streaming": (_read_mosaic, mosaic, "streaming"),
-        "Grain": (_read_grain, files, "grain"),
         "SPDL": (_read_spdl, files, "spdl"),
     }
     views: dict[str, View] = {
@@ -284,35 +276,6 @@ def _read_webdataset(shards: Sequence[str], view: Any, batch: int, workers: int)
     dataset = webdataset.WebDataset(list(shards), shardshuffle=len(shards), seed=0).shuffle(_SHUFFLED)
     dataset = dataset.to_tuple("jpg", "cls").map_tuple(view, int).batched(batch)
     return webdataset.WebLoader(dataset, batch_size=None, num_workers=workers)
-
-
-def _write_mosaic(files: Files, folder: Path) -> None:
-    import streaming
-
-    with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}) as writer:
-        for path, label in files:
-            writer.write({"image": path.read_bytes(), "label": label})
-
-
-def _read_mosaic(folder: Path, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    import streaming
-
-    class Samples(streaming.StreamingDataset):
-        def __getitem__(self, index: Any) -> tuple[Any, int]:
-            sample = super().__getitem__(index)
-            return view(sample["image"]), sample["label"]
-
-    dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
-    return torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers)
-
-
-def _read_grain(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    """One batch per thread."""
-    import grain
-
-    dataset = grain.MapDataset.source(files).shuffle(seed=0)
-    dataset = dataset.map(lambda file: (np.asarray(view(file[0].read_bytes())), file[1])).batch(batch)
-    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers))
 
 
 def _read_spdl(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
@@ -361,7 +324,6 @@ def sharding(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[
         yield one("ours, inspect=decode", "pandas", _ours, {})
         yield one("ShardWriter", "webdataset", _in_processes, _write)
         yield one("ShardWriter + fsync + SHA-256", "webdataset", _in_processes, partial(_write, finish=_sync_and_hash))
-        yield one("MDSWriter", "streaming", _in_processes, lambda files, out, i: _write_mosaic(files, out / str(i)))
         for method in ("area", "antialias"):
             yield one(f"ours, resized, {method}", "pandas", _ours, {"resize_short": _SHORT, "resize_filter": method})
 

@@ -3,16 +3,13 @@
     python tests/measure/measure_scale.py FOLDER 14200000 4057
     python tests/measure/measure_scale.py FOLDER 14200000 4057 ranks 512
     python tests/measure/measure_scale.py FOLDER 1000000000 4057 host 1
-    python tests/measure/measure_scale.py FOLDER 100000000 4057 exclude
     python tests/measure/measure_scale.py - 14200000 1000 balance 8
-    python tests/measure/measure_scale.py - 64 0 lines
 
 The numbers are of samples, and of samples a shard; FOLDER is made once. Keys and checksums repeat, and the shards are
 empty files. "ranks" counts what 512 ranks ask a file system for at their start; "host" starts 8 ranks at a late step,
 and counts their memory. Its last number is data.balance, and a set that it makes has almost nothing on disk: of its
-samples, a tenth has labels. "exclude" opens such a set without a tenth of its samples. "balance" is of data.balance=0.5
-on a host of 8 ranks; its labels repeat after 134 million. "lines" is of the collective call of a log line on 64 ranks
-(docs/performance.md).
+samples, a tenth has labels. "balance" is of data.balance=0.5
+on a host of 8 ranks; its labels repeat after 134 million.
 """
 
 import builtins
@@ -25,7 +22,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -38,7 +34,6 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import (
     FORMAT,
     INFO,
@@ -247,42 +242,6 @@ def start_rank(path: Path, balance: float, rank: int) -> None:
     sys.stdin.read()
 
 
-def exclude_a_tenth(path: Path) -> None:
-    """Memory of a list of excluded samples, and what looking up a sample takes with it and without."""
-    dataset, file = open_dataset(path), path / exclusion.FOLDER / "tenth.parquet"
-    num_samples = dataset.info["samples"]["train"]
-    if not file.exists():
-        rows = np.sort(np.random.default_rng(0).choice(num_samples, num_samples // 10, replace=False))
-        texts = [pa.array([text]).take(pa.array(np.zeros(len(rows), np.int32))) for text in ("train", "key", "reason")]
-        table = pa.table([texts[0], rows, *texts[1:]], exclusion.EXCLUDED)
-        checksum, _ = exclusion._scan(table.to_batches(2**18), "")
-        metadata = {"checksum": checksum, "samples": dataset.info["files"][SAMPLES_FILE]}
-        file.parent.mkdir()
-        pq.write_table(table.replace_schema_metadata(metadata), file)
-        return
-    whole, measured, over = dataset.split("train", "none"), [], threading.Event()
-
-    def measure() -> None:
-        while not over.wait(0.002):
-            measured.append(int(status(os.getpid(), "RssAnon")))
-
-    before = int(status(os.getpid(), "RssAnon"))
-    thread = threading.Thread(target=measure)
-    thread.start()
-    split = dataset.split("train")
-    split.manifest_rows(0), split.excluded
-    over.set()
-    thread.join()
-    stays, peak = (1e3 * (kb - before) / len(split.excluded_rows) for kb in (measured[-1], max(measured)))
-    print(f"{len(split.excluded_rows):,} excluded: {stays:.0f} bytes each stay, {peak:.0f} at most")
-    for name, one in (("none", whole), ("a tenth", split)):
-        rows = np.random.default_rng(1).integers(0, len(one), 100_000).tolist()
-        begin = time.process_time()
-        for row in rows:
-            one.place_of(row), one.hash_of(row), one.labels_of(row), one.targets_of(row)
-        print(f"{name} excluded: {(time.process_time() - begin) / len(rows) * 1e6:.1f} us a lookup")
-
-
 def start_up(path: Path) -> None:
     """From the manifest to the address of the first sample, as a rank does it; then batches of steps in other
     epochs.
@@ -367,55 +326,19 @@ def balanced_rank(labels: str, num_samples: int, per_shard: int, rank: int) -> N
     os._exit(0)
 
 
-def lines(num_ranks: int) -> None:
-    """The call that gathers the numbers of a log line, of ranks on this machine."""
-    import torch
-
-    from pipeline.process.distributed import Ranks
-    from pipeline.process.launcher import free_port
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    children = [os.fork()]
-    while children[-1] and len(children) < num_ranks:
-        children.append(os.fork())
-    if children[-1]:
-        for _ in children:
-            os.wait()
-        return
-    rank = len(children) - 1
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    ranks = Ranks(rank, rank, num_ranks, torch.device("cpu"))
-    taken = []
-    for _ in range(6):
-        ranks.barrier()
-        begin, cpu = time.perf_counter(), time.process_time()
-        ranks.gather_numbers({"a line": [0.5] * 40})
-        taken.append((time.perf_counter() - begin, time.process_time() - cpu))
-    seconds, cpu = np.median(taken[1:], 0)
-    total = ranks.sum(float(cpu))[0]
-    if ranks.is_main:
-        print(f"{seconds * 1e3:.0f} ms, {total * 1e3:.0f} ms of CPU of all ranks", flush=True)
-    ranks.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
     folder, num_samples, per_shard = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     if sys.argv[4:5] == ["balance"]:
         balanced(num_samples, per_shard, int(sys.argv[5]))
-    elif sys.argv[4:] == ["lines"]:
-        lines(num_samples)
     elif folder.exists():
         match sys.argv[4:]:
             case ["ranks", num_ranks]:
                 start_ranks(folder, int(num_ranks))
             case ["host", power]:
                 start_host(folder, float(power))
-            case ["exclude"]:
-                exclude_a_tenth(folder)
             case ["rank", power, number]:
                 start_rank(folder, float(power), int(number))
             case _:
                 start_up(folder)
     else:  # What making it took is not what opening it takes: the next start measures.
-        (make_sparse if sys.argv[4:5] in (["host"], ["exclude"]) else make)(folder, num_samples, per_shard)
+        (make_sparse if sys.argv[4:5] == ["host"] else make)(folder, num_samples, per_shard)
