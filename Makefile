@@ -41,10 +41,10 @@ gpu-tests: gpu-packages
 	PYTHONPATH=.gpu-packages TEST_RESULTS=$(abspath $(OUT))/tests.jsonl timeout $(TEST_SECONDS) $(GPU_PY) -m pytest tests/gpu -m gpu -rs
 
 gpu-packages:
-	@[ ! -d .gpu-wheels ] || $(GPU_PY) tests/gpu/bring.py install .gpu-wheels .gpu-packages
+	@[ ! -d .gpu-wheels ] || $(GPU_PY) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-packages .gpu-wheels/*.whl
 
 gpu-wheels: install
-	$(PY) tests/gpu/bring.py fetch .gpu-wheels
+	$(PY) tests/gpu/bring.py .gpu-wheels
 
 # To run while working: neither ranks, nor Ray, nor hosts, nor tests of over a second.
 test-fast: install
