@@ -119,9 +119,9 @@ DAMAGE: dict[str, tuple[Callable[[Dataset], None], dict[str, int], list[int], in
     "truncated": (truncate, {"size": 1, "structure": 1, "lost": 10}, [*range(70, 80)], 177),
     "zeros": (overwrite_header(bytes(1500)), {"checksum": 1, "structure": 1, "content": 1}, [60], 186),
     "noise": (overwrite_header(b"\xa5" * 1500), {"checksum": 1, "structure": 1, "content": 1}, [60], 186),
-    "shorter": (lie(7), {"checksum": 1, "member": 1}, [], 187),
-    "longer": (lie(5000), {"checksum": 1, "member": 1}, [], 187),
-    "endless": (lie(10**9), {"checksum": 1, "member": 1}, [], 187),
+    "shorter": (lie(7), {"checksum": 1, "member": 1, "structure": 1}, [], 187),
+    "longer": (lie(5000), {"checksum": 1, "member": 3, "structure": 1}, [], 187),
+    "endless": (lie(10**9), {"checksum": 1, "member": 1, "structure": 1}, [], 187),
     "gone": (remove, {"missing": 2, "lost": 77}, [*range(40, 80)], 110),
 }
 
