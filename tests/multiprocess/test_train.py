@@ -180,7 +180,7 @@ LOSSES: dict[str, tuple[tuple[str, ...], float]] = {
     "mixed": (MIXED, 2e-5),
     "hybrid": (HYBRID, 1e-4),
     "masked": (MASKED, 2e-5),
-    "bit": (BIT, 1e-4),
+    "bit": (BIT, 5e-2),
 }
 
 
