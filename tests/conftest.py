@@ -4,13 +4,12 @@ import gc
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,32 +144,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Every collection of garbage would look at a million objects of what the tests' files import, for half a
-    second.
-    """
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Of two workers, have the second import the files from the end on: in a fresh copy, each finds half of them
-    compiled by the other.
-    """
-    report = yield
-    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        report.result.reverse()
-    return report
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add a line to $TEST_RESULTS as each test ends: what a time limit cuts off loses only the rest."""
@@ -186,20 +159,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             print(json.dumps({**line, "reason": reason}), file=file)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether not even to import a file: for one row, those without its tests. All imports together take ten
-    seconds.
-    """
-    row = config.option.markexpr
-    if row in ROWS and collection_path.name.startswith("test_") and not _may_have(row, collection_path):
-        return True
-    return None
-
-
-def _may_have(row: str, path: Path) -> bool:
-    return re.search(rf"\b(mark\.{row}|{'|'.join(ROWS[row])})\b", path.read_text()) is not None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start hosts, Ray or ranks, by the fixtures that do so (the Makefile runs them separately)."""
     for item in items:
@@ -207,13 +166,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if fixtures & set(getattr(item, "fixturenames", ())):
                 item.add_marker(row)
                 break
-        for row in ROWS:
-            if item.get_closest_marker(row) and not _may_have(row, item.path):
-                raise pytest.UsageError(
-                    f"{item.nodeid} is a test of {row}, and its file does not say how: name the fixture"
-                )
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-    ):  # A worker without a file waits for the other: the last ones have to be short.
+    # A worker without a file waits for the other: the last ones have to be short.
+    if "PYTEST_XDIST_WORKER" in os.environ:
         num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (-num_slow[item.path], item.path))

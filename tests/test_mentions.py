@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -109,14 +108,6 @@ def test_sections_exist() -> None:
             file = ROOT / "docs" / Path(page).name
             if anchor not in slugs(file if file.exists() else ROOT / page):
                 missing.append((name, f"{page}#{anchor}"))
-        quoted = re.findall(r"docs/(\w+\.md)`?,? (?:section )?\"([A-Z][^\"\n]+)\"", text)
-        quoted += [(page, title) for title, page in re.findall(r"\"([A-Z][^\"\n]+)\" (?:in|of) `?docs/(\w+\.md)", text)]
-        for page, title in quoted:
-            if f"# {title}\n" not in (ROOT / "docs" / page).read_text():
-                missing.append((name, f'{page}, "{title}"'))
-        for file, title in re.findall(r"`(\w+/\w+\.py)`, section \"([^\"\n]+)\"", text):
-            if f"---- {title}" not in (ROOT / "pipeline" / file).read_text():
-                missing.append((name, f'{file}, "{title}"'))
     assert not missing
 
 
@@ -153,75 +144,6 @@ def settings() -> set[str]:
     names = {name for forms in commands().values() for cls, _ in forms for name, *_ in schema.describe(cls)}
     names |= {f"objective.{field.name}" for loss in OBJECTIVES for field in dataclasses.fields(kind(loss).Settings)}
     return names | {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
-
-
-@cache
-def defined() -> dict[str, set[str]]:
-    """Module -> names defined in it, also of fields, methods and attributes ("Class.name" and "name")."""
-    found: dict[str, set[str]] = {}
-    for path in (*CODE, *sorted((ROOT / "tests").rglob("*.py"))):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-                names.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-            elif isinstance(node, ast.alias):
-                names.add((node.asname or node.name).rpartition(".")[2])
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-        found[module] = names
-    return found
-
-
-def test_dotted_names_exist() -> None:
-    """`train.length` is a setting, `files.replacing` a name of a module, `record.score_at` an attribute of something.
-
-    Names that begin with another package (`torch.compile`) are not looked up.
-    """
-    everything = set().union(*defined().values())
-    sections = {name.rpartition(".")[0] for name in settings()}
-    unknown = set()
-    for name, text in sources():
-        for dotted in re.findall(r"`((?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*)(?:\([^`]*\))?`", text):
-            owner, _, last = dotted.rpartition(".")
-            root = owner.partition(".")[0]
-            inside = [names for module, names in defined().items() if f".{owner}." in f".{module}."]
-            is_known = dotted in settings() or dotted.removeprefix("config.") in settings() or _is_module(dotted)
-            if is_known or _is_file(dotted) or root in _packages() or any(last in names for names in inside):
-                continue
-            of_example = last in " ".join(re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE))
-            is_ours = inside or root in sections or (root in everything and last not in everything)
-            if is_ours and not of_example:
-                unknown.add((name, dotted))
-    assert not unknown
-
-
-def _is_module(dotted: str) -> bool:
-    return (
-        any(f".{module}".endswith(f".{dotted}") for module in defined()) or (ROOT / dotted.replace(".", "/")).is_dir()
-    )
-
-
-def _is_file(name: str) -> bool:
-    """By its ending, as `model.safetensors`."""
-    return len(name.rpartition(".")[2]) < 12 and bool(
-        re.search(
-            r"\.(py|md|pt|db|gz|mat|hdf5|JPEG|(json|yaml|csv|txt|log|html|png|zip|toml|parquet|safetensors|chunks)l?)$",
-            name,
-        )
-    )
-
-
-@cache
-def _packages() -> set[str]:
-    """Names of installed packages that are no folders or files of this project."""
-    ours = {part for module in defined() for part in module.split(".")}
-    needed = re.findall(r"^    \"([a-z]+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    return (set(sys.stdlib_module_names) - ours) | set(needed)
 
 
 @cache
@@ -299,29 +221,16 @@ def _errors(name: str, line: str) -> Iterator[str]:
 
 def _refusals(command: str, rest: list[str]) -> list[str]:
     """What every form of the command says against these arguments; [] if one accepts them."""
+    words = rest[1:] if command == "bench.py" and rest[:1] == ["gpu"] else rest
+    config = words[words.index("--config") + 1] if "--config" in words else "README.md"
+    if any(re.search(r"\.\.\.|=[A-Z]+$|[$]|^\[", word) for word in words) or not (ROOT / config).exists():
+        return []  # Something is left out.
     errors = []
     for cls, subject in commands()[command]:
         try:
-            _check(cls, subject, rest[1:] if command == "bench.py" and rest[:1] == ["gpu"] else rest)
+            read_settings(cls, [str(ROOT / word) if word == config else word for word in words], subject=subject)
         except UserError as error:
             errors.append(str(error))
         else:
             return []
     return errors
-
-
-def _check(cls: type, subject: str, words: list[str]) -> None:
-    config = Path(words[words.index("--config") + 1]) if "--config" in words else None
-    is_whole = not any(re.search(r"\.\.\.|=[A-Z]+$|[$]|^\[", word) for word in words)
-    if is_whole and (config is None or (ROOT / config).exists()):
-        arguments = [str(ROOT / word) if word == str(config) else word for word in words]
-        read_settings(cls, arguments, subject=subject)
-        return
-    for word in words:
-        if "=" in word and not word.startswith(("-", "[")):
-            schema._apply(tree := {}, word.replace("...", "x"), cls)
-            try:
-                schema.build(cls, tree, "the command line")
-            except UserError as error:
-                if "is not set" not in str(error):
-                    raise

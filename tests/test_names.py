@@ -1,4 +1,4 @@
-"""One meaning each: a name stands for one class of the code."""
+"""One meaning each: a name stands for one class of the code. The library has rooms only."""
 
 import ast
 from collections import defaultdict
@@ -16,3 +16,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
                     found[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(found) > 200
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_only_rooms_stand_in_the_library() -> None:
+    assert [path.name for path in (ROOT / "pipeline").glob("*.py")] == ["__init__.py"]

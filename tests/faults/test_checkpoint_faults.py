@@ -100,6 +100,10 @@ def test_a_finished_run_refuses_settings_that_would_have_made_another(run: Path)
     for steps in (20, 40):
         with pytest.raises(UserError, match=r"cannot be continued: init\.weights was None, is /nonexistent"):
             start(steps, init__weights="/nonexistent")
+    for folder in checkpoints.folder.glob("step-*"):
+        (folder / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact. Remove that folder"):
+        start(20)
 
 
 def test_a_run_whose_checkpoints_are_left_behind_does_not_begin_anew(run: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faulty_s3 import S3, answer, bucket_path, put
+from faulty_s3 import S3, bucket_path
 from ranks import ROOT
 from raw_images import jpeg
 from tiny import train_view
@@ -92,43 +92,48 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 
 
-def test_a_truncated_tar(copy: Dataset, capfd: pytest.CaptureFixture[str]) -> None:
-    offsets = copy.split("train").index.offsets
-    os.truncate(copy.path / SHARD, int(offsets[70]) + 10)
-    report = check(copy.path)
-    assert kinds(report) == {"size": 1, "structure": 1, "lost": 10}
-    assert listed(copy) == [("train", row) for row in range(70, 80)]
-    assert (report["damaged_shards"], report["unfit_samples"], report["decoded"]) == (1, 10, 177)
-    assert "10 of 187 images are unfit" in capfd.readouterr().out
+def truncate(data: Dataset) -> None:
+    os.truncate(data.path / SHARD, int(data.split("train").index.offsets[70]) + 10)
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 1500, b"\xa5" * 1500], ids=["zeros", "noise"])
-def test_garbage_in_the_middle_costs_what_it_covers(garbage: bytes, copy: Dataset) -> None:
-    """From the header of one image on: a reader of tars would see the end of the archive, or stop with an error."""
-    offset = copy.split("train").place_of(60)[0]
-    overwrite(copy.path / SHARD, offset - 512, garbage)
-    report = check(copy.path)
-    found = kinds(report)
-    # No other sample misses its header: the walk went on behind the garbage.
-    assert found == {"checksum": 1, "structure": 1, "content": 1}
-    assert listed(copy) == [("train", 60)]
-    assert report["decoded"] == 186
+def overwrite_header(content: bytes) -> Callable[[Dataset], None]:
+    """Of the image of row 60, and what follows."""
+    return lambda data: overwrite(data.path / SHARD, data.split("train").place_of(60)[0] - 512, content)
 
 
-@pytest.mark.parametrize("size", [7, 5000, 10**9])
-def test_a_member_whose_size_lies(size: int, copy: Dataset) -> None:
-    split = copy.split("train")
-    offset = split.place_of(50)[0]
-    header = tarfile.TarInfo("train00050.png")
+def lie(size: int) -> Callable[[Dataset], None]:
+    """About the size of the image of row 60: all bytes are intact, at their place, and stay in use."""
+    header = tarfile.TarInfo("train00060.png")
     header.size = size
-    overwrite(copy.path / SHARD, offset - 512, header.tobuf(tarfile.GNU_FORMAT))
+    return overwrite_header(header.tobuf(tarfile.GNU_FORMAT))
+
+
+def remove(data: Dataset) -> None:
+    (data.path / SHARD).unlink()
+    (data.path / "val-000000.tar").unlink()
+
+
+# What is done, what is found, which rows of train are unfit, and how many images are decoded. A reader of tars would
+# see the end of the archive where there is garbage, or stop with an error.
+DAMAGE: dict[str, tuple[Callable[[Dataset], None], dict[str, int], list[int], int]] = {
+    "truncated": (truncate, {"size": 1, "structure": 1, "lost": 10}, [*range(70, 80)], 177),
+    "zeros": (overwrite_header(bytes(1500)), {"checksum": 1, "structure": 1, "content": 1}, [60], 186),
+    "noise": (overwrite_header(b"\xa5" * 1500), {"checksum": 1, "structure": 1, "content": 1}, [60], 186),
+    "shorter": (lie(7), {"checksum": 1, "member": 1, "structure": 1}, [], 187),
+    "longer": (lie(5000), {"checksum": 1, "member": 3, "structure": 1}, [], 187),
+    "endless": (lie(10**9), {"checksum": 1, "member": 1, "structure": 1}, [], 187),
+    "gone": (remove, {"missing": 2, "lost": 77}, [*range(40, 80)], 110),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_and_costs_what_it_covers(name: str, copy: Dataset) -> None:
+    damage, expected, unfit, decoded = DAMAGE[name]
+    damage(copy)
     report = check(copy.path)
-    found = kinds(report)
-    assert found["checksum"] == 1
-    assert report["kinds"]["member"]["first"][0]["key"] == "train00050"
-    # Every image's bytes are intact, at their place, and stay in use.
-    assert listed(copy) == []
-    assert report["decoded"] == 187
+    assert kinds(report) == expected
+    assert [row for split, row in listed(copy) if split == "train"] == unfit
+    assert report["decoded"] == decoded
 
 
 def test_a_manifest_that_disagrees_with_its_tar(copy: Dataset) -> None:
@@ -179,14 +184,6 @@ def test_an_index_that_is_not_what_training_should_read(
     assert "it was removed, and is made again" in capfd.readouterr().out
     assert check(copy.path)["is_whole"]
     assert open_dataset(copy.path).split("train").label_values.tolist() == expected
-
-
-def test_shards_that_are_gone(copy: Dataset) -> None:
-    (copy.path / SHARD).unlink()
-    (copy.path / "val-000000.tar").unlink()
-    report = check(copy.path)
-    assert kinds(report) == {"missing": 2, "lost": 77}
-    assert listed(copy) == [*(("train", row) for row in range(40, 80)), *(("val", row) for row in range(37))]
 
 
 def test_damaged_tables(copy: Dataset) -> None:
@@ -251,12 +248,8 @@ def test_a_killed_check_leaves_no_report(copy: Dataset, monkeypatch: pytest.Monk
 def test_exit_codes(
     copy: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def read_only(*_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     def exit_code(data: Path) -> int:
-        arguments = [f"data={data}", f"out={tmp_path / 'report'}", "decode_share=0.5"]
-        monkeypatch.setattr(sys, "argv", ["launch/verify.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["launch/verify.py", f"data={data}", f"out={tmp_path / 'report'}"])
         try:
             runpy.run_path(str(ROOT / "launch" / "verify.py"), run_name="__main__")
         except SystemExit as stop:
@@ -265,12 +258,8 @@ def test_exit_codes(
 
     assert exit_code(copy.path) == 0
     overwrite(copy.path / SHARD, 600, b"\0")
-    # What is wrong is said of a read-only data set, too.
-    monkeypatch.setattr(verify.exclusion, "write_list", read_only)
     assert exit_code(copy.path) == 1
-    said = capfd.readouterr()
-    assert "exclude/damaged.parquet cannot be written (Read-only file system)" in said.err
-    assert "DAMAGED" in said.out
+    assert "DAMAGED" in capfd.readouterr().out
     rows = (tmp_path / "report/damage.csv").read_text().splitlines()
     assert rows[0] == "kind,split,shard,row,key,detail,is_unfit"
     assert [row.split(",")[0] for row in rows[1:]] == ["checksum", "content"]
@@ -410,32 +399,6 @@ def test_damage_that_is_found_is_repaired_and_found_no_more(
     assert not (out / "verify" / "damage.csv").exists()
 
 
-@pytest.mark.parametrize(
-    ("request_", "said"),
-    [
-        ("GET /", r"access denied\. Check that the credentials"),
-        ("PUT /", r"train-00000\d.tar|source.parquet|plan.json: access denied.* and, for a new data set, write there"),
-    ],
-    ids=["reading", "writing"],
-)
-def test_a_bucket_that_answers_403_while_images_are_sharded(
-    request_: str, said: str, source: Path, tmp_path: Path, s3: tuple[S3, str]
-) -> None:
-    """No image is called bad, and the same command goes on when access is there again."""
-    server, url = s3
-    for path in source.rglob("*.jpg"):
-        put(bucket_path(f"{url}/raw/{path.relative_to(source)}"), path.read_bytes())
-    config = ShardConfig(source=f"{url}/raw", out=f"{url}/out", samples_per_shard=8, max_bad_share=1.0)
-    server.fail(answer(403, "AccessDenied"), f"{request_}{url[5:]}/{'raw' if request_ == 'GET /' else 'out'}/")
-    with pytest.raises(StorageError, match=said) as error:
-        shard.run(config)
-    assert "\n" not in str(error.value)
-    assert not bucket_path(f"{url}/out/dataset.json").exists()
-    server.reset()
-    assert shard.run(config).info["samples"] == {"train": 40}
-    assert not bucket_path(f"{url}/out/skipped.csv").exists()
-
-
 def test_a_source_file_that_vanishes(source: Path, tmp_path: Path) -> None:
     def list_and_then_it_goes(*arguments: Any) -> Any:
         listing = shard.list_source(*arguments)
@@ -449,28 +412,20 @@ def test_a_source_file_that_vanishes(source: Path, tmp_path: Path) -> None:
     assert "No such file" in row
 
 
-def test_a_disk_that_fills(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real small file system; needs root to mount it."""
-    whole = shard.run(settings(source, tmp_path / "whole"))
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    try:
-        out = disk / "out"
-        with pytest.raises(SystemExit) as stop, mistakes_in_one_line():
-            shard.run(settings(source, out))
-        assert stop.value.code == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"error: No space left for {out}/")
-        assert not (out / "dataset.json").exists()
-        assert not list(out.rglob(".*.tmp")), "nothing half-written stays"
-        finished = {path.name: path.read_bytes() for path in out.glob("*.tar")}
-        assert finished, "shards that were whole before the disk was full stay"
-        assert all(data == (whole.path / name).read_bytes() for name, data in finished.items())
-        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
-        assert shard.run(settings(source, out)).fingerprint == whole.fingerprint
-        assert "already complete: " in capsys.readouterr().out
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_disk_that_fills(
+    source: Path, tmp_path: Path, small_disk: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = shard.run(settings(source, tmp_path / "whole")), small_disk("100k") / "out"
+    with pytest.raises(SystemExit) as stop, mistakes_in_one_line():
+        shard.run(settings(source, out))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: No space left for {out}/")
+    assert not (out / "dataset.json").exists()
+    assert not list(out.rglob(".*.tmp")), "nothing half-written stays"
+    finished = {path.name: path.read_bytes() for path in out.glob("*.tar")}
+    assert finished, "shards that were whole before the disk was full stay"
+    assert all(data == (whole.path / name).read_bytes() for name, data in finished.items())
+    subprocess.run(["mount", "-o", "remount,size=10m", out.parent], check=True)
+    assert shard.run(settings(source, out)).fingerprint == whole.fingerprint
+    assert "already complete: " in capsys.readouterr().out

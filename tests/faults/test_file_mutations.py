@@ -180,14 +180,14 @@ VTAB = {
 
 # ---------------------------------------------------------------------- a data set's own files
 def with_excluded(at: Path) -> Path:
-    dataset = make(at / "data")
+    dataset = make(at / "data", 60)
     rows = {"split": ["train"] * 3, "row": [1, 2, 5], "key": ["class/1", "class/2", "class/5"], "reason": ["x"] * 3}
     exclusion.write_list(dataset, "bad", pa.table(rows, exclusion.EXCLUDED))
     return dataset.path
 
 
 MANIFEST = {
-    name: Format(lambda at: make(at / "data").path, content_after_a_restart, f"data/{files}", 100, same, refused)
+    name: Format(lambda at: make(at / "data", 60).path, content_after_a_restart, f"data/{files}", 100, same, refused)
     for name, files, refused in (
         ("samples", SAMPLES_FILE, (1, 1)),
         ("chunks", CHUNKS_FILE, (1, 1)),

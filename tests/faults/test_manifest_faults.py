@@ -1,7 +1,6 @@
 """Damaged files that describe a data set are found when what is damaged is first used, and by verify."""
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_tools.check import verify
 from pipeline.base.errors import OneRankCrashError, UserError
 from pipeline.data.dataset import manifest, mapped_index
 from pipeline.data.dataset.manifest import (
@@ -24,31 +22,31 @@ from pipeline.data.dataset.manifest import (
 )
 from pipeline.data.dataset.split import Split
 
-COUNT = 60
-LABELS = [[row % 5] if row % 4 else [row % 5, 6] for row in range(COUNT)]
-PER_SHARD = 20
+COUNT = 3000
+WHERE = [0, 1000, 2999]
 
 
-def make(path: Path) -> Dataset:
-    """A manifest of 3 shards of nothing."""
-    path.mkdir()
-    shards, tables = [], []
-    for first in range(0, COUNT, PER_SHARD):
-        rows = range(first, first + PER_SHARD)
-        columns = {
-            "key": [f"class/{row}" for row in rows],
-            "offset": [512 + 2048 * row for row in rows],
-            "size": [100 + row for row in rows],
-            "ext": ["jpg"] * PER_SHARD,
-            "labels": LABELS[first : first + PER_SHARD],
-            "width": [9] * PER_SHARD,
-            "height": [7] * PER_SHARD,
-            "xxh128": [bytes([row + 1]) * 16 for row in rows],
-        }
-        tables.append(pa.Table.from_pydict(columns, ROWS))
-        shards.append(Shard(f"train-{first // PER_SHARD:06d}.tar", "train", PER_SHARD, 1000, "ab" * 32))
-        (path / shards[-1].name).write_bytes(b"x" * 1000)
-    return write_dataset(path, shards, tables, list("abcdefg"), {"path": "/raw"}, {"seed": 0})
+def make(path: Path, count: int) -> Dataset:
+    """A manifest of 3 shards of nothing: samples with several labels and two numbers."""
+    path.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    columns = {
+        "key": [f"class/{row}" for row in range(count)],
+        "offset": [512 + 2048 * row for row in range(count)],
+        "size": random.integers(1, 2**20, count),
+        "ext": ["jpg"] * count,
+        "labels": [[row % 5] if row % 4 else [row % 5, 6] for row in range(count)],
+        "width": [9] * count,
+        "height": [7] * count,
+        "xxh128": [random.bytes(16) for _ in range(count)],
+        "targets": random.standard_normal((count, 2)).tolist(),
+    }
+    table, part = pa.Table.from_pydict(columns, ROWS.append(targets_field(2))), count // 3
+    shards = [Shard(f"train-00000{n}.tar", "train", part, 1000, "ab" * 32) for n in range(3)]
+    for shard in shards:
+        (path / shard.name).write_bytes(b"x" * 1000)
+    tables = [table.slice(n * part, part) for n in range(3)]
+    return write_dataset(path, shards, tables, list("abcdefg"), {}, {}, targets=["age", "dose"])
 
 
 def content(path: Path) -> dict[str, object]:
@@ -61,7 +59,9 @@ def content(path: Path) -> dict[str, object]:
         "format": dataset.info["format"],
         "samples": dataset.info["samples"],
         "shards": [(Path(name).name, size) for name, size in zip(split.shard_paths, split.shard_sizes, strict=True)],
-        "columns": [getattr(split.index, name)[:].tobytes() for name in ("offsets", "sizes", "labels", "hashes")],
+        "columns": [
+            getattr(split.index, name)[:].tobytes() for name in ("offsets", "sizes", "labels", "hashes", "targets")
+        ],
         "starts": split.index.label_starts[:].tolist(),
         "max_labels": split.max_labels,
         "keys": split.keys(range(len(split))),
@@ -77,33 +77,13 @@ def content_after_a_restart(path: Path) -> dict[str, object]:
         return content(path)
 
 
-NUM_ROWS, WHERE = 3000, [0, 1000, 2999]
-
-
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
-    """One shard of NUM_ROWS samples, some with several labels and two numbers, in chunks of 128 rows and 512 bytes."""
+    """In chunks of 128 rows and 512 bytes."""
     monkeypatch.setattr(mapped_index, "ROWS", 128)
     monkeypatch.setattr("pipeline.data.storage.checksums.CHUNK_BYTES", 512)
     monkeypatch.setattr(manifest, "_ROWS_PER_GROUP", 1000)
-    random = np.random.default_rng(0)
-    columns = {
-        "key": [f"class/{row}-{random.integers(2**60)}" for row in range(NUM_ROWS)],
-        "offset": [512 + 2048 * row for row in range(NUM_ROWS)],
-        "size": random.integers(1, 2**20, NUM_ROWS),
-        "ext": ["jpg"] * NUM_ROWS,
-        "labels": [[row % 5] if row % 4 else [row % 5, 6] for row in range(NUM_ROWS)],
-        "width": [9] * NUM_ROWS,
-        "height": [7] * NUM_ROWS,
-        "xxh128": [random.bytes(16) for _ in range(NUM_ROWS)],
-        "targets": random.standard_normal((NUM_ROWS, 2)).tolist(),
-    }
-    table = pa.Table.from_pydict(columns, ROWS.append(targets_field(2)))
-    shards = [Shard(f"train-00000{n}.tar", "train", NUM_ROWS // 3, 1000, "ab" * 32) for n in range(3)]
-    for shard in shards:
-        (tmp_path / shard.name).write_bytes(b"x" * 1000)
-    tables = [table.slice(n * 1000, 1000) for n in range(3)]
-    return write_dataset(tmp_path, shards, tables, list("abcdefg"), {}, {}, targets=["age", "dose"])
+    return make(tmp_path, COUNT)
 
 
 def flip(file: Path, share: float) -> None:
@@ -131,7 +111,7 @@ def test_a_flipped_bit_of_the_index_is_found_at_its_first_use_and_mended_by_a_re
     whole, use = data.split("train"), USES[column]
     expected = [np.array(use(whole, row)) for row in WHERE]  # Copies: others are views of the file.
     (folder,) = data.index_folders("train")[0].parent.glob("train-*")
-    flip(folder / column, place / NUM_ROWS)
+    flip(folder / column, place / COUNT)
     split = open_dataset(data.path).split("train")
     assert not mapped_index.is_intact(folder)
     for row, right in zip(WHERE, expected, strict=True):
@@ -168,19 +148,6 @@ def test_flipped_bits_of_the_description_of_an_index_are_found_at_opening(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "made again"
 
 
-def test_an_index_that_cannot_be_removed_is_named(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
-    flip(folder / "labels", 0)
-    split = open_dataset(data.path).split("train")
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(UserError, match=f"Remove {folder}"):
-        split.labels_of(0)
-
-
 def test_a_flipped_bit_of_the_table_is_found_where_it_is_read_and_by_verify(data: Dataset) -> None:
     table, keys = data.path / SAMPLES_FILE, open_dataset(data.path).split("train").keys(WHERE)
     whole = table.read_bytes()
@@ -201,15 +168,3 @@ def test_a_flipped_bit_of_the_table_is_found_where_it_is_read_and_by_verify(data
     assert open_dataset(data.path).damaged_tables() == [CHUNKS_FILE]
     with pytest.raises(UserError, match=CHUNKS_FILE):
         open_dataset(data.path).split("train").keys([0])
-
-
-def test_verify_names_a_damaged_index(data: Dataset) -> None:
-    (folder,) = data.index_folders("train")[0].parent.glob("train-*")
-    for column in USES:
-        shutil.copytree(folder, data.path / "whole")
-        flip(folder / column, 0.5)
-        details, samples, damaged = verify._check_manifest(open_dataset(data.path), data.shards())
-        assert (damaged, samples is not None) == ([folder], True)
-        assert str(folder) in " ".join(details)
-        shutil.rmtree(folder)
-        (data.path / "whole").rename(folder)

@@ -8,8 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import torch
 from faulty_s3 import S3, copy_folder, stall
 from forked import Forge, ForkedRun
 from polling import until
-from ranks import ROOT, metrics, settings, without_mlflow
+from ranks import metrics, settings
 from tiny import make_dataset
 
 from pipeline import model as models
@@ -27,9 +25,6 @@ from pipeline.base.errors import Stopped
 from pipeline.cluster import stop
 from pipeline.cluster.status_files import RESUME, Status, holder, read_failures, read_status, stop_file
 from pipeline.process import distributed
-from pipeline.process.launcher import free_port
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
 
 # What could hold up an end does so for ever, or for minutes: data, other ranks. After 30 s, a launcher would end it.
 SECONDS = 100
@@ -48,14 +43,6 @@ LONG = (
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("data") / "tiny", {"train": 150, "val": 400})
-
-
-@pytest.fixture(scope="module")
-def whole(forge: Forge, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody touches."""
-    out = tmp_path_factory.mktemp("whole")
-    assert forge.start(2, settings(data, out, "whole", *LONG)).wait() == [0, 0]
-    return out / "whole"
 
 
 def ends(run: ForkedRun) -> None:
@@ -92,8 +79,10 @@ def at_step(run: ForkedRun, step: int) -> None:
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
-    forge: Forge, data: Path, whole: Path, tmp_path: Path, s3: tuple[S3, str]
+    forge: Forge, data: Path, tmp_path: Path, s3: tuple[S3, str]
 ) -> None:
+    whole = tmp_path / "whole"
+    forge.start(2, settings(data, tmp_path, "whole", *LONG)).finish()
     overrides = settings(data, tmp_path, "cut", *LONG)
     folder = tmp_path / "cut"
 
@@ -200,7 +189,12 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_the_whole_one(
 
     assert forge.start(2, overrides).wait() == [0, 0]
     assert status() == Status("finished", STEPS, 0, "")
-    same(folder, whole)
+    for name in ("loss", "grad_norm", "val_loss", "val_top1"):
+        assert metrics(folder, name) == metrics(whole, name), name
+    a, b = models.read_weights(folder).state, models.read_weights(whole).state
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
 
 
 def test_running_out_of_memory_ends_all_ranks_in_one_line(forge: Forge, data: Path, tmp_path: Path) -> None:
@@ -242,18 +236,22 @@ def test_the_stop_file_and_the_limit(forge: Forge, data: Path, tmp_path: Path) -
     assert status.reason.startswith("train.stop_after_minutes")
 
 
-def leave(overrides: list[str]) -> None:
-    """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to
-    leaving.
-    """
-    config = schema.load(RunConfig, None, overrides)
-    stop._FAREWELL_SECONDS = 2.0
-    stops = stop.Stop(Path(config.out, config.name))
+def connected(folder: str) -> tuple[stop.Stop, distributed.Ranks]:
+    stops = stop.Stop(Path(folder))
     torch.distributed.init_process_group("gloo")
     ranks = distributed.from_environment()
     if ranks.is_main:
         assert stops.folder.lock() is None
     stops.connect(ranks)
+    return stops, ranks
+
+
+def leave(folder: str) -> None:
+    """In a rank: rank 0 is asked to stop and leaves; the other agrees, without a word of why, and never comes to
+    leaving.
+    """
+    stop._FAREWELL_SECONDS = 2.0
+    stops, ranks = connected(folder)
     if ranks.is_main:
         stops.reason = "SIGTERM"
     with pytest.raises(Stopped):
@@ -264,27 +262,23 @@ def leave(overrides: list[str]) -> None:
     signal.pause()
 
 
-def tell(overrides: list[str]) -> None:
+def tell(folder: str) -> None:
     """In a rank: what rank 0 flags is known to all, with the item that it is of."""
-    config = schema.load(RunConfig, None, overrides)
-    stops = stop.Stop(Path(config.out, config.name))
-    torch.distributed.init_process_group("gloo")
-    ranks = distributed.from_environment()
-    stops.connect(ranks)
+    stops, ranks = connected(folder)
     asked = iter([True, False, False, True, True, False])
     flag = (lambda: next(asked)) if ranks.is_main else (lambda: False)
     print("flagged:", [item for item in stops.together(iter(range(5)), flag) if stops.flagged], flush=True)
 
 
-def test_what_one_rank_flags_is_known_to_all_with_the_same_item(forge: Forge, data: Path, tmp_path: Path) -> None:
-    run = forge.start_work(2, "test_stop:tell", settings(data, tmp_path, "flags"))
+def test_what_one_rank_flags_is_known_to_all_with_the_same_item(forge: Forge, tmp_path: Path) -> None:
+    run = forge.start_work(2, "test_stop:tell", str(tmp_path / "flags"))
     run.wait()
     for rank in (0, 1):
         assert "flagged: [0, 3, 4]" in run.said(rank), run.said(rank)
 
 
-def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path, tmp_path: Path) -> None:
-    run = forge.start_work(2, "test_stop:leave", settings(data, tmp_path, "alone"))
+def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, tmp_path: Path) -> None:
+    run = forge.start_work(2, "test_stop:leave", str(tmp_path / "alone"))
     until(lambda: run.has_left(0) and re.search(r"wants .*\n", run.said(1)))  # `print` writes it in pieces.
     run.kill()
     assert run.wait() == [RESUME, -signal.SIGKILL], run.said(0) + run.said(1)
@@ -292,15 +286,11 @@ def test_a_rank_that_leaves_waits_for_no_other_for_ever(forge: Forge, data: Path
     assert read_status(tmp_path / "alone") == Status("stopped", 7, RESUME, "SIGTERM")
 
 
-def stand_still(overrides: list[str]) -> None:
+def stand_still(folder: str) -> None:
     """In a rank: rank 0, which hosts the ranks' store, stands still once all are connected; rank 2 is in training by
     then.
     """
-    config = schema.load(RunConfig, None, overrides)
-    stops = stop.Stop(Path(config.out, config.name))
-    torch.distributed.init_process_group("gloo")
-    ranks = distributed.from_environment()
-    stops.connect(ranks)
+    stops, ranks = connected(folder)
     stops._training = ranks.rank == 2
     print("connected", flush=True)
     if ranks.is_main:
@@ -309,9 +299,9 @@ def stand_still(overrides: list[str]) -> None:
         signal.pause()
 
 
-def test_ranks_hear_signals_although_rank_0_stands_still(forge: Forge, data: Path, tmp_path: Path) -> None:
+def test_ranks_hear_signals_although_rank_0_stands_still(forge: Forge, tmp_path: Path) -> None:
     """Their requests to the store that it hosts waited for ever, and with them what listens to signals."""
-    run = forge.start_work(3, "test_stop:stand_still", settings(data, tmp_path, "still"))
+    run = forge.start_work(3, "test_stop:stand_still", str(tmp_path / "still"))
     until(lambda: all("connected" in run.said(rank) for rank in (1, 2)))
     until(lambda: psutil.Process(run.pids[0]).status() == psutil.STATUS_STOPPED)
     time.sleep(2)  # They ask the store once a second.
@@ -320,134 +310,3 @@ def test_ranks_hear_signals_although_rank_0_stands_still(forge: Forge, data: Pat
     until(lambda: (run.send(2, signal.SIGINT), time.sleep(1.5), run.has_left(2))[2])
     run.kill()
     assert run.wait() == [-signal.SIGKILL, RESUME, 130]
-
-
-# Adds a day to the time of the day while a file exists; clocks that only measure are left alone, as by the kernel.
-_CLOCK = """
-#include <cstdlib>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static long jump() { return access(getenv("CLOCK_JUMP"), F_OK) ? 0 : 86400; }
-extern "C" int clock_gettime(clockid_t id, struct timespec *now) {
-    int failed = syscall(SYS_clock_gettime, id, now);
-    if (!failed && id == CLOCK_REALTIME) now->tv_sec += jump();
-    return failed;
-}
-extern "C" int gettimeofday(struct timeval *now, void *) {
-    timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return 0;
-}
-extern "C" time_t time(time_t *result) {
-    timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (result) *result = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
-
-
-def process(family: psutil.Process, *words: str) -> psutil.Process:
-    """The first descendant whose command line has all these words."""
-    for child in family.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if all(word in " ".join(child.cmdline()) for word in words):
-                return child
-    raise AssertionError(words)
-
-
-def deepspeed() -> list[str]:
-    """The command that starts two ranks here."""
-    program = Path(sys.executable).parent / "deepspeed"
-    return [sys.executable, str(program), "--num_gpus", "2", "--master_port", str(free_port())]
-
-
-def test_kills_under_the_real_launcher_and_the_supervisor(
-    forge: Forge, data: Path, whole: Path, tmp_path: Path
-) -> None:
-    """A rank is killed, then the launcher's head; its body is asked to end. The clock jumps by a day, and back."""
-    folder, clock = tmp_path / "cut", tmp_path / "tomorrow"
-    (tmp_path / "clock.cc").write_text(_CLOCK)
-    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.cc"], check=True)
-    launcher = deepspeed()
-    overrides = settings(data, tmp_path, "cut", *LONG)
-    output = tmp_path / "output.txt"
-    with open(output, "w") as file:
-        supervisor = subprocess.Popen(
-            [
-                sys.executable,
-                "launch/supervise.py",
-                "pause_seconds=1",
-                "--",
-                *launcher,
-                "launch/pretrain.py",
-                *overrides,
-            ],
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
-                "LD_PRELOAD": str(tmp_path / "clock.so"),
-                "CLOCK_JUMP": str(clock),
-                "PYTHONPATH": without_mlflow(tmp_path),
-            },
-        )
-    family = psutil.Process(supervisor.pid)
-
-    def ends() -> list[tuple[int, int]]:
-        """The number and the step of each start that has ended."""
-        log = (folder / "supervise.log").read_text() if folder.exists() else ""
-        return [(int(number), int(step)) for number, step in re.findall(r"start (\d) ended at step (\d+)", log)]
-
-    def reached(start: int, step: int) -> bool:
-        assert supervisor.poll() is None, output.read_text()
-        now = read_status(folder)
-        return len(ends()) == start - 1 and now is not None and now.status == "running" and step in metrics(folder)
-
-    try:
-        until(lambda: (folder / "metrics.jsonl").exists() and reached(1, 4))
-        process(family, "--local_rank=1").kill()
-        clock.touch()
-
-        until(lambda: reached(2, 4))  # To look for processes takes as long as many steps.
-        ranks = [process(family, f"--local_rank={rank}") for rank in (0, 1)]
-        until(lambda: reached(2, 20))
-        for rank in ranks:  # Else they might finish before anybody notices.
-            rank.suspend()
-        process(family, "bin/deepspeed").kill()
-        until(lambda: (folder / "stop").exists())
-        clock.unlink()
-        # What is left of the launcher signals one rank after another, and waits for each.
-        process(family, "deepspeed.launcher.launch", "--world_info").terminate()
-        for rank in ranks:
-            rank.resume()
-        assert not psutil.wait_procs(ranks, timeout=SECONDS)[1], "the launcher itself takes a little longer"
-        trained = max(metrics(folder))  # Before a third start may train.
-        until(lambda: len(ends()) == 2)
-        supervisor.send_signal(signal.SIGTERM)  # On a busy machine, a third start may be there by now.
-        assert supervisor.wait(300) == RESUME
-    finally:
-        for child in [*family.children(recursive=True), family] if supervisor.poll() is None else []:
-            child.kill()
-    assert ends()[1] == (2, trained)
-    times = [line[:19] for line in (folder / "log.txt").read_text().splitlines()]
-    assert times != sorted(times), "the clock did jump"
-    assert forge.start(2, overrides).wait() == [0, 0]
-    same(folder, whole)
-
-
-def same(cut: Path, whole: Path) -> None:
-    """The same losses, scores and weights to the bit."""
-    for name in ("loss", "grad_norm", "val_loss", "val_top1"):
-        assert metrics(cut, name) == metrics(whole, name), name
-    a, b = models.read_weights(cut).state, models.read_weights(whole).state
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name

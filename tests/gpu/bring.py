@@ -1,14 +1,13 @@
-"""Packages for a GPU machine without a network: `bring.py fetch FOLDER [3.12]` here, `bring.py install FOLDER TARGET`
-there.
+"""Packages for a GPU machine without a network: `bring.py FOLDER [3.12]`.
 
-fetch downloads wheels for x86-64 Linux and a version of Python, in this environment's versions: what the library
-imports and all that needs, but for large packages that a machine with PyTorch has. install unpacks those that are not
-installed there; TARGET then goes into PYTHONPATH.
+Downloads wheels for x86-64 Linux and a version of Python, in this environment's versions: what the library imports and
+all that needs, but for large packages that a machine with PyTorch has. `make gpu` installs them there.
 """
 
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -73,53 +72,20 @@ def fetch(folder: Path, python: str) -> None:
         sys.exit(f"error: more than {_LIMIT >> 20} MiB")
 
 
-def install(folder: Path, target: Path) -> None:
-    missing = [wheel for wheel in sorted(folder.glob("*.whl")) if not _is_installed(wheel.name.partition("-")[0])]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--upgrade",
-        "--target",
-        str(target),
-    ]
-    if missing and subprocess.run([*command, *map(str, missing)]).returncode:
-        sys.exit("error: see above")
-    print(f"{len(missing)} packages are in {target}: {', '.join(wheel.name.partition('-')[0] for wheel in missing)}")
-    if absent := sorted(name for name in _PRESENT if not _is_installed(name)):
-        print(f"expected in this Python and not found, so what needs them will fail: {', '.join(absent)}")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _closure() -> set[str]:
     """Names of the packages to bring."""
     found: set[str] = set()
     ahead = list(_NEEDED)
     while ahead:
         name = re.sub(r"[-_.]+", "-", ahead.pop()).lower()
-        if name in found | _PRESENT | _UNUSED or not _is_installed(name):
+        if name in found | _PRESENT | _UNUSED:
             continue
-        found.add(name)
-        for line in metadata.requires(name) or []:
-            if "extra ==" not in line:
-                ahead.append(re.match(r"[\w.-]+", line)[0])  # type: ignore[index]
+        with suppress(metadata.PackageNotFoundError):  # Of another system.
+            needed = metadata.requires(name) or []
+            found.add(name)
+            ahead += [re.match(r"[\w.-]+", line)[0] for line in needed if "extra ==" not in line]  # type: ignore[index]
     return found
 
 
 if __name__ == "__main__":
-    what, first, *rest = sys.argv[1:]
-    if what == "fetch":
-        fetch(Path(first), *(rest or ["3.12"]))
-    else:
-        install(Path(first), Path(rest[0]))
+    fetch(Path(sys.argv[1]), *(sys.argv[2:] or ["3.12"]))

@@ -207,11 +207,6 @@ def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: tor
             assert np.all(found.full_tensors(state)["w"] == step_number * 10 + i)
 
 
-def test_sums_over_ranks_that_are_fetched_later(device: torch.device) -> None:
-    assert Ranks(0, 0, 1, device).sum_later(2.5)() == 2.5
-    assert Ranks(0, 0, 1, device).sum(1.5, 2.0) == [1.5, 2.0]
-
-
 def test_the_use_of_the_host_has_that_of_its_gpus(device: torch.device) -> None:
     """Read by NVML's functions, of which the other tests have only a stand-in."""
     meter = HostMeter(Ranks(0, 0, 1, device), ["a"])

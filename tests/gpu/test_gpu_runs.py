@@ -13,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import planted
 import pytest
 import torch
 from fake_gpu import TINY
 from forked import ForkedRun
-from planted import BAD_STEP
 from polling import until
 from ranks import STEPS, metrics, settings
-from test_train import MASKED, MIXED, assert_same_state, plain_losses, train_with_fp16
-from tiny import make_dataset
+from test_train import MASKED, MIXED, assert_same_state, plain_losses
 
 from pipeline import model as models
 from pipeline import objectives
-from pipeline.checkpoint.store import read_state
 from pipeline.cluster.status_files import RESUME
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import make_plan
@@ -44,7 +40,6 @@ EXACT = [
 ]
 # And whether it is compiled, of which tests/multiprocess/test_compile.py has a CPU's part.
 EXACT_RUNS = [(*run, False) for run in EXACT] + [(1, "bf16", True)] * HAS_GPU
-BAD_STAGES = (0, 1, 2, 3) if HAS_GPU else (1,)
 # Dropout, mixing and an average of the weights, whose random numbers and tensors have to come back as well.
 ALL_OF_IT = ("schedule.decay=constant", "model.dropout=0.1", "optimizer.ema_decay=0.8", *MIXED)
 LENGTH, STOPPED_AFTER = (40, 24) if HAS_GPU else (20, 13)
@@ -59,6 +54,7 @@ if HAS_GPU:
         "masked": [*MASKED],
         "recomputed": ["engine.activation_checkpointing=true"],
         "offload": ["engine.offload=true"],
+        "fp16": ["engine.precision=fp16"],
         # After runs at stage 3, whose linear layers torch 2.11 would compile wrongly.
         "compiled": ["engine.compile=true"],
         "compiled, stage3": ["engine.compile=true", "engine.zero_stage=3"],
@@ -136,12 +132,6 @@ def steps_of(run: Path) -> dict[int, tuple[float, float]]:
     return {step: (loss, norms[step]) for step, loss in sorted(metrics(run).items())}
 
 
-def train_all(runs: tuple[list[list[str]], list[tuple[str, list[str]]]]) -> None:
-    """In a rank: runs, then those of `planted.train`, which leaves its faults in the process."""
-    train_with_fp16(runs[0])
-    planted.train(runs[1])
-
-
 def train_until_told(argument: tuple[int, list[str]]) -> None:
     """In a rank: a run that stands still after a step until it hears that it is to stop: otherwise it may have ended by
     then.
@@ -209,7 +199,6 @@ def waits_in_steps(stages: list[int]) -> None:
 def out(start: Start, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All short runs that need no kill, in one process."""
     folder = tmp_path_factory.mktemp("gpu")
-    data = make_dataset(folder / "data", {"train": 500, "val": 8})
     runs = []
     for stage, precision, compiled in EXACT_RUNS:
         for name, lives in (("whole", [STEPS]), ("cut", [3, STEPS])):
@@ -221,17 +210,9 @@ def out(start: Start, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -
             run = settings(dataset, folder, f"{name}-{stage}-{precision}-{compiled}", *of_stage, *ALL_OF_IT)
             runs += [[*run, f"train.length={steps} steps"] for steps in lives]
     runs += [settings(dataset, folder, name, *PLAIN, *more) for name, more in LOSSES.items()]
-    runs.append(settings(dataset, folder, "fp16", "engine.precision=fp16", *PLAIN))
     if not HAS_GPU:
         runs.append(settings(dataset, folder, "unbroken", *LONG))
-    faulty = [
-        (
-            "nan in a gradient",
-            settings(data, folder, f"bad{stage}", f"engine.zero_stage={stage}", "train.length=12 steps"),
-        )
-        for stage in BAD_STAGES
-    ]
-    start("test_gpu_runs:train_all", [runs, faulty]).finish()
+    start("test_train:train_with_fp16", runs).finish()
     return folder
 
 
@@ -240,7 +221,9 @@ def test_losses_are_those_of_plain_pytorch_on_a_cpu(dataset: Path, out: Path, na
     more = [setting for setting in LOSSES[name] if not setting.startswith(("engine.", "evaluate."))]
     expected = plain_losses(settings(dataset, out, "plain", *PLAIN, *more))
     found = metrics(out / name)
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-3 if "compiled" in name else 5e-4)
+    np.testing.assert_allclose(
+        [found[s] for s in sorted(found)], expected, rtol=3e-3 if name.startswith(("compiled", "fp16")) else 5e-4
+    )
     assert expected[-1] != pytest.approx(expected[0], rel=0.01), "it learns, so the comparison means something"
 
 
@@ -251,13 +234,6 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(out: Path, stage: int, precis
     assert metrics(whole, "grad_norm") == metrics(cut, "grad_norm")
     assert_same_state(whole, cut, ranks=1)
     assert "resumed from" in (cut / "log.txt").read_text()
-
-
-def test_fp16_scales_the_loss(dataset: Path, out: Path) -> None:
-    expected, found = plain_losses(settings(dataset, out, "plain", *PLAIN)), metrics(out / "fp16")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=3e-3)
-    state = read_state(out / "fp16" / "checkpoints" / f"step-{STEPS:08d}")
-    assert state.engine.loss_scale["cur_scale"] >= 2.0
 
 
 def test_evaluation_on_the_device_is_that_on_a_cpu(dataset: Path, out: Path, tmp_path: Path) -> None:
@@ -306,13 +282,6 @@ def test_a_run_that_is_killed_and_stopped_is_the_whole_one(start: Start, out: Pa
     assert steps_of(out / "broken") == values, first.said()[-2000:] + second.said()[-2000:] + third[-2000:]
     a, b = (models.read_weights(out / name).state for name in ("broken", "unbroken"))
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("stage", BAD_STAGES)
-def test_what_is_no_number_never_reaches_the_weights(out: Path, stage: int) -> None:
-    skipped = metrics(out / f"bad{stage}", "skipped_steps")
-    assert [skipped[step] for step in (BAD_STEP - 1, BAD_STEP, 12)] == [0, 1, 1]
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in models.read_weights(out / f"bad{stage}")[1].values())
 
 
 def test_the_host_waits_only_where_it_is_documented(start: Start) -> None:

@@ -10,17 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from loaded import inputs_of
 from torch import Tensor, nn
 
 from pipeline import objectives
 from pipeline.architecture.objectives import ObjectiveFacts
-from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure
-from pipeline.objectives.classification import Classification
-from pipeline.objectives.dino import Dino, DinoSettings
+from pipeline.objectives.dino import Dino
 from pipeline.objectives.objective import Objective
 from pipeline.settings import run as run_settings
 from pipeline.settings import schema
@@ -111,30 +106,6 @@ def train_skipping(argument: dict[str, Any]) -> None:
     train_planted(argument["runs"])
 
 
-def train_losing(argument: dict[str, Any]) -> None:
-    """In a rank: trains classification runs whose step `skipped` has a loss that is not finite; in fp16 too, which any
-    CPU is able to.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from forked import train
-
-    get_accelerator().is_fp16_supported = lambda: True
-    begin, measured = Classification.before_step, Classification.loss
-
-    def before_step(self: Classification, step: int) -> None:
-        begin(self, step)
-        self.step = step
-
-    def loss(
-        self: Classification, views: tuple[Tensor, ...], facts: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        found, values = measured(self, views, facts)
-        return (found * float("nan") if self.step == argument["skipped"] else found), values
-
-    Classification.before_step, Classification.loss = before_step, loss
-    train(argument["runs"])
-
-
 def train_killed_in_features(argument: dict[str, Any]) -> None:
     """In a rank: trains runs whose features are in parts of 32 images. argument: runs; read: a file that gets the first
     row of each part that is computed; kill_after: how many such parts, 0 for none.
@@ -154,54 +125,3 @@ def train_killed_in_features(argument: dict[str, Any]) -> None:
 
     fitted_head._write = write_and_die
     train(argument["runs"])
-
-
-def tiny_dinov2() -> Dino:
-    """DINO with Sinkhorn-Knopp, iBOT and KoLeo, and random weights."""
-    given = DinoSettings(
-        prototypes=12,
-        hidden=16,
-        bottleneck=8,
-        local_views=2,
-        local_size=8,
-        ibot_weight=1.0,
-        ibot_head="separate",
-        koleo_weight=0.1,
-        centring="sinkhorn",
-        teacher_temperature=0.07,
-    )
-    torch.manual_seed(0)
-    backbone = build(configure("ViT-mu/4", 16, num_classes=0))
-    objective = Dino(backbone, given, seed=3)
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape)
-    objective.num_steps = 10
-    objective.before_step(0)
-    return objective.train()
-
-
-def batch_of_rank(rank: int, world_size: int) -> Batch:
-    """A rank's part of a batch of 8 images, the third of which cannot be read."""
-    draw, rows = np.random.default_rng(0), np.arange(8).reshape(world_size, -1)[rank]
-    views = [
-        torch.from_numpy(draw.integers(0, 256, (n, 8, side, side, 3), np.uint8))
-        for n, side in ((1, 16), (1, 16), (2, 8))
-    ]
-    for view in views:
-        view[:, 2] = 0
-    return Batch(
-        tuple(view[:, rows] for view in views), torch.zeros(len(rows), 0), torch.from_numpy(rows != 2), rows, 0 * rows
-    )
-
-
-def step_of_tiny_dinov2(rank: int, world_size: int) -> dict[str, Tensor]:
-    """Loss, gradients and centres of a step on a rank's part, and what it logs."""
-    objective = tiny_dinov2()
-    loss, values = objective(*inputs_of(objective, batch_of_rank(rank, world_size)))
-    loss.backward()
-    objective.after_step()
-    gradients = {f"gradient of {name}": p.grad for name, p in objective.named_parameters() if p.grad is not None}
-    centres = {name: getattr(objective, name) for name in ("centre", "patch_centre")}
-    logged = {name: values[name] for name in ("ibot_loss", "koleo_loss")}
-    return {"loss": loss.detach(), **logged, **gradients, **centres}

@@ -4,10 +4,9 @@ values.
 The real engine with DeepSpeed, as rank 0 of two; collectives do nothing (torch's "fake" backend). Prints what each case
 found as JSON. Must be the first to import torch: started by tests/train/test_fake_gpu.py.
 
-    python fake_gpu.py LIBRARY '[["name", ["model.name=...", ...], ""], ...]'
+    python fake_gpu.py LIBRARY '{"name": ["model.name=...", ...], ...}'
 
-LIBRARY: fake_gpu.cpp, compiled. A case is a name, the overrides of a RunConfig, and a mistake to be planted into the
-loss ("": none); without overrides it is a step without DeepSpeed.
+LIBRARY: fake_gpu.cpp, compiled. A case is a name and the overrides of a RunConfig.
 """
 
 import ctypes
@@ -16,10 +15,10 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 RANKS, CLASSES = 2, 4
 TINY = [
@@ -38,29 +37,6 @@ TINY = [
     "model.mlp_width=64",
     "model.num_heads=2",
 ]
-
-
-class Stream:
-    """A stream of the GPU, by name. log: what was done with streams, in order."""
-
-    log: ClassVar[list[str]] = []
-    current: "Stream"
-
-    def __init__(self, name: Any) -> None:
-        self.name = name
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    @classmethod
-    @contextmanager
-    def use(cls, stream: "Stream") -> Iterator[None]:
-        outside, cls.current = cls.current, stream
-        yield
-        cls.current = outside
-
-
-Stream.current = Stream("computing")
 
 
 def load_library(path: str) -> None:
@@ -108,47 +84,24 @@ def pretend() -> None:
         def on_accelerator(self, tensor: torch.Tensor) -> bool:
             return tensor.device.type == "cuda"
 
-    for name in ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"):
-        alias = {
-            "uint8": "Byte",
-            "int32": "Int",
-            "int64": "Long",
-            "float16": "Half",
-            "bfloat16": "BFloat16",
-            "float32": "Float",
-        }
-        dtype = getattr(torch, name)
+    for name in ("Byte", "Int", "Long", "Half", "BFloat16", "Float", "Double"):
+        dtype = getattr(torch, f"{name}Storage").dtype
         of_dtype = property(lambda self, dtype=dtype: lambda data: torch.tensor(data, dtype=dtype, device="cuda:0"))
-        setattr(Gpu, f"{alias.get(name, 'Double')}Tensor", of_dtype)
+        setattr(Gpu, f"{name}Tensor", of_dtype)
     set_accelerator(Gpu())
     # Compares lists of numbers between the ranks, once for each new order of the modules; here rank 0 would receive
     # zeros.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.Stream, torch.cuda.stream = lambda device: Stream("copying"), Stream.use
-    torch.cuda.current_stream = lambda *_: Stream.current
-    torch.Tensor.record_stream = lambda tensor, stream: Stream.log.append(f"{stream.name} reads {tensor.dtype}")
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_: Mock()
+    torch.cuda.stream = lambda stream: nullcontext()
+    torch.Tensor.record_stream = lambda tensor, stream: None
     # torch has one of AdamW's. It changes tensors in place, whose values are not there.
     library.register_fake(torch.ops.aten._fused_sgd_.default, lambda *tensors, **settings: None)
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS), LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-
-
-def planted(mistake: str, loss: Any) -> Any:
-    """The loss function with a mistake in it."""
-    import torch
-
-    def wrong(views: Any, facts: Any) -> Any:
-        right, values = loss(views, facts)
-        if mistake == "read":
-            return right * float(right.detach() > 0), values
-        if mistake == "copy":
-            return right * torch.ones(()).to(right.device), values
-        return (right * torch.ones(2)).mean(), values  # "device"
-
-    return wrong if mistake else loss
 
 
 def move(model: Any, gpu: Any) -> None:
@@ -164,44 +117,11 @@ def move(model: Any, gpu: Any) -> None:
     model.to = lambda *_: model
 
 
-def plain_step() -> dict[str, Any]:
-    """A step without DeepSpeed, as VTAB's cells take it."""
-    import torch
-    from host_syncs import HostSyncs
-    from rank_memory import noise
-    from torch._subclasses import FakeTensorMode
-
-    from pipeline.experiment.vtab_cell import _PlainTrainer
-    from pipeline.model import build, configure
-    from pipeline.objectives.classification import Classification
-    from pipeline.objectives.parameters import optimizers
-    from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
-    from pipeline.settings.quantities import Length
-    from pipeline.settings.run import OptimizerConfig
-    from pipeline.train.loop import training_step
-
-    gpu, syncs = torch.device("cuda", 0), HostSyncs("cuda")
-    # A build without CUDA has no autocast for it.
-    protocol = ProtocolConfig(name="x", image_size=16, batch=4, lr=[0.1], length=[Length.parse("1 steps")], clip=1.0)
-    config = VtabConfig(weights="x", precision="fp32", protocol=protocol)
-    with FakeTensorMode(), syncs:
-        with torch.device("meta"):
-            model = build(configure("ViT-Ti/8", 16, CLASSES, depth=2))
-        objective = Classification(model, "softmax")
-        move(objective, gpu)
-        optimizer = optimizers.build(objective, objective.decayed(), OptimizerConfig(name="sgd"))
-        trainer = _PlainTrainer(objective, optimizer, config, 0, gpu)
-        batch = noise(2, (16, 16), CLASSES, 0)
-        result = training_step(trainer, [replace(batch, views=(batch.views[0].pin_memory(),))] * 2, 0, 1e-3)
-    return {"syncs": dict(syncs.found), "loss": [str(result.loss.device), str(result.loss.dtype)]}
-
-
-def step(overrides: list[str], mistake: str) -> dict[str, Any]:
+def step(overrides: list[str]) -> dict[str, Any]:
     """The last of a few steps that log nothing: host synchronisations, devices and number types."""
     import torch
     from host_syncs import HostSyncs
     from rank_memory import noise
-    from torch import Tensor
     from torch._subclasses import FakeTensorMode
 
     from pipeline import objectives
@@ -220,13 +140,9 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
     # isort: split
     from deepspeed.accelerator import get_accelerator
 
-    def log_images(copied: Tensor) -> None:
-        if copied.dtype == torch.uint8:
-            Stream.log.append(f"copied in {Stream.current.name}")
-
     config = schema.load(RunConfig, None, overrides)
     gpu = torch.device("cuda", 0)
-    ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs("cuda", log_images)
+    ranks, plan, syncs = Ranks(0, 0, RANKS, gpu), make_plan(config, 1000, RANKS), HostSyncs()
     # So DeepSpeed waits for all work of the GPU.
     get_accelerator().synchronize = lambda *_: syncs.note("synchronize")
     FakeTensorMode.__deepcopy__ = lambda mode, memo: mode  # A teacher is a copy, whose tensors are of the same mode.
@@ -242,7 +158,6 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
         # CUDA's events cannot be faked: timed as on a CPU.
         clock = StepClock(torch.device("cpu"))
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        object.__setattr__(objective, "loss", planted(mistake, objective.loss))
         # The first step makes the optimizer's state, and DeepSpeed traces its first micro-batch at stage 3. Its timers,
         # which are those of any precision, would begin at the third step.
         for number in range(3 if (config.engine.zero_stage, config.engine.precision) == (3, "fp32") else 2):
@@ -258,14 +173,11 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
             mixing = draw_mixing(config.augment, config.model.image_size, config.seed, number)
             syncs.found.clear()
             syncs.products.clear()
-            Stream.log.clear()
             result = training_step(engine, batches, number, 1e-3, mixing)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
         "syncs": dict(syncs.found),
         "products": sorted(syncs.products),
-        "streams": Stream.log,
-        "views": len(views) * len(batches),
         "skipped": engine.skipped_steps,
         "loss": [str(result.loss.device), str(result.loss.dtype)],
         "states": sorted({f"{state.device.type} {state.dtype}" for state in states}),
@@ -275,16 +187,10 @@ def step(overrides: list[str], mistake: str) -> dict[str, Any]:
 def main() -> None:
     load_library(sys.argv[1])
     pretend()
-    for name, overrides, mistake in json.loads(sys.argv[2]):
+    for name, overrides in json.loads(sys.argv[2]).items():
         # As the start of a run does: DeepSpeed looks for garbage dozens of times, each time among all that is there.
         gc.freeze()
-        try:
-            found = step(overrides, mistake) if overrides else plain_step()
-        except RuntimeError as error:
-            if not mistake:
-                raise
-            found = {"error": str(error)}
-        print("found", json.dumps([name, found]), flush=True)
+        print("found", json.dumps([name, step(overrides)]), flush=True)
 
 
 if __name__ == "__main__":

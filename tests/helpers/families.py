@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from model_parts import randomised
 
 SIZES = {
     "hidden_size": 32,
@@ -49,15 +50,6 @@ FAMILIES = {
         "MetaClip2VisionModel", {"hidden_act": "gelu"}, {"embedding_norm": True, "gelu": "erf"}, INTERPOLATE
     ),
 }
-
-
-def randomised(model: Any, deviation: float = 0.2) -> Any:
-    """The model with noise on every parameter, so that none is zero, one, or equal to another."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += deviation * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
 
 
 def random_family(transformers: Any, family: Family, folder: Path, deviation: float = 0.2, **changes: Any) -> Any:

@@ -1,11 +1,9 @@
-"""Real steps of DeepSpeed engines: bytes of their live tensors, and what a rehearsal leaves behind.
+"""Real steps of DeepSpeed engines, and the bytes of their live tensors.
 
 Rank 0 prints what was found. Started by test_rank_memory.py.
 """
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 from typing import Any
 
@@ -77,44 +75,12 @@ def measure(overrides: list[str], num_classes: int, bucket: int, ranks: Ranks) -
     return {"peak": min(peaks), "between": between, "saved": saved}
 
 
-def train(overrides: list[str], num_classes: int, rehearse: bool, ranks: Ranks) -> dict[str, Any]:
-    """A few steps, after a rehearsal or without one: this rank's losses, and all that a checkpoint would hold."""
-    config = schema.load(RunConfig, None, overrides)
-    engine, plan = make_engine(config, num_classes, ranks)
-    size = config.model.image_size
-    drawn = torch.get_rng_state()
-    if rehearse:
-        micro_batches = [noise(plan.micro_batch, size, num_classes, 99)] * min(2, plan.accumulation)
-        with engine.untouched(len(micro_batches)):
-            training_step(engine, micro_batches, 0, 0.0)
-        engine.forward(noise(5, size, num_classes, 98).images)
-    untouched = torch.equal(drawn, torch.get_rng_state())
-    results = []
-    for step in range(3):
-        seeds = range(plan.accumulation * step, plan.accumulation * (step + 1))
-        batches = [noise(plan.micro_batch, size, num_classes, 10 * ranks.rank + seed) for seed in seeds]
-        results.append(training_step(engine, batches, step, 1e-2))
-    part, digest = engine.part(), hashlib.sha256()
-    for tensors in part.tensors.values():
-        for tensor in tensors:
-            digest.update(tensor.contiguous().numpy().tobytes())
-    return {
-        "losses": [float(result.loss) for result in results],
-        "norms": [float(result.grad_norm) for result in results],
-        "states": sorted(part.tensors),
-        "bits": digest.hexdigest(),
-        "counters": dataclasses.asdict(engine.counters()),
-        "untouched": untouched,
-    }
-
-
 def main(cases: list[list[Any]]) -> None:
-    """cases: of each, a function's name and its arguments."""
+    """cases: of each, the arguments of `measure`."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks a CPU whether it is fast at it; any is able to.
     torch.set_num_threads(1)
     ranks = from_environment()
     start_ranks(ranks, timeout_minutes=5)
-    does = {"measure": measure, "train": train}
-    of_ranks = [ranks.gather(does[name](*arguments, ranks)) for name, *arguments in cases]
+    found = [measure(*case, ranks) for case in cases]
     if ranks.is_main:
-        print("found", json.dumps(of_ranks))
+        print("found", json.dumps(found))

@@ -1,7 +1,7 @@
 """Recall, false positives and time of the search for near copies: the numbers in docs/dedup.md.
 
     python tests/measure/measure_dedup.py recall datasets/photos val
-    python tests/measure/measure_dedup.py false photos.tar datasets/cifar10
+    python tests/measure/measure_dedup.py false photos.tar datasets/cifar10 360000
     python tests/measure/measure_dedup.py time 1000000 100000
 
 Recall, by which max_distance is chosen, is the share of planted copies of up to 2,000 images of a split that are found.
@@ -9,7 +9,6 @@ Recall, by which max_distance is chosen, is the share of planted copies of up to
 two alike), 32 pixels to the whole, are compared with patches of the others and with the test images of a data set.
 """
 
-import argparse
 import resource
 import shutil
 import sys
@@ -199,26 +198,17 @@ def noise(rng: np.random.Generator, num: int) -> np.ndarray:
     return (pictures / pictures.std((1, 2), keepdims=True) * 50 + 128).clip(0, 255).astype(np.uint8)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=("recall", "false", "time"))
-    parser.add_argument("arguments", nargs=2)
-    parser.add_argument("--max-distance", type=float, default=DEFAULT)
-    parser.add_argument(
-        "--images", type=int, default=2000, help="of recall; 360,000 patches were compared for the docs"
-    )
-    given = parser.parse_args()
-    first, second = given.arguments
+def main(subject: str, first: str, second: str, images: str = "2000") -> None:
     with mistakes_in_one_line():
-        if given.subject == "recall":
-            shares = measure_recall(load_images(first, second, given.images), given.max_distance)
+        if subject == "recall":
+            shares = measure_recall(load_images(first, second, int(images)), DEFAULT)
             for name, share in {**shares, "mean": float(np.mean(list(shares.values())))}.items():
                 print(f"{share:8.3f}  {name}")
-        elif given.subject == "false":
-            measure_false(first, second, given.images)
+        elif subject == "false":
+            measure_false(first, second, int(images))
         else:
             measure_time(int(first), int(second))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -33,7 +33,7 @@ from pipeline.data.loading.views import Views, train_views
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.run import AugmentConfig
 
-_LARGE, _SMALL = 224, 96
+_LARGE, _SMALL, _BATCH = 224, 96, 16
 # (views, pixels of a side, area_min, area_max) of each group
 _ONE, _MULTI = [(1, _LARGE, 0.05, 1.0)], [(2, _LARGE, 0.4, 1.0), (6, _SMALL, 0.05, 0.4)]
 
@@ -54,9 +54,9 @@ def run(config: argparse.Namespace, folder: Path) -> None:
         writer = train_views(views, 0, pixels=split.pixels)
         each = [group for group in groups for _ in range(group[0])]
         for what, work in (
-            ("decode, crop and resize alone", partial(decode_alone, split, writer, config.batch, cores)),
-            ("our loader", partial(load_batches, split, writer, config.batch, cores)),
-            ("tifffile + DataLoader", partial(read_tiffs, files, each, config.batch, cores)),
+            ("decode, crop and resize alone", partial(decode_alone, split, writer, _BATCH, cores)),
+            ("our loader", partial(load_batches, split, writer, _BATCH, cores)),
+            ("tifffile + DataLoader", partial(read_tiffs, files, each, _BATCH, cores)),
         ):
             contestants.append(Contestant(f"{what}, {name}", work, cores))
     print_table(race(contestants, config.rounds))
@@ -112,7 +112,6 @@ if __name__ == "__main__":
     parser.add_argument("fields", nargs="+", help="TIFFs of 16 bits, at least as large as a tile")
     parser.add_argument("--side", type=int, default=256, help="pixels of a side of an image")
     parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     with tempfile.TemporaryDirectory() as scratch:
         run(parser.parse_args(), Path(scratch))

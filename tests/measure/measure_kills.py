@@ -177,19 +177,15 @@ def is_alive(pid: int) -> bool:
     return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # The forge reaps them later.
 
 
-def compare(whole: Path, run: Path, steps: int = _STEPS) -> list[str]:
+def compare(whole: Path, run: Path) -> list[str]:
     """What differs between two finished runs, a line each."""
     logged = [by_name(read_metrics(folder / METRICS_FILE)[0]) for folder in (whole, run)]
     expected, found = ({name: steps for name, steps in of.items() if not name.startswith(_MEASURED)} for of in logged)
     assert {"loss", "grad_norm"} < expected.keys()
     lines = [f"metric {name}" for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
-    last = [folder / "checkpoints" / f"step-{steps:08d}" for folder in (whole, run)]
+    last = [folder / "checkpoints" / f"step-{_STEPS:08d}" for folder in (whole, run)]
     (state, other_state), (one, other) = map(read_state, last), map(ShardedTensors.open, last)
-    lines += (
-        []
-        if (state.losses, state.engine, state.counts) == (other_state.losses, other_state.engine, other_state.counts)
-        else ["state"]
-    )
+    lines += [name for name in ("losses", "engine", "counts") if getattr(state, name) != getattr(other_state, name)]
     assert one.states == other.states
     for name in one.states:
         tensors, others = one.full_tensors(name), other.full_tensors(name)

@@ -58,7 +58,7 @@ from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.run import AugmentConfig
 
-_SHORT, _PER_SHARD, _SHUFFLED, _CLASSES = 256, 500, 1000, 10
+_SIDE, _BATCH, _SHORT, _PER_SHARD, _SHUFFLED, _CLASSES = 224, 64, 256, 500, 1000, 10
 _MEAN, _DEVIATION = (torch.tensor(x)[:, None, None] for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 # (path, class)
 Files = Sequence[tuple[Path, int]]
@@ -144,17 +144,17 @@ def write_raw(source: Path, folder: Path, images: int) -> Files:
 
 
 # ---------------------------------------------------------------------- our loader
-def loading(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[Contestant]:
+def loading(files: Files, folder: Path) -> Iterator[Contestant]:
     cores = len(os.sched_getaffinity(0))
     full, small = (_shards(folder, short) for short in (0, _SHORT))
     for method, region in (("linear", True), ("antialias", True), ("linear", False), ("antialias", False)):
         about = f"{'region' if region else 'whole'}, {method}"
-        view = _view(given, method, region)
+        view = _view(method, region)
         for name, work in (("decode + resize alone", decode_alone), ("our loader", load_batches)):
-            yield Contestant(f"{name}, {about}", partial(work, full, view, given.batch, cores), cores)
-    work = partial(load_batches, small, _view(given, "linear", True), given.batch, cores)
+            yield Contestant(f"{name}, {about}", partial(work, full, view, _BATCH, cores), cores)
+    work = partial(load_batches, small, _view("linear", True), _BATCH, cores)
     yield Contestant(f"our loader, region, linear, {_SHORT} px", work, cores)
-    yield from _others(given, files, folder, full.shard_paths, cores)
+    yield from _others(files, full.shard_paths, cores)
 
 
 def _shards(folder: Path, short: int) -> Split:
@@ -164,8 +164,8 @@ def _shards(folder: Path, short: int) -> Split:
     return open_dataset(out).split("train")
 
 
-def _view(given: argparse.Namespace, method: Any, region: bool) -> ViewWriter:
-    view = train_view(AugmentConfig(resize_filter=method), 0, given.image_size)
+def _view(method: Any, region: bool) -> ViewWriter:
+    view = train_view(AugmentConfig(resize_filter=method), 0, _SIDE)
 
     def write_whole(*arguments: Any) -> None:
         jpeg_region._LIBRARY = None  # Of the contestant's own process.
@@ -231,21 +231,13 @@ def _pillow(data: bytes, side: int) -> torch.Tensor:
     return pixels.sub_(_MEAN).div_(_DEVIATION)
 
 
-def _others(
-    given: argparse.Namespace, files: Files, folder: Path, shards: Sequence[str], cores: int
-) -> Iterator[Contestant]:
+def _others(files: Files, shards: Sequence[str], cores: int) -> Iterator[Contestant]:
     """Other loaders, configured as in their documentation. Each imports its library itself: what is missing is one line
     of the result.
     """
-    try:
-        _write_mosaic(files, mosaic := folder / "mosaic")
-    except ImportError as error:
-        print(f"MosaicML streaming: not measured, {error}")
     readers: dict[str, tuple[Callable[..., Iterable[tuple[Any, Any]]], Any, str]] = {
         "files + DataLoader": (read_files, files, "torch"),
         "webdataset": (_read_webdataset, shards, "webdataset"),
-        "MosaicML streaming": (_read_mosaic, mosaic, "streaming"),
-        "Grain": (_read_grain, files, "grain"),
         "SPDL": (_read_spdl, files, "spdl"),
     }
     views: dict[str, View] = {
@@ -261,10 +253,10 @@ def _others(
     for about, view in views.items():
         for name, (read, source, module) in readers.items():
             if name != "SPDL" or view is not _pillow:
-                work = partial(count, read, source, partial(view, side=given.image_size), given.batch, cores)
+                work = partial(count, read, source, partial(view, side=_SIDE), _BATCH, cores)
                 yield Contestant(f"{name}, {about}", work, cores, module)
     for method in ("linear", "antialias"):
-        work = partial(count, _read_dali, files, method == "antialias", given.image_size, given.batch, cores)
+        work = partial(count, _read_dali, files, method == "antialias", _SIDE, _BATCH, cores)
         yield Contestant(f"DALI, region, {method}", work, cores, "nvidia.dali.fn")
 
 
@@ -284,35 +276,6 @@ def _read_webdataset(shards: Sequence[str], view: Any, batch: int, workers: int)
     dataset = webdataset.WebDataset(list(shards), shardshuffle=len(shards), seed=0).shuffle(_SHUFFLED)
     dataset = dataset.to_tuple("jpg", "cls").map_tuple(view, int).batched(batch)
     return webdataset.WebLoader(dataset, batch_size=None, num_workers=workers)
-
-
-def _write_mosaic(files: Files, folder: Path) -> None:
-    import streaming
-
-    with streaming.MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}) as writer:
-        for path, label in files:
-            writer.write({"image": path.read_bytes(), "label": label})
-
-
-def _read_mosaic(folder: Path, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    import streaming
-
-    class Samples(streaming.StreamingDataset):
-        def __getitem__(self, index: Any) -> tuple[Any, int]:
-            sample = super().__getitem__(index)
-            return view(sample["image"]), sample["label"]
-
-    dataset = Samples(local=str(folder), shuffle=True, batch_size=batch)
-    return torch.utils.data.DataLoader(dataset, batch_size=batch, num_workers=workers)
-
-
-def _read_grain(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
-    """One batch per thread."""
-    import grain
-
-    dataset = grain.MapDataset.source(files).shuffle(seed=0)
-    dataset = dataset.map(lambda file: (np.asarray(view(file[0].read_bytes())), file[1])).batch(batch)
-    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers))
 
 
 def _read_spdl(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
@@ -346,7 +309,7 @@ def _read_dali(files: Files, antialias: bool, side: int, batch: int, workers: in
 
 
 # ---------------------------------------------------------------------- sharding
-def sharding(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[Contestant]:
+def sharding(files: Files, folder: Path) -> Iterator[Contestant]:
     """Tasks are plain processes, without Ray, whose start takes a few seconds."""
     out = folder / "out"
     for cores in (1, len(os.sched_getaffinity(0))):
@@ -361,7 +324,6 @@ def sharding(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[
         yield one("ours, inspect=decode", "pandas", _ours, {})
         yield one("ShardWriter", "webdataset", _in_processes, _write)
         yield one("ShardWriter + fsync + SHA-256", "webdataset", _in_processes, partial(_write, finish=_sync_and_hash))
-        yield one("MDSWriter", "streaming", _in_processes, lambda files, out, i: _write_mosaic(files, out / str(i)))
         for method in ("area", "antialias"):
             yield one(f"ours, resized, {method}", "pandas", _ours, {"resize_short": _SHORT, "resize_filter": method})
 
@@ -423,15 +385,14 @@ def main() -> None:
     parser.add_argument("subject", choices=("loading", "sharding"))
     parser.add_argument("source", type=Path, help="folder or tar of JPEGs")
     parser.add_argument("--images", type=int, default=4000, help="those of source are repeated")
-    for name, default in (("--batch", 64), ("--image-size", 224), ("--rounds", 3)):
-        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with mistakes_in_one_line(), tempfile.TemporaryDirectory() as name:
         files = write_raw(given.source, Path(name) / "raw", given.images)
         measure = loading if given.subject == "loading" else sharding
-        results = race(list(measure(given, files, Path(name))), given.rounds)
+        results = race(list(measure(files, Path(name))), given.rounds)
     print_table(results)
 
 

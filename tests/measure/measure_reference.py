@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -77,7 +76,8 @@ def main(repository: str = "") -> None:
         data = make_dataset(base / "data", {"train": 150, "val": 37}, size=24)
         for name, (world_size, more) in RUNS.items():
             print(name, file=sys.stderr, flush=True)
-            pretrain(root, world_size, settings(data, base / "runs", name, *more))
+            torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
+            call(root, *torchrun, "launch/pretrain.py", *settings(data, base / "runs", name, *more))
             found |= {f"{name} {what}": value for what, value in run_hashes(base / "runs" / name).items()}
         call(
             root,
@@ -88,7 +88,8 @@ def main(repository: str = "") -> None:
                 "tuned",
                 f"init.weights={base}/runs/masked_pixels",
                 "model.image_size=24",
-                *(f"model.{n}={v}" for n, v in UNSET.items()),
+                # What weights determine, in place of the sizes that `settings` gives.
+                *(f"model.{name}=null" for name in ("name", "width", "depth", "mlp_width", "num_heads")),
             ),
         )
         found |= {f"tuned {what}": value for what, value in run_hashes(base / "runs" / "tuned").items()}
@@ -106,53 +107,11 @@ def main(repository: str = "") -> None:
     print()
 
 
-# What init.weights determines, in place of the sizes that `settings` gives.
-UNSET = {"name": "null", "width": "null", "depth": "null", "mlp_width": "null", "num_heads": "null"}
-
-
-def pretrain(root: Path, world_size: int, overrides: list[str]) -> None:
-    """A run of launch/pretrain.py on this many ranks, which a launcher would start like this."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        start(
-            root,
-            "launch/pretrain.py",
-            *overrides,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        finish(rank)
-
-
-def call(root: Path, script: str, *overrides: str) -> None:
-    finish(start(root, script, *overrides))
-
-
-def start(root: Path, script: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root), **environment}
-    return subprocess.Popen(
-        [sys.executable, str(root / script), *overrides],
-        env=env,
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate()
-    if process.returncode:
-        sys.exit(f"{process.args} ended with code {process.returncode}:\n{output}")
+def call(root: Path, *command: str) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, *command], env=env, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def run_hashes(run: Path) -> dict[str, str]:

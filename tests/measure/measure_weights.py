@@ -3,7 +3,6 @@
     python tests/measure/measure_weights.py                             # transformers: each family
     pip install --no-deps timm torchvision
     python tests/measure/measure_weights.py 'vit_small*' 'deit3_small*'     # timm: each model whose name fits a pattern
-    python tests/measure/measure_weights.py 'vit_small*' in_chans=4
 
 transformers: models of the size of ViT-B/16 with random values; the largest difference of features and patch tokens at
 224 x 224 px and at 384 x 256. timm: models of two blocks with random values, saved as timm saves them. Printed are the
@@ -26,7 +25,6 @@ import families
 import torch
 from torch import library
 
-from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
 from pipeline.model import load, read_weights, to_timm
 from pipeline.model.files import write_folder
@@ -64,23 +62,21 @@ def of_timm(patterns: list[str], folder: Path) -> None:
     for operator in ("nms", "qnms"):
         operators.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
     timm: Any = importlib.import_module("timm")
-    channels = max(int(given.partition("=")[2] or 3) for given in patterns)
     for name in timm.list_models():
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            print(f"{name:40} {result(timm, name, folder / name, channels)}", flush=True)
+            print(f"{name:40} {result(timm, name, folder / name)}", flush=True)
 
 
-def result(timm: Any, name: str, folder: Path, channels: int) -> str:
+def result(timm: Any, name: str, folder: Path) -> str:
     try:
         with torch.device("meta"):
             heads = timm.create_model(name).blocks[0].attn.num_heads  # as it depends on the depth for ours
-        theirs = families.randomised(timm.create_model(name, depth=2, num_heads=heads, in_chans=channels), 0.02)
+        theirs = families.randomised(timm.create_model(name, depth=2, num_heads=heads), 0.02)
     except (AttributeError, AssertionError) as error:
         return f"no plain blocks ({error})"
     timm.models.save_for_hf(theirs, folder / "saved")
     try:
-        data = None if channels == 3 else Pixels.full_range(tuple(map(str, range(channels))), "uint16")
-        ours = load(folder / "saved", pixels=data)
+        ours = load(folder / "saved")
     except UserError as error:
         return str(error).partition(": ")[2]
     config = ours.config
@@ -95,17 +91,15 @@ def result(timm: Any, name: str, folder: Path, channels: int) -> str:
     (rows, columns), side = config.grid, config.patch_pixels
     other = (rows + 3) * side, (columns - 2) * side
     theirs.set_input_size(img_size=other)
-    found.append(difference(theirs, load(folder / "saved", image_size=other, pixels=data), other))
+    found.append(difference(theirs, load(folder / "saved", image_size=other), other))
     return " ".join(f"{number:.1e}" for number in found) + f" {written}"
 
 
 @torch.no_grad()
 def difference(theirs: Any, ours: Any, size: tuple[int, int]) -> float:
     read = ours.config.pixels
-    pixels = torch.rand(2, read.num_channels, *size, generator=torch.Generator().manual_seed(2))
-    # timm's own configuration keeps that of three channels.
-    known = {"mean": read.mean, "std": read.std} if read.num_channels != 3 else theirs.pretrained_cfg
-    mean, std = (torch.tensor(known[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    pixels = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(2))
+    mean, std = (torch.tensor(theirs.pretrained_cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
     tokens = theirs.forward_features((pixels - mean) / std)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (read.mean, read.std))
     images = (pixels - mean) / std

@@ -4,7 +4,6 @@ every ZeRO stage.
 
 import hashlib
 import importlib
-import json
 import math
 import shutil
 from pathlib import Path
@@ -92,7 +91,6 @@ OTHERS = {
             "probe.every=3 steps",
             "probe.shots=0",
             "probe.neighbours=5",
-            "checkpoint.best=val_5nn",
         ),
         ("loss", "pair_accuracy", "grad_norm", "val_5nn"),
         "projector.last.weight",
@@ -248,7 +246,7 @@ def test_frozen_parameters_wait_and_others_learn(runs: Path, stage: int, precisi
 def test_the_backbone_alone_is_exported(runs: Path) -> None:
     config, weights = models.read_weights(runs / "1-fp32")[:2]
     assert PageFolder(runs / "1-fp32").read_facts().facts.model["num_classes"] == 0
-    assert not [name for name in models.build(config).state_dict() if name not in weights]
+    assert models.build(config).state_dict().keys() <= weights.keys()
     assert not [name for name in models.read_weights(runs / "simclr")[1] if name.startswith("objective.")]
 
 
@@ -268,11 +266,8 @@ def test_a_run_is_taught_by_the_same_weights_to_its_end(taught: str, forge: Forg
 
 def test_a_run_tells_what_taught_it(runs: Path) -> None:
     digest = hashlib.sha256((runs / "teacher.pt").read_bytes()).hexdigest()
-    for name in ("distill", "distill-cut", "distill-elsewhere"):
-        assert (
-            f"{runs / 'teacher.pt'}, SHA-256 {digest[:16]}"
-            in PageFolder(runs / name).read_facts().facts.tags[TEACHER_TAG]
-        )
+    tags = PageFolder(runs / "distill").read_facts().facts.tags
+    assert f"{runs / 'teacher.pt'}, SHA-256 {digest[:16]}" in tags[TEACHER_TAG]
 
 
 def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset: Path, tmp_path: Path) -> None:
@@ -288,7 +283,7 @@ def test_a_skipped_step_changes_neither_teacher_nor_centre(forge: Forge, dataset
 @pytest.mark.parametrize(
     ("step", "least"),
     [
-        ("distillation:step_of_tiny_dinov2", 30),
+        ("crops_step:tensors_of_dinov2", 30),
         ("crops_step:tensors_of_lejepa", 25),
         ("crops_step:tensors_of_simclr", 25),
     ],
@@ -306,9 +301,3 @@ def test_two_ranks_compute_what_one_does_of_the_whole_batch(
     assert len(found) > least
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_the_best_checkpoint_by_a_probe_is_kept(runs: Path) -> None:
-    """Of an objective that measures nothing else."""
-    assert 0 < metrics(runs / "simclr", "val_5nn")[STEPS] <= 1
-    assert json.loads((runs / "simclr/checkpoints/kept.json").read_text())["metric"] == "val_5nn"

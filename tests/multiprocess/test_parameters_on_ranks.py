@@ -1,4 +1,4 @@
-"""Frozen blocks and Muon on two ranks: the same at every ZeRO stage that has them, and a restart changes no bit."""
+"""Continued weights and Muon on two ranks: the same at every ZeRO stage, and a restart changes no bit."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from ranks import STEPS, metrics, settings
 from test_objective import after_3, begin_again, tensors
 
 from pipeline import model as models
+from pipeline.checkpoint.sharded_tensors import ShardedTensors
 
-STAGES = [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")]
 # Objectives that continue weights, with new heads first: (loss, stage, precision, what is trained then).
 OF_DINO = (
     "objective.prototypes=8",
@@ -49,27 +49,6 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("weights") / "start.pt"
     models.save(models.create("ViT-Ti/8", 16, 7, depth=2, mlp_width=192, seed=5), file)
     return file
-
-
-@pytest.fixture(scope="module")
-def frozen(forge: Forge, dataset: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each stage with one of two blocks frozen."""
-    out = tmp_path_factory.mktemp("frozen")
-
-    def given(stage: int, precision: str) -> list[str]:
-        run = [text for text in settings(dataset, out, f"{stage}") if not text.startswith("model.")]
-        return [
-            *run,
-            f"init.weights={weights}",
-            "init.new_head=true",
-            "model.image_size=16",
-            "train.freeze=1 block",
-            f"engine.zero_stage={stage}",
-            f"engine.precision={precision}",
-        ]
-
-    forge.start(2, *(given(*stage) for stage in STAGES)).finish()
-    return out
 
 
 def name_of(loss: str, stage: int, precision: str, way: str) -> str:
@@ -146,6 +125,9 @@ def test_new_heads_learn_first_and_frozen_weights_stay(
         else:
             assert {name.startswith(("blocks.1.", "norm.")) for name in changed} == {True} or run[3] == "whole"
             assert "blocks.1.mlp.up.weight" in changed
+    index = ShardedTensors.open(folder / "checkpoints" / f"step-{STEPS:08d}").index
+    with_moments = {name for ranges in index.files.values() for name, *_ in ranges}
+    assert ("blocks.0.mlp.up.weight" in with_moments) == (run[3] == "whole")
     added = {name for name in found if name.startswith("objective.") and name.endswith(("weight", "token"))}
     before = tensors(folder, 1, "weights")
     assert any(not np.array_equal(found[name], before[name]) for name in added)
@@ -173,8 +155,8 @@ def test_the_factors_are_in_what_is_exported(continued: Path, weights: Path, los
 
 @pytest.fixture(scope="module")
 def muon(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each stage by Muon, each again from its third step, and one of stages 1 and 2 from there with one rank;
-    a step is skipped.
+    """A run of each stage by Muon, each again from its third step, and one of stages 1 and 2 from there with one
+    rank.
     """
     out = tmp_path_factory.mktemp("muon")
 
@@ -191,33 +173,14 @@ def muon(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory) 
             f"engine.precision={precision}",
         )
 
-    forge.start_work(
-        2, "distillation:train_losing", {"skipped": 4, "runs": [given(*stage) for stage in BY_MUON]}
-    ).finish()
+    forge.start_work(2, "test_train:train_with_fp16", [given(*stage) for stage in BY_MUON]).finish()
     for stage, precision in BY_MUON:
         for name in ("cut", "elsewhere"):
             begin_again(out / f"{stage}-{precision}", out / f"{stage}-{precision}-{name}")
     again = [[given(*stage, name) for stage in BY_MUON[first:]] for name, first in (("-cut", 0), ("-elsewhere", 1))]
     for world_size, runs in zip((2, 1), again, strict=True):
-        forge.start_work(world_size, "distillation:train_losing", {"skipped": 4, "runs": runs}).finish()
+        forge.start_work(world_size, "test_train:train_with_fp16", runs).finish()
     return out
-
-
-@pytest.mark.parametrize(("stage", "precision"), STAGES)
-def test_frozen_blocks_stay_and_have_no_state(frozen: Path, weights: Path, stage: int, precision: str) -> None:
-    run, start = frozen / f"{stage}", models.load(weights).state_dict()
-    found = tensors(run, STEPS, "weights")
-    assert found.keys() == start.keys()
-    for name, array in found.items():
-        stays = not name.startswith(("blocks.1", "norm", "head"))
-        value = start[name].bfloat16().float() if precision == "bf16" else start[name]
-        assert array.shape != value.shape if name.startswith("head") else np.array_equal(array, value) == stays, name
-    state = frozen / f"{stage}/checkpoints/step-{STEPS:08d}"
-    size = sum(file.stat().st_size for file in state.glob("rank-*.bin"))
-    moving = sum(array.size for name, array in found.items() if name.startswith(("blocks.1", "norm", "head")))
-    assert size == 4 * (sum(array.size for array in found.values()) + 2 * moving)  # Two moments of what is trained.
-    if precision == "fp32":
-        np.testing.assert_allclose(list(metrics(run).values()), list(metrics(frozen / "0").values()), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("stage", "precision"), BY_MUON)
@@ -235,20 +198,10 @@ def test_a_restart_by_muon_changes_no_bit(muon: Path, stage: int, precision: str
     assert second["head.weight"].any()
 
 
-@pytest.mark.parametrize(("stage", "precision"), BY_MUON)
-def test_a_step_that_is_skipped_changes_nothing(muon: Path, stage: int, precision: str) -> None:
-    for state in ("weights", "exp_avg"):
-        before, after, end = (tensors(muon / f"{stage}-{precision}", step, state) for step in (4, 5, 6))
-        assert all(np.array_equal(array, after[name]) for name, array in before.items())
-        assert not np.array_equal(end["blocks.0.mlp.up.weight"], after["blocks.0.mlp.up.weight"])
-
-
 @pytest.mark.parametrize(("stage", "precision"), BY_MUON[1:])
 def test_stages_and_numbers_of_ranks_are_the_same_but_for_rounding(muon: Path, stage: int, precision: str) -> None:
     tolerance = 1e-4 if precision == "fp32" else 2e-2
     expected, found = metrics(muon / "0-fp32"), metrics(muon / f"{stage}-{precision}")
-    np.testing.assert_allclose(
-        [found[n] for n in (1, 2, 3, 4, 6)], [expected[n] for n in (1, 2, 3, 4, 6)], rtol=tolerance
-    )
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=tolerance)
     elsewhere = metrics(muon / f"{stage}-{precision}-elsewhere")
-    np.testing.assert_allclose([elsewhere[n] for n in (4, 6)], [found[n] for n in (4, 6)], rtol=tolerance)
+    np.testing.assert_allclose(list(elsewhere.values()), list(after_3(found).values()), rtol=tolerance)

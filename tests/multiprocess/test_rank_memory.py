@@ -1,14 +1,10 @@
-"""Predicted bytes of a rank against the live tensors of real steps, at every ZeRO stage; and a rehearsal leaves
-nothing.
-
-On 2 ranks, all in one start.
-"""
+"""Predicted bytes of a rank against the live tensors of real steps, at every ZeRO stage. On 2 ranks, in one start."""
 
 import json
-from typing import Any
 
 import model_parts
 import pytest
+from fake_gpu import TINY
 from forked import Forge
 
 from pipeline import objectives
@@ -60,19 +56,12 @@ CASES: list[tuple[int, str, int, int, list[str]]] = [
 
 def overrides(stage: int, precision: str, accumulation: int, more: list[str]) -> list[str]:
     return [
-        "name=x",
-        "data.path=x",
-        "data.streams=2",
-        "train.length=10 steps",
-        "schedule.warmup=0 steps",
-        "model.name=ViT-Ti/8",
+        *TINY,
         "model.image_size=64",
         "model.width=128",
         "model.depth=3",
         "model.mlp_width=512",
         "model.num_heads=4",
-        "train.loss=softmax",
-        "train.micro_batch=2",
         f"train.global_batch={4 * accumulation}",
         f"engine.zero_stage={stage}",
         f"engine.precision={precision}",
@@ -80,49 +69,21 @@ def overrides(stage: int, precision: str, accumulation: int, more: list[str]) ->
     ]
 
 
-# stage, precision, more settings; each trained with a rehearsal and without.
-REHEARSED = [
-    (0, "fp32", []),
-    (1, "fp32", ["optimizer.ema_decay=0.8"]),
-    (2, "fp32", ["optimizer.name=sgd"]),
-    (3, "fp32", []),
-    (1, "bf16", []),
-    (2, "fp16", ["engine.fused=true"]),
-    (1, "fp32", ["engine.offload=true"]),
-]
-
-
 @pytest.fixture(scope="module")
-def found(forge: Forge) -> dict[str, list[Any]]:
-    """By name of what was done: of each case, what each rank found."""
-    measured = [
-        ("measure", overrides(stage, precision, count, more), NUM_CLASSES, bucket)
+def found(forge: Forge) -> list[dict[str, int]]:
+    """What rank 0 found in each case."""
+    cases = [
+        (overrides(stage, precision, count, more), NUM_CLASSES, bucket)
         for stage, precision, count, bucket, more in CASES
     ]
-    small = ["model.image_size=16", "model.width=32", "model.mlp_width=64", "model.dropout=0.1", "model.drop_path=0.2"]
-    trained = [
-        ("train", overrides(stage, precision, 3, [*small, *more]), 4, rehearse)
-        for stage, precision, more in REHEARSED
-        for rehearse in (True, False)
-    ]
-    output = forge.start_work(2, "rank_memory:main", measured + trained).finish()
+    output = forge.start_work(2, "rank_memory:main", cases).finish()
     (line,) = [line for line in output.splitlines() if line.startswith("found ")]
-    results = json.loads(line.removeprefix("found "))
-    return {"measure": results[: len(measured)], "train": results[len(measured) :]}
-
-
-@pytest.mark.parametrize("number", range(len(REHEARSED)), ids=lambda number: "-".join(map(str, REHEARSED[number][:2])))
-def test_a_rehearsal_leaves_nothing_behind(number: int, found: dict[str, list[Any]]) -> None:
-    """Losses, gradients, weights, moments and counters of both ranks are, to the bit, those of a run without it."""
-    rehearsed, plain = found["train"][2 * number : 2 * number + 2]
-    assert rehearsed == plain
-    assert all(rank["untouched"] and rank["counters"]["skipped_steps"] == 0 for rank in rehearsed)
-    assert len({loss for rank in rehearsed for loss in rank["losses"]}) > 4, "it trains, on other samples on each rank"
+    return json.loads(line.removeprefix("found "))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number][:4])))
 def test_prediction_is_what_a_step_holds(
-    number: int, found: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    number: int, found: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, precision, accumulation, bucket, more = CASES[number]
     monkeypatch.setattr(memory, "REDUCE_BUCKET", bucket)
@@ -130,7 +91,7 @@ def test_prediction_is_what_a_step_holds(
     config = schema.load(RunConfig, None, overrides(stage, precision, accumulation, more))
     plan = make_plan(config, 1000, 2)
     model = objectives.new_backbone(config, NUM_CLASSES)
-    measured = found["measure"][number][0]
+    measured = found[number]
     peak = memory.rank_memory(model, config, plan.micro_batch, plan.accumulation, 2)
     assert peak.total == pytest.approx(measured["peak"], rel=0.10), peak
     P = memory.parameters(config, model).trained

@@ -221,16 +221,3 @@ def test_mistakes_are_told_in_one_line(run: Path, asked: list[str], expected: st
     with pytest.raises(UserError, match=expected) as error:
         ask(run, *asked)
     assert "\n" not in str(error.value)
-
-
-def test_a_checkpoint_with_foreign_facts_is_refused_in_one_line(dataset: Path, tmp_path: Path) -> None:
-    whole = {"format": 1, "step": 3, "identity": {}, "left_out": [[1, 2]]}
-    for name, value, said in (
-        ("step", "3", "step = '3'"),
-        ("identity", [], "identity = []"),
-        ("left_out", [[1, "x"]], "left_out[0][1] = 'x'"),
-    ):
-        (tmp_path / "state.json").write_text(json.dumps({**whole, name: value}))
-        with pytest.raises(UserError) as error:
-            ask(tmp_path, "step=1")
-        assert str(error.value).startswith(f"{tmp_path}/state.json: {said}")

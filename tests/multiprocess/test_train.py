@@ -18,7 +18,6 @@ from tiny import train_view
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.pixels import RGB8
-from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import MODEL, read_state
 from pipeline.data.dataset.manifest import open_dataset
@@ -38,8 +37,7 @@ from pipeline.process.committed import read_checksums
 from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import WeightsConfig
-from pipeline.settings.run import AugmentConfig, RunConfig
-from pipeline.train import setup
+from pipeline.settings.run import RunConfig
 
 MIXED = ("augment.mixup=0.8", "augment.cutmix=1", "augment.randaugment_layers=2", "train.label_smoothing=0.1")
 SGD = ("optimizer.name=sgd", "optimizer.weight_decay=0", "engine.zero_stage=2")
@@ -140,22 +138,9 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
         settings(
             dataset, out, f"stage{stage}-{precision}", f"engine.zero_stage={stage}", f"engine.precision={precision}"
         )
-        for stage, precision in (
-            (0, "fp32"),
-            (1, "fp32"),
-            (2, "fp32"),
-            (3, "fp32"),
-            (1, "bf16"),
-            (2, "bf16"),
-            (3, "bf16"),
-            (1, "fp16"),
-            (2, "fp16"),
-            (3, "fp16"),
-        )
+        for precision in ("fp32", "bf16", "fp16")
+        for stage in range(precision != "fp32", 4)
     ]
-    for name, lives in (("fp16-whole", [STEPS]), ("fp16-cut", [3, STEPS])):
-        fp16 = settings(dataset, out, name, "engine.precision=fp16", "schedule.decay=constant")
-        runs += [[*fp16, f"train.length={steps} steps"] for steps in lives]
     for stage in (1, 3):
         offload = settings(dataset, out, f"offload{stage}", f"engine.zero_stage={stage}", "engine.offload=true")
         runs += [[*offload, "schedule.decay=constant", "train.length=3 steps"], [*offload, "schedule.decay=constant"]]
@@ -174,33 +159,44 @@ def matrix(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     masked = settings(dataset, out, "masked", *MASKED)
     wide = [given for given in settings(dataset, out, "wide", *WIDE) if not given.startswith("model.")]
     wide += [f"init.weights={out / 'masked'}", "model.image_size=16x24"]
-    for more in (
-        ["train.length=3 steps"],
-        [],
-    ):  # The second begins from a run that trains on between its own two lives.
+    # The second begins from a run that trains on between its own two lives.
+    for more in (["train.length=3 steps"], []):
         runs += [[*masked, *more], [*wide, *more]]
     said = forge.start_work(2, "test_train:train_with_fp16", runs).finish()
     assert "Warning" not in said
     return out
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fp32_losses_equal_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
-    expected = plain_losses(settings(dataset, matrix, "plain"))
-    found = metrics(matrix / f"stage{stage}-fp32")
-    assert sorted(found) == list(range(1, STEPS + 1))
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-    assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
+# Run -> what its settings have beside those of its plain run's, and the tolerance.
+LOSSES: dict[str, tuple[tuple[str, ...], float]] = {
+    **{f"stage{stage}-fp32": ((), 2e-5) for stage in range(4)},
+    **{f"ema{stage}": (EMA, 2e-5) for stage in range(4)},
+    **{f"stage{stage}-fp16": ((), 1e-3) for stage in (1, 2, 3)},
+    # A wrong first step (stack of 0.73x) or bf16 accumulation of the gradients is far outside.
+    **{f"stage{stage}-bf16": ((), 2e-2) for stage in (1, 2, 3)},
+    **{f"offload{stage}": (("schedule.decay=constant",), 2e-5) for stage in (1, 3)},
+    "sgd": (SGD, 2e-5),
+    # Two ranks with two micro-batches each mix as one process with the whole batch does.
+    "mixed": (MIXED, 2e-5),
+    "hybrid": (HYBRID, 1e-4),
+    "masked": (MASKED, 2e-5),
+    "bit": (BIT, 5e-2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_plain_pytorch(dataset: Path, matrix: Path, name: str) -> None:
+    """Also of runs in two lives."""
+    more, tolerance = LOSSES[name]
+    found = metrics(matrix / name)
+    expected = plain_losses(settings(dataset, matrix, "plain", *more), len(found))
+    assert list(found) == list(range(1, (2 if name == "bit" else STEPS) + 1))
+    np.testing.assert_allclose(list(found.values()), expected, rtol=tolerance)
+    assert expected[-1] != pytest.approx(expected[0], rel=0.01), "it learns, so the comparison means something"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_parts_of_later_vits_train_and_resume_as_in_plain_pytorch(matrix: Path, dataset: Path, stage: int) -> None:
-    expected, found = plain_losses(settings(dataset, matrix, "plain", *EMA)), metrics(matrix / f"ema{stage}")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Path, dataset: Path, stage: int) -> None:
+def test_the_mean_of_the_weights_is_kept_resumed_and_exported(matrix: Path, stage: int) -> None:
     run = matrix / f"ema{stage}"
     steps = [ShardedTensors.open(run / "checkpoints" / f"step-{step:08d}") for step in range(1, STEPS + 1)]
     new = models.build(models.load(run).config)
@@ -213,89 +209,30 @@ def test_the_mean_of_the_weights_is_kept_resumed_scored_and_exported(matrix: Pat
         np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
         assert np.array_equal(found[name], parameter.detach().numpy()), "what is exported"
         assert np.abs(found[name] - weights[name]).max() > 1e-5
-    data = open_dataset(dataset).split("val")
-    model.eval()
+
+
+@pytest.mark.parametrize(
+    "name", ["wide", *(name for name in LOSSES if name.startswith("ema") or name.endswith("fp32"))]
+)
+def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path, name: str) -> None:
+    """The model of every stage's checkpoint has whole fp32 weights: the same scores when loaded outside of
+    DeepSpeed.
+    """
+    loaded, split = load_model(WeightsConfig(weights=str(matrix / name))), open_dataset(dataset).split("val")
+    reader = SplitReader(split, loaded.image_size, loaded.view, 37, 1, Ranks(0, 0, 1, torch.device("cpu")))
     with torch.no_grad():
-        alone, cpu = Ranks(0, 0, 1, torch.device("cpu")), torch.device("cpu")
-        forward = lambda images: model(normalise(images, cpu, torch.float32, RGB8))  # noqa: E731
-        scores = score(predict(forward, SplitReader(data, 16, AugmentConfig(), 37, 1, alone), "softmax"), data, 4)
-    assert json.loads((run / "scores.json").read_text())["loss"] == pytest.approx(scores.loss, rel=1e-5)
+        scores = score(predict(loaded.logits, reader, "softmax"), split, 4)
+    found = json.loads((matrix / name / "scores.json").read_text())
+    assert (found["top1"], found["num_samples"]) == (scores.top1, len(split))
+    assert found["loss"] == metrics(matrix / name, "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fp16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
-    run = matrix / f"stage{stage}-fp16"
-    expected, found = plain_losses(settings(dataset, matrix, "plain")), metrics(run)
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=1e-3)
-    assert max(metrics(run, "skipped_steps").values()) == 0
-
-
-def test_fp16_resumes_bit_for_bit_with_its_loss_scale(matrix: Path) -> None:
-    """The scale grows after so many steps without an overflow: they are counted on, not anew."""
-    whole, cut = matrix / "fp16-whole", matrix / "fp16-cut"
-    assert metrics(cut) == metrics(whole)
-    scales = [read_state(run / "checkpoints" / "step-00000006").engine.loss_scale for run in (whole, cut)]
-    assert scales[0] == scales[1]
-    assert scales[1] == {"cur_scale": 2**12, "cur_iter": STEPS, "last_overflow_iter": -1, "cur_hysteresis": 2}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_on_the_host_does_the_same_and_resumes(dataset: Path, matrix: Path, stage: int) -> None:
-    expected, found = (
-        plain_losses(settings(dataset, matrix, "plain", "schedule.decay=constant")),
-        metrics(matrix / f"offload{stage}"),
-    )
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-
-
-def test_sgd_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
-    """The optimizer of fine-tuning, which DeepSpeed does not know of."""
-    expected = plain_losses(settings(dataset, matrix, "plain", *SGD))
-    found = metrics(matrix / "sgd")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-    assert expected != pytest.approx(plain_losses(settings(dataset, matrix, "plain")), rel=1e-3)
-
-
-def test_mixed_losses_equal_plain_pytorch(dataset: Path, matrix: Path) -> None:
-    """Two ranks with two micro-batches each mix as one process with the whole batch does."""
-    expected = plain_losses(settings(dataset, matrix, "plain", *MIXED))
-    found = metrics(matrix / "mixed")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-    unmixed = plain_losses(settings(dataset, matrix, "plain", *MIXED[2:]))
-    assert expected != pytest.approx(unmixed, rel=1e-3)
-
-
-def test_a_hybrid_trains_as_in_plain_pytorch(dataset: Path, matrix: Path) -> None:
-    """Standardised kernels, GroupNorm, constant positions and attention pooling under ZeRO-3."""
-    expected = plain_losses(settings(dataset, matrix, "plain", *HYBRID))
-    found = metrics(matrix / "hybrid")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=1e-4)
-    assert expected[-1] < expected[0] - 0.05, "it learns, so the comparison means something"
-
-
-def test_bit_trains_in_the_same_pipeline(matrix: Path) -> None:
-    assert metrics(matrix / "bit")[1] == pytest.approx(np.log(4), abs=1e-5)
-    model, new = models.load(matrix / "bit"), models.create("BiT-R50x1", 16, 4, width=32)
-    assert model.config == new.config
-    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), new.parameters(), strict=True)]
-    assert sum(moved) > 0.9 * len(moved)
-
-
-def test_masked_patches_are_learned_as_in_plain_pytorch_and_after_a_resume(dataset: Path, matrix: Path) -> None:
-    """In two lives, at ZeRO-3: each image corrupted alike, and the mean over corrupted patches, whoever computes it."""
+def test_masked_patches_are_scored_as_they_are_learned(matrix: Path) -> None:
     run = matrix / "masked"
-    expected = plain_losses(settings(dataset, matrix, "plain", *MASKED))
-    found = metrics(run)
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=2e-5)
-    assert expected[0] == pytest.approx(np.log(512), abs=1e-5), "a head of zeros knows nothing"
-    assert expected[-1] < 0.85 * expected[0], "it learns"
+    assert metrics(run)[1] == pytest.approx(np.log(512), abs=1e-5), "a head of zeros knows nothing"
     assert metrics(run, "val_loss")[STEPS] < metrics(run, "val_loss")[3]
     assert metrics(run, "val_color_accuracy")[STEPS] > 3 / 512
     assert metrics(run, "val_num_samples")[STEPS] == 37
-    checkpoint = run / "checkpoints" / "step-00000006"
-    now = {**read_state(checkpoint).identity, "train.loss": "masked_pixels"}
-    with pytest.raises(UserError, match=r"train\.loss was masked_mean_color, is masked_pixels"):
-        setup._compare(checkpoint, now, STEPS + 1)
 
 
 def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matrix: Path) -> None:
@@ -309,53 +246,13 @@ def test_a_fine_tuning_keeps_the_weights_that_it_began_with(dataset: Path, matri
     assert began.score == f"{100 * accuracy:.2f} % color accuracy {dataset.name}:val"
 
 
-def test_its_weights_are_fine_tuned_on_images_that_are_not_square(dataset: Path, matrix: Path) -> None:
-    """With classes, every augmentation and positions for the new grid; scored as the run scored itself."""
+def test_its_weights_are_fine_tuned_on_images_that_are_not_square(matrix: Path) -> None:
+    """With classes, every augmentation and positions for the new grid."""
     log = (matrix / "wide" / "log.txt").read_text()
     assert "masked patch prediction (mean_color): its mask token and its head are left out" in log
-    loaded = load_model(WeightsConfig(weights=str(matrix / "wide")))
-    config = loaded.model.config
-    assert type(loaded.model) is models.VisionTransformer
-    assert (config.image_size, config.grid, config.num_classes) == ((16, 24), (4, 6), 4)
-    split = open_dataset(dataset).split("val")
-    reader = SplitReader(split, loaded.image_size, loaded.view, 37, 1, Ranks(0, 0, 1, torch.device("cpu")))
-    with torch.no_grad():
-        scores = score(predict(loaded.logits, reader, "softmax"), split, 4)
-    assert metrics(matrix / "wide", "val_loss")[STEPS] == pytest.approx(scores.loss, rel=1e-5)
-    assert metrics(matrix / "wide", "val_top1")[STEPS] == scores.top1
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_losses_follow_plain_pytorch(dataset: Path, matrix: Path, stage: int) -> None:
-    """Within bf16's rounding; a wrong first step (stack of 0.73x) or bf16 accumulation of the gradients is far
-    outside.
-    """
-    expected = plain_losses(settings(dataset, matrix, "plain"))
-    found = metrics(matrix / f"stage{stage}-bf16")
-    np.testing.assert_allclose([found[s] for s in sorted(found)], expected, rtol=0.02)
-
-
-def test_saved_weights_are_those_that_were_scored(dataset: Path, matrix: Path) -> None:
-    """The model of every stage's checkpoint holds whole fp32 master weights: the same scores when loaded outside of
-    DeepSpeed.
-    """
-    from pipeline.evaluate.classify import predict, score
-    from pipeline.evaluate.split_reader import SplitReader
-    from pipeline.process.distributed import Ranks
-    from pipeline.settings.run import AugmentConfig
-
-    split = open_dataset(dataset).split("val")
-    for stage in (0, 1, 2, 3):
-        run = matrix / f"stage{stage}-fp32"
-        model = models.load(run).eval()
-        with torch.no_grad():
-            predictions = predict(
-                lambda images, model=model: model(normalise(images, torch.device("cpu"), torch.float32, RGB8)),
-                SplitReader(split, 16, AugmentConfig(), 64, 1, Ranks(0, 0, 1, torch.device("cpu"))),
-                "softmax",
-            )
-        assert score(predictions, split, 4).loss == pytest.approx(metrics(run, "val_loss")[STEPS], rel=1e-5)
-        assert metrics(run, "val_num_samples")[STEPS] == len(split) == 37
+    model = models.load(matrix / "wide")
+    assert type(model) is models.VisionTransformer
+    assert (model.config.image_size, model.config.grid, model.config.num_classes) == ((16, 24), (4, 6), 4)
 
 
 @pytest.fixture(scope="module")
@@ -401,12 +298,7 @@ def test_resume_after_kill_is_bit_for_bit(resumed: Path, stage: int) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
-
-
-def test_optimizer_state_survives_bit_for_bit(resumed: Path) -> None:
-    """fp32 weights and Adam's moments of both parameter groups on both ranks, and the steps counted."""
-    for stage in (1, 2, 3):
-        assert_same_state(resumed / f"whole{stage}", resumed / f"killed{stage}")
+    assert_same_state(whole, killed)
 
 
 def assert_same_state(a: Path, b: Path, ranks: int = 2) -> None:
@@ -436,6 +328,8 @@ CONTINUED = {
     "adam-0": ["engine.zero_stage=0"],
     "sgd-3": [*SGD, "engine.zero_stage=3"],
     "bf16-1": ["engine.zero_stage=1", "engine.precision=bf16"],
+    # Its loss scale grows after so many steps without an overflow: they are counted on, not anew.
+    "fp16-1": ["engine.zero_stage=1", "engine.precision=fp16"],
     "fused-2": ["engine.zero_stage=2", "engine.fused=true"],
     "fused-bf16-3": ["engine.zero_stage=3", "engine.precision=bf16", "engine.fused=true"],
 }
@@ -460,7 +354,7 @@ def moved(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
         if world_size == 2:
             for name, more in CONTINUED.items():
                 runs += [run(f"{name}-whole", 4, *more), run(f"{name}-parts", 2, *more), run(f"{name}-parts", 4, *more)]
-        said.append(forge.start(world_size, *runs).finish())
+        said.append(forge.start_work(world_size, "test_train:train_with_fp16", runs).finish())
     return out, said
 
 
@@ -484,8 +378,6 @@ def test_a_move_says_what_it_changed(moved: tuple[Path, list[str]]) -> None:
     said = moved[1][3]
     assert "changed since the checkpoint: ranks was 4, is 3" in said
     assert "changed since the checkpoint: engine.zero_stage was 3, is 2" in said
-    assert "changed since the checkpoint: fused_optimizer was False, is True" in said
-    assert "train.micro_batch = 6 does not divide a rank's 8 samples (24 / 3 ranks): 4 is used" in said
     assert "24 = 3 ranks x 2 x 4 samples" in said
 
 
@@ -496,22 +388,8 @@ def test_the_same_ranks_go_on_bit_for_bit(moved: tuple[Path, list[str]], name: s
     assert_same_state(whole, parts)
 
 
-def test_another_model_or_data_cannot_continue(forge: Forge, dataset: Path, resumed: Path) -> None:
-    """A checkpoint of another model is refused in one line, and stays as it is."""
-    more = ["train.length=9 steps", "engine.zero_stage=1", "model.depth=1"]
-    run = forge.start(2, settings(dataset, resumed, "whole1", *more))
-    assert run.wait() == [2, 2]
-    errors = [line for line in run.said().splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, run.said()
-    assert "model.depth was 2, is 1" in errors[0]
-    assert "Traceback" not in run.said(0) + run.said(1)
-
-
-def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, database: Path, tmp_path: Path) -> None:
-    """(The launchers themselves: torchrun in test_whole_way.py, deepspeed in tests/multinode.)"""
-    shutil.copy(database, tmp_path / "mlflow.db")
-    overrides = settings(dataset, tmp_path, "finished", "track.enabled=true")
-    assert f"step {STEPS}/{STEPS}" in forge.start(2, overrides).finish()
-    again = forge.start(1, overrides).finish()
+def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, moved: tuple[Path, list[str]]) -> None:
+    run = settings(dataset, moved[0], "adam-0-whole", *CONSTANT, "train.length=4 steps", "engine.zero_stage=0")
+    again = forge.start(1, run).finish()
     assert "changed since the checkpoint: ranks was 2, is 1" in again
     assert "nothing left to do: the run is finished" in again
